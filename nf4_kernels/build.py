@@ -1,0 +1,141 @@
+"""Compile the kernel libraries: python -m nf4_kernels.build [--force] [--cpu-only].
+
+Two shared libraries with a plain C interface come out, in nf4_kernels/lib/: libnf4_cpu.so (g++, always) and
+libnf4_cuda.so (nvcc, where one is found). No torch header is included, so one build serves every torch version.
+A source file's instruction set is its name's ending: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is
+made at run time. NF4_CUDA_ARCHS chooses the GPU targets (default "80;86;89;90a;100;120").
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = ROOT / "csrc"
+LIBRARIES = ROOT / "lib"
+CUDA_ARCHS = "80;86;89;90a;100;120"
+
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mfma", "-mf16c"]
+ISA_FLAGS = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": _AVX512,
+    "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+}
+
+
+class BuildError(RuntimeError):
+    """A compiler was missing or failed; the message holds the command and what it printed."""
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc from $CUDA_HOME, PATH, /usr/local/cuda or NVIDIA's PyPI wheels; None where there is none."""
+    candidates = []
+    if home := os.environ.get("CUDA_HOME"):
+        candidates.append(os.path.join(home, "bin", "nvcc"))
+    if on_path := shutil.which("nvcc"):
+        candidates.append(on_path)
+    candidates.append("/usr/local/cuda/bin/nvcc")
+    for entry in sys.path:
+        candidates.extend(str(p) for p in Path(entry or ".").glob("nvidia/*/bin/nvcc"))
+    return next((c for c in candidates if os.access(c, os.X_OK)), None)
+
+
+def build_cpu(force: bool = False) -> Path:
+    """Compile csrc/cpu/*.cpp into libnf4_cpu.so; returns its path. Raises BuildError."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise BuildError(f"no C++ compiler: {compiler!r} is not on PATH (Debian: apt-get install g++)")
+    sources = sorted((SOURCES / "cpu").glob("*.cpp"))
+    base = [compiler, "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra"]
+    jobs = []
+    for source in sources:
+        isa = source.stem.rpartition("_")[2]
+        jobs.append((source, [*base, *ISA_FLAGS.get(isa, []), "-I", str(SOURCES), "-c", str(source)]))
+    return _link("libnf4_cpu.so", jobs, [compiler, "-shared", "-fopenmp"], force)
+
+
+def build_cuda(nvcc: str, force: bool = False) -> Path:
+    """Compile csrc/cuda/*.cu into libnf4_cuda.so (CUDA runtime linked statically); returns its path. Raises BuildError."""
+    archs = [a for a in os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS).split(";") if a]
+    jobs = []
+    for source in sorted((SOURCES / "cuda").glob("*.cu")):
+        wanted = ["90a"] if source.stem.endswith("_sm90") and "90a" in archs else archs
+        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
+        command = [nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I", str(SOURCES), *targets]
+        jobs.append((source, [*command, "-c", str(source)]))
+    return _link("libnf4_cuda.so", jobs, [nvcc, "-shared", "-cudart", "static"], force)
+
+
+def _link(name: str, jobs: list[tuple[Path, list[str]]], link: list[str], force: bool) -> Path:
+    output = LIBRARIES / name
+    stamp = output.with_suffix(".stamp")
+    digest = _digest([command for _, command in jobs])
+    if not force and output.exists() and stamp.exists() and stamp.read_text() == digest:
+        return output
+    objects = LIBRARIES / (output.stem + ".objects")
+    shutil.rmtree(objects, ignore_errors=True)
+    objects.mkdir(parents=True)
+
+    def compile_one(job: tuple[Path, list[str]]) -> str:
+        source, command = job
+        target = str(objects / (source.stem + ".o"))
+        _run([*command, "-o", target])
+        print(f"nf4_kernels: compiled {source.name}", flush=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        compiled = list(pool.map(compile_one, jobs))
+    partial = output.with_suffix(".partial")
+    _run([*link, *compiled, "-o", str(partial)])
+    partial.replace(output)
+    stamp.write_text(digest)
+    shutil.rmtree(objects)
+    return output
+
+
+def _digest(commands: list[list[str]]) -> str:
+    digest = hashlib.sha256(repr(commands).encode())
+    for path in sorted(SOURCES.rglob("*")):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}".rstrip())
+    if done.stderr.strip():
+        print(done.stderr.rstrip(), file=sys.stderr)
+
+
+def main() -> int:
+    """Build what can be built here; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m nf4_kernels.build", description="Compile the NF4 kernel libraries.")
+    parser.add_argument("--force", action="store_true", help="compile again even if nothing changed")
+    parser.add_argument("--cpu-only", action="store_true", help="leave the CUDA library out even if nvcc is found")
+    options = parser.parse_args()
+    try:
+        print(f"nf4_kernels: {build_cpu(options.force)}")
+        nvcc = find_nvcc()
+        if options.cpu_only:
+            print("nf4_kernels: CUDA library left out (--cpu-only)")
+        elif nvcc is None:
+            print("nf4_kernels: CUDA library left out: no nvcc found (PATH, CUDA_HOME, /usr/local/cuda, NVIDIA's wheels)")
+        else:
+            print(f"nf4_kernels: {build_cuda(nvcc, options.force)}")
+    except BuildError as e:
+        print(f"nf4_kernels: build failed: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

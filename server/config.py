@@ -1,0 +1,112 @@
+"""The server's configuration: config.yaml, then NF4_* environment variables, then command-line flags; last wins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message is one line that names the field."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HttpConfig(_Section):
+    """Where and how the API listens."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    max_queue: int = Field(default=256, ge=1)
+    """Requests accepted and not yet finished; beyond it, 429."""
+
+
+class EngineConfig(_Section):
+    """How the engine runs the model."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: float32 on CPU, bfloat16 on CUDA."""
+    max_model_len: int | None = Field(default=None, ge=16)
+    """Longest prompt + answer in tokens; None takes the model's own limit, cut to what the KV cache holds."""
+    max_num_seqs: int = Field(default=32, ge=1, le=4096)
+    max_num_batched_tokens: int = Field(default=512, ge=16)
+    """Token budget of one step; longer prompts are prefilled in chunks."""
+    block_size: int = Field(default=16, ge=1, le=256)
+    kv_cache_bytes: int | None = Field(default=None, ge=2**20)
+    """Memory for the KV cache; None: 1 GiB on CPU, 90 % of what is free on CUDA."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; None takes all cores this process may use."""
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+
+
+class Config(_Section):
+    """The whole configuration."""
+
+    model: str = EMBEDDED_MODEL
+    """A local folder, a hub id, or "smollm2-135m-instruct" for the embedded model."""
+    served_model_name: str | None = None
+    cache_dir: Path = Field(default_factory=lambda: default_cache_dir())
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    http: HttpConfig = HttpConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use for the model."""
+        return self.served_model_name or self.model
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder for converted checkpoints: $XDG_CACHE_HOME/nf4-server or ~/.cache/nf4-server."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "nf4-server"
+
+
+def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
+    """Read config.yaml and lay environment variables and overrides (dotted keys: "http.port") over it.
+
+    Environment: NF4_MODEL, NF4_HTTP__PORT, ... (double underscore between section and field).
+    Raises ConfigError with one line that names the file or field.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as e:
+            raise ConfigError(f"{path}: {e.strerror}") from e
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{path}: not valid YAML: {' '.join(str(e).split())}") from e
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"{path}: expected a mapping at the top, got {type(loaded).__name__}")
+        data = loaded or {}
+    for key, value in os.environ.items():
+        if key.startswith("NF4_") and value:
+            _set(data, key.removeprefix("NF4_").lower().replace("__", "."), value)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _set(data, key, value)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ConfigError(f"{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from e
+
+
+def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, field = dotted.split(".")
+    for section in sections:
+        inner = data.get(section)
+        if not isinstance(inner, dict):
+            inner = data[section] = {}
+        data = inner
+    data[field] = value

@@ -1,0 +1,151 @@
+"""Messages and values that cross room or process borders: plain msgspec structs, no torch, no FastAPI."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token of one request is chosen. Field meanings are OpenAI's where OpenAI has the field.
+
+    temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch that filter off. Penalties follow OpenAI
+    (presence, frequency: over generated tokens) and CTRL/transformers (repetition: over prompt and generated tokens).
+    max_tokens is resolved by the API before sending: always >= 1 and prompt + max_tokens <= max_model_len.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    """Number of most likely alternatives to return per token (0 to 20); None returns no log-probabilities."""
+
+
+class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
+    """API to engine: generate from prompt_token_ids (never empty, ids already checked against the vocabulary)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+
+
+class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
+    """API to engine: forget these requests and free their blocks. Unknown ids are ignored; no output follows."""
+
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+    """API to engine: leave the loop and exit 0."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probabilities of one generated token, after penalties and bias, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+    """(token id, logprob) of the most likely tokens, most likely first."""
+
+
+class RequestTimings(msgspec.Struct, frozen=True):
+    """Where one request's time went, in seconds. Totals so far; sent with the request's last output.
+
+    dequant and linear are this request's share (by tokens in each step) of the time the steps it took part in spent in
+    NF4 dequantization and in NF4 linear layers as a whole.
+    """
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    dequant_prefill: float = 0.0
+    dequant_decode: float = 0.0
+    linear_prefill: float = 0.0
+    linear_decode: float = 0.0
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    """What one step produced for one request. The last output of a request has finish_reason set.
+
+    An end-of-sequence or stop token that ended the request is included in new_token_ids.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The EOS or stop token that ended the request, when finish_reason is "stop"."""
+    error: str | None = None
+    """A one-line reason, when finish_reason is "error"."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the prefix cache."""
+    logprobs: list[TokenLogprob] | None = None
+    timings: RequestTimings | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """The engine's state after a step; counters count since the engine started."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    preemptions: int = 0
+    step_seconds: float = 0.0
+    step_tokens: int = 0
+    step_prefill_tokens: int = 0
+    step_batch: int = 0
+    dequant_seconds_total: float = 0.0
+    linear_seconds_total: float = 0.0
+
+
+class StepOutputs(msgspec.Struct, tag="step", frozen=True):
+    """Engine to API: everything one step produced."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class LoadProgress(msgspec.Struct, tag="progress", frozen=True):
+    """Engine to API while starting: what it is doing, and how far it is (0 to 1)."""
+
+    stage: str
+    fraction: float
+
+
+class EngineReady(msgspec.Struct, tag="ready", frozen=True):
+    """Engine to API once, when requests are accepted."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    block_size: int
+    num_blocks: int
+    device: str
+    dtype: str
+    kernels: str
+    """Which NF4 kernels run, in words (for logs and /health)."""
+
+
+class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
+    """Engine to API: the engine is about to exit; fatal means that starting it again cannot help (bad checkpoint)."""
+
+    message: str
+    fatal: bool = False
+
+
+ToEngine = GenerateRequest | AbortRequest | Shutdown
+FromEngine = StepOutputs | LoadProgress | EngineReady | EngineFailed
