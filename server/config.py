@@ -16,6 +16,12 @@ class ConfigError(Exception):
     """The configuration cannot be used; the message is one line that names the field."""
 
 
+def default_cache_dir() -> Path:
+    """The user's cache folder for converted checkpoints: $XDG_CACHE_HOME/nf4-server or ~/.cache/nf4-server."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "nf4-server"
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +61,7 @@ class Config(_Section):
     model: str = EMBEDDED_MODEL
     """A local folder, a hub id, or "smollm2-135m-instruct" for the embedded model."""
     served_model_name: str | None = None
-    cache_dir: Path = Field(default_factory=lambda: default_cache_dir())
+    cache_dir: Path = Field(default_factory=default_cache_dir)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     http: HttpConfig = HttpConfig()
     engine: EngineConfig = EngineConfig()
@@ -64,12 +70,6 @@ class Config(_Section):
     def model_name(self) -> str:
         """The name clients use for the model."""
         return self.served_model_name or self.model
-
-
-def default_cache_dir() -> Path:
-    """The user's cache folder for converted checkpoints: $XDG_CACHE_HOME/nf4-server or ~/.cache/nf4-server."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "nf4-server"
 
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:

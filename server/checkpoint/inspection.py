@@ -1,0 +1,140 @@
+"""Look at a checkpoint folder without loading it: what it is, whether it is whole, how much memory it takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from server.checkpoint.base import CheckpointError
+
+Quantization = Literal["nf4", "none"]
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# safetensors' own limit; a larger header is damage, and must not be read into memory.
+_MAX_HEADER = 100 * 2**20
+# A weight's share in NF4 with double quantization: 4 bits, 8 bits per 64, 32 bits per 64 * 256.
+_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint folder holds."""
+
+    folder: Path
+    model_type: str
+    architecture: str
+    quantization: Quantization
+    """nf4: bitsandbytes NF4, loaded as it is. none: 16 or 32 bit, quantized while loading."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    """Name to (safetensors dtype, shape)."""
+
+    def loaded_bytes(self, item_bytes: int) -> int:
+        """Bytes the weights take once loaded, with unquantized floats in item_bytes each."""
+        total = 0.0
+        for name, (dtype, shape) in self.tensors.items():
+            count = math.prod(shape)
+            if self.quantization == "none" and name.endswith("proj.weight") and len(shape) == 2:
+                total += count * _NF4_BYTES
+            elif dtype in _FLOATS and not _is_quantization_state(name):
+                total += count * item_bytes
+            else:
+                total += count * _ITEM_BYTES.get(dtype, 1)
+        return int(total)
+
+
+def inspect_checkpoint(folder: Path) -> CheckpointInfo:
+    """Read config.json and the headers of the weight files. Raises CheckpointError for what cannot be served."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder")
+    config = _read_json(folder / "config.json")
+    model_type = config.get("model_type")
+    architectures = config.get("architectures")
+    if not isinstance(model_type, str) or not isinstance(architectures, list) or not architectures:
+        raise CheckpointError(f"{folder / 'config.json'}: names no model_type or no architectures")
+    if config.get("is_encoder_decoder"):
+        raise CheckpointError(
+            f"{folder}: {architectures[0]} is an encoder-decoder model; only decoder-only ones are served"
+        )
+    quantization = _quantization(folder, config)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in _weight_files(folder):
+        tensors.update(_read_header(file))
+    if quantization == "nf4" and not any(name.endswith(".quant_state.bitsandbytes__nf4") for name in tensors):
+        raise CheckpointError(f"{folder}: config.json says NF4, but no weight in it is in NF4")
+    return CheckpointInfo(folder, model_type, str(architectures[0]), quantization, tensors)
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> Quantization:
+    settings = config.get("quantization_config")
+    if settings is None:
+        return "none"
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if method != "bitsandbytes" or not settings.get("load_in_4bit"):
+        eight = " (8 bit)" if method == "bitsandbytes" else ""
+        raise CheckpointError(
+            f"{folder}: quantized with {method}{eight}; bitsandbytes NF4 or an unquantized model is needed"
+        )
+    kind = settings.get("bnb_4bit_quant_type", "fp4")
+    if kind != "nf4":
+        raise CheckpointError(f"{folder}: bitsandbytes {kind!s} is not NF4")
+    return "nf4"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        single = folder / "model.safetensors"
+        if not single.exists():
+            raise CheckpointError(
+                f"{folder}: no model.safetensors (and no index of shards); other formats are not loaded"
+            )
+        return [single]
+    shards = _read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{index}: names no shards")
+    files = [folder / str(name) for name in sorted(set(shards.values()))]
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{file}: named in {index.name}, but missing")
+    return files
+
+
+def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Names, dtypes and shapes in a safetensors file; checks that the file is as long as its header says."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(size - 8, _MAX_HEADER):
+                raise CheckpointError(f"{file}: damaged: its header claims {length} bytes of {size}")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        tensors = {name: (str(e["dtype"]), tuple(int(d) for d in e["shape"])) for name, e in header.items()}
+    except OSError as e:
+        raise CheckpointError(f"{file}: {e.strerror}") from e
+    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        raise CheckpointError(f"{file}: damaged: not a safetensors file") from e
+    if size != 8 + length + end:
+        raise CheckpointError(f"{file}: damaged: {size} bytes long, its header describes {8 + length + end}")
+    return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror}") from e
+    except ValueError as e:
+        raise CheckpointError(f"{path}: damaged: not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: damaged: not a JSON object")
+    return value
+
+
+def _is_quantization_state(name: str) -> bool:
+    return any(part in name for part in (".absmax", ".quant_map", ".nested_", ".quant_state."))
