@@ -1,4 +1,4 @@
-"""Compile the kernel libraries: python -m nf4_kernels.build [--force] [--cpu-only].
+"""Compile the kernel libraries: python -m nf4_kernels.build [--force] [--cpu-only] [--native].
 
 Two shared libraries with a plain C interface come out, in nf4_kernels/lib/: libnf4_cpu.so (g++, always) and
 libnf4_cuda.so (nvcc, where one is found). No torch header is included, so one build serves every torch version.
@@ -47,13 +47,36 @@ def find_nvcc() -> str | None:
     return next((c for c in candidates if os.access(c, os.X_OK)), None)
 
 
+def installed_gpu_archs() -> str:
+    """Targets of the GPUs in this machine, for NF4_CUDA_ARCHS ("90a"); empty where nvidia-smi finds none."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    if done.returncode:
+        return ""
+    found = {line.strip().replace(".", "") for line in done.stdout.splitlines() if line.strip()}
+    return ";".join(sorted("90a" if arch == "90" else arch for arch in found))
+
+
 def build_cpu(force: bool = False) -> Path:
     """Compile csrc/cpu/*.cpp into libnf4_cpu.so; returns its path. Raises BuildError."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise BuildError(f"no C++ compiler: {compiler!r} is not on PATH (Debian: apt-get install g++)")
     sources = sorted((SOURCES / "cpu").glob("*.cpp"))
-    base = [compiler, "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra"]
+    base = [
+        compiler,
+        "-std=c++17",
+        "-O3",
+        "-fPIC",
+        "-fopenmp",
+        "-fvisibility=hidden",
+        "-fno-math-errno",
+        "-Wall",
+        "-Wextra",
+    ]
     jobs = []
     for source in sources:
         isa = source.stem.rpartition("_")[2]
@@ -62,7 +85,7 @@ def build_cpu(force: bool = False) -> Path:
 
 
 def build_cuda(nvcc: str, force: bool = False) -> Path:
-    """Compile csrc/cuda/*.cu into libnf4_cuda.so (CUDA runtime linked statically); returns its path. Raises BuildError."""
+    """Compile csrc/cuda/*.cu into libnf4_cuda.so (CUDA runtime linked in); returns its path. Raises BuildError."""
     archs = [a for a in os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS).split(";") if a]
     jobs = []
     for source in sorted((SOURCES / "cuda").glob("*.cu")):
@@ -118,17 +141,28 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     """Build what can be built here; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m nf4_kernels.build", description="Compile the NF4 kernel libraries.")
+    parser = argparse.ArgumentParser(
+        prog="python -m nf4_kernels.build", description="Compile the NF4 kernel libraries."
+    )
     parser.add_argument("--force", action="store_true", help="compile again even if nothing changed")
     parser.add_argument("--cpu-only", action="store_true", help="leave the CUDA library out even if nvcc is found")
+    parser.add_argument(
+        "--native", action="store_true", help="compile CUDA only for this machine's GPUs, if it has any"
+    )
     options = parser.parse_args()
+    if options.native and "NF4_CUDA_ARCHS" not in os.environ:
+        os.environ["NF4_CUDA_ARCHS"] = installed_gpu_archs()
     try:
         print(f"nf4_kernels: {build_cpu(options.force)}")
         nvcc = find_nvcc()
         if options.cpu_only:
             print("nf4_kernels: CUDA library left out (--cpu-only)")
+        elif not os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS):
+            print("nf4_kernels: CUDA library left out: no NVIDIA GPU in this machine")
         elif nvcc is None:
-            print("nf4_kernels: CUDA library left out: no nvcc found (PATH, CUDA_HOME, /usr/local/cuda, NVIDIA's wheels)")
+            print(
+                "nf4_kernels: CUDA library left out: no nvcc found (PATH, CUDA_HOME, /usr/local/cuda, NVIDIA's wheels)"
+            )
         else:
             print(f"nf4_kernels: {build_cuda(nvcc, options.force)}")
     except BuildError as e:

@@ -1,0 +1,69 @@
+# One gate for people and CI: make check && make test. `make help` lists everything.
+PYTHON ?= python3
+PORT ?= 8000
+CONFIG ?= config.yaml
+VENV := .venv
+BIN := $(VENV)/bin
+# Everything under the virtual environment is made by the stamps below; delete .venv to start over.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+.PHONY: help serve test check format hooks kernels model bench-cpu gpu-bench gpu-test clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+# venv without ensurepip, so that Debian's python3 without python3-venv is enough; pip installs itself into it.
+$(VENV)/pyvenv.cfg:
+	@echo "== creating $(VENV)"
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet pip
+
+$(VENV)/.serve: pyproject.toml | $(VENV)/pyvenv.cfg
+	@echo "== installing what the server needs (once; torch is the large one)"
+	$(BIN)/python -m pip install --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.serve
+	@echo "== installing what tests and checks need"
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+serve: $(VENV)/.serve ## set everything up and serve the model of config.yaml on 127.0.0.1:8000 (PORT=, CONFIG=)
+	@$(BIN)/python -m nf4_kernels.build --native
+	@exec $(BIN)/python -m server --config $(CONFIG) --port $(PORT)
+
+kernels: $(VENV)/.serve ## compile the kernel libraries (CUDA too where nvcc is found)
+	@$(BIN)/python -m nf4_kernels.build
+
+model: $(VENV)/.serve ## fetch and convert the embedded model
+	@$(BIN)/python -m server.checkpoint
+
+test: $(VENV)/.dev kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.dev ## ruff, mypy --strict, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## format the Python sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+hooks: $(VENV)/.dev ## run the checks before every commit (pre-commit)
+	$(BIN)/pre-commit install
+
+bench-cpu: $(VENV)/.dev kernels model ## CPU speed beside transformers + bitsandbytes, into bench/results/
+	$(BIN)/python -m bench.cpu
+
+gpu-test: kernels ## the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu tests
+
+gpu-bench: kernels ## kernel speed beside bitsandbytes and bf16 on this GPU, into bench/results/
+	$(BIN)/python -m nf4_kernels.bench
+
+clean: ## remove what was built (not the virtual environment, not the model)
+	rm -rf nf4_kernels/lib build *.egg-info .mypy_cache .ruff_cache .pytest_cache
