@@ -1,0 +1,90 @@
+"""Fixtures that several rooms share: the embedded model, a running server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.checkpoint.source import EMBEDDED, resolve_checkpoint
+from server.config import default_cache_dir
+
+READY_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A real server process; base_url has no trailing slash and no /v1."""
+
+    base_url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+@pytest.fixture(scope="session")
+def embedded_folder() -> Path:
+    """Folder of the embedded NF4 model (fetched and converted if `make model` has not run)."""
+    return resolve_checkpoint(EMBEDDED, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
+
+
+@pytest.fixture(scope="session")
+def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server process with the embedded model on a free port, ready to answer."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with start_server(log) as running:
+        yield running
+
+
+class start_server:  # noqa: N801 - used as a function
+    """Start `python -m server` with arguments on a free port; entering waits until /health is 200."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self._log = log
+        self._arguments = arguments
+
+    def __enter__(self) -> RunningServer:
+        port = free_port()
+        command = [sys.executable, "-m", "server", "--port", str(port), *self._arguments]
+        with self._log.open("wb") as output:
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        base_url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while True:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"server ended with {self._process.returncode}:\n{self._log.read_text()}")
+            try:
+                if httpx.get(f"{base_url}/health", timeout=5).status_code == 200:
+                    return RunningServer(base_url, self._process, self._log)
+            except httpx.TransportError:
+                pass
+            if time.monotonic() > deadline:
+                self._process.kill()
+                raise RuntimeError(f"server not ready after {READY_TIMEOUT_S} s:\n{self._log.read_text()}")
+            time.sleep(0.1)
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
