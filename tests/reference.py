@@ -1,0 +1,48 @@
+"""transformers' own generate on the embedded checkpoint, as bitsandbytes computes it exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.prompts import Chat
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """One greedy answer: its token ids and, per token, how far the best logit was ahead of the second."""
+
+    token_ids: list[int]
+    margins: list[float]
+
+
+class Reference:
+    """The oracle of the whole server: one request at a time, none of our code in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for parameter in self.model.parameters():
+            if parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.float()
+        for module in self.model.modules():
+            if isinstance(module, Linear4bit):
+                # Without this, bitsandbytes rounds weights, scales and activations to bfloat16 on CPUs that have it.
+                module.support_avx512bf16_for_cpu = False
+
+    def greedy(self, chat: Chat, max_tokens: int) -> Greedy:
+        """What model.generate gives for this chat alone, without sampling."""
+        inputs = self.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.inference_mode():
+            out = self.model.generate(
+                **inputs, max_new_tokens=max_tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
+        best = [logits[0].topk(2).values for logits in out.logits]
+        new = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return Greedy(new, [float(top[0] - top[1]) for top in best])
