@@ -1,0 +1,132 @@
+"""One engine process seen from the API side: its start, its sockets, its end.
+
+Every engine process gets sockets of its own in a private folder, so a message meant for one that died can never reach
+the one started after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from server.config import EngineConfig
+from server.types import FromEngine, ToEngine
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """First line of the engine's standard input, whose end means that the API process is gone."""
+
+    to_engine: str
+    """Address where the engine receives ToEngine messages."""
+    from_engine: str
+    """Address where the engine sends FromEngine messages."""
+    checkpoint_folder: str
+    log_level: str
+    cache_dir: str
+    engine: dict[str, Any]
+    """EngineConfig, dumped."""
+
+    def engine_config(self) -> EngineConfig:
+        """The validated engine section."""
+        return EngineConfig.model_validate(self.engine)
+
+
+class EngineProcess:
+    """A running `python -m server.engine.loop` and the two sockets to it."""
+
+    def __init__(self, child: asyncio.subprocess.Process, folder: Path, context: zmq.Context[Any]) -> None:
+        self._child = child
+        self._folder = folder
+        self._context = context
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._commands: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._events: zmq.asyncio.Socket = zmq.asyncio.Context.shadow(context).socket(zmq.PULL)
+        socket: zmq.Socket[Any]
+        for socket, name in ((self._commands, "to-engine"), (self._events, "from-engine")):
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(_address(folder, name))
+
+    @classmethod
+    async def start(
+        cls, checkpoint_folder: Path, config: EngineConfig, log_level: str, cache_dir: Path
+    ) -> EngineProcess:
+        """Start the process; it reports on the sockets from here on. Raises OSError when it cannot be started."""
+        folder = Path(tempfile.mkdtemp(prefix="nf4-engine-"))
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "server.engine.loop",
+                stdin=asyncio.subprocess.PIPE,
+                # A terminal's Ctrl-C must reach the API only, which then ends the engine in order.
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+            process = cls(child, folder, zmq.Context())
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        launch = Launch(
+            to_engine=_address(folder, "to-engine"),
+            from_engine=_address(folder, "from-engine"),
+            checkpoint_folder=str(checkpoint_folder),
+            log_level=log_level,
+            cache_dir=str(cache_dir),
+            engine=config.model_dump(mode="json"),
+        )
+        assert child.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died already; the exit code tells
+            child.stdin.write(msgspec.json.encode(launch) + b"\n")
+            await child.stdin.drain()
+        return process
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._child.pid
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message; never blocks (queues have no limit, the API bounds the requests it accepts)."""
+        self._commands.send(self._encoder.encode(message), zmq.DONTWAIT)
+
+    async def receive(self) -> FromEngine:
+        """The next message. Raises msgspec.DecodeError for one that is not understood."""
+        data = await self._events.recv()
+        message: FromEngine = self._decoder.decode(data)
+        return message
+
+    async def wait(self) -> int:
+        """Exit code, once the process has ended."""
+        return await self._child.wait()
+
+    async def end(self, grace_s: float) -> None:
+        """Let the process leave within grace_s seconds (by closing its standard input), then kill it; close all."""
+        if self._child.returncode is None:
+            if self._child.stdin is not None:
+                self._child.stdin.close()
+            try:
+                await asyncio.wait_for(self._child.wait(), grace_s)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._child.kill()
+                await self._child.wait()
+        self._commands.close(linger=0)
+        self._events.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _address(folder: Path, name: str) -> str:
+    return f"ipc://{folder}/{name}"
