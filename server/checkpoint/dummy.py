@@ -1,0 +1,85 @@
+"""Random NF4 weights of a given configuration, made on the device layer by layer: for benchmarks and tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from bitsandbytes.functional import QuantState, create_dynamic_map, get_4bit_type
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from server.checkpoint.base import CheckpointError, Progress
+
+BLOCKSIZE = 64
+NESTED_BLOCKSIZE = 256
+# Scales around this make weights with a standard deviation near 0.02, what trained linear layers have.
+MEAN_ABSMAX = 0.05
+
+
+def dummy_model(
+    folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, seed: int
+) -> PreTrainedModel:
+    """A model of folder's config.json with random weights drawn from seed, in eval mode.
+
+    NF4 (blocks of 64, double quantization) in every linear layer but lm_head, dtype elsewhere. Nothing that ends in NF4
+    is ever held in 16 bit. Raises CheckpointError when config.json does not describe a causal language model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config.dtype = dtype
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as e:
+        raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
+    generator = torch.Generator(device).manual_seed(seed)
+    modules = list(model.named_modules())
+    for done, (name, module) in enumerate(modules):
+        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+            model.set_submodule(name, _random_linear(module, device, dtype, generator))
+        elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+            model._init_weights(module)
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+        if done % 32 == 0:
+            progress("making random weights", done / len(modules))
+    model.tie_weights()
+    progress("making random weights", 1.0)
+    return model.eval().requires_grad_(False)
+
+
+def _random_linear(
+    linear: nn.Linear, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> Linear4bit:
+    n, k = linear.out_features, linear.in_features
+    packed = torch.randint(0, 256, ((n * k + 1) // 2, 1), dtype=torch.uint8, device=device, generator=generator)
+    blocks = -(-n * k // BLOCKSIZE)
+    groups = -(-blocks // NESTED_BLOCKSIZE)
+    nested = QuantState(
+        absmax=torch.full((groups,), MEAN_ABSMAX / 2, device=device),
+        blocksize=NESTED_BLOCKSIZE,
+        code=create_dynamic_map().to(device),
+        dtype=torch.float32,
+    )
+    state = QuantState(
+        absmax=torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device, generator=generator),
+        shape=torch.Size((n, k)),
+        code=get_4bit_type("nf4", device=device),
+        blocksize=BLOCKSIZE,
+        quant_type="nf4",
+        dtype=dtype,
+        offset=torch.tensor(MEAN_ABSMAX, device=device),
+        state2=nested,
+    )
+    layer = Linear4bit(k, n, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4", device="meta")
+    layer.weight = Params4bit(
+        packed, requires_grad=False, quant_state=state, blocksize=BLOCKSIZE, quant_type="nf4", bnb_quantized=True,
+        module=layer,
+    )  # fmt: skip
+    layer.quant_state = state
+    layer.compute_type_is_set = True
+    if linear.bias is not None:
+        layer.bias = nn.Parameter(torch.zeros(n, dtype=dtype, device=device), requires_grad=False)
+    return layer

@@ -1,0 +1,50 @@
+"""dummy_model: small versions of the benchmarked families, with every weight in place and of a sane size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.dummy import dummy_model
+
+MODELS = Path(__file__).parents[2] / "bench" / "models"
+SMALL = {
+    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size": 200, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def silent(stage: str, fraction: float) -> None:
+    assert 0.0 <= fraction <= 1.0, stage
+
+
+@pytest.mark.parametrize("name", sorted(folder.name for folder in MODELS.iterdir()))
+def test_every_benchmarked_family_runs_on_random_weights(name: str, tmp_path: Path) -> None:
+    settings = json.loads((MODELS / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, **SMALL}))
+    model = dummy_model(tmp_path, CPU, torch.float32, silent, seed=1)
+    layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
+    assert len(layers) == 7 * 7
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+        assert 0.015 < dequantize_4bit(layer.weight.data, layer.weight.quant_state).std() < 0.04
+    assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+    with torch.inference_mode():
+        logits = model(torch.arange(50)[None]).logits
+    assert logits.isfinite().all()
+    assert logits.std() > 0.05
+    again = dummy_model(tmp_path, CPU, torch.float32, silent, seed=1)
+    assert torch.equal(again.model.layers[3].mlp.down_proj.weight, model.model.layers[3].mlp.down_proj.weight)
+
+
+def test_a_config_of_no_language_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(CheckpointError, match="no model can be made"):
+        dummy_model(tmp_path, CPU, torch.float32, silent, seed=1)
