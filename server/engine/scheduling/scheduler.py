@@ -1,0 +1,194 @@
+"""Which sequences take part in the next step, and with how many tokens: continuous batching with chunked prefill."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.sequence import Phase, Sequence
+from server.types import FinishReason
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + length) of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this is the one newest token of a sequence that has generated before."""
+        return self.length == 1 and self.start >= self.sequence.num_prompt
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step that computes this chunk yields the sequence's next token."""
+        return self.start + self.length == len(self.sequence.tokens)
+
+
+@dataclass
+class Step:
+    """What one forward pass computes: chunks of different sequences, those of one token first."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the forward pass."""
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def sampled(self) -> list[Chunk]:
+        """Chunks that yield a token, in order."""
+        return [chunk for chunk in self.chunks if chunk.samples]
+
+
+class Scheduler:
+    """First come, first served. In every step decoding sequences go first; prefills share what is left of the budget.
+
+    A sequence is admitted when the blocks for all its present tokens are free, so only growth by decoding can run out
+    of blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes
+    them again when it is admitted anew, before any newer request.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    ) -> None:
+        if blocks.num_blocks * blocks.block_size < max_model_len:
+            raise ValueError(
+                f"{blocks.num_blocks} blocks of {blocks.block_size} tokens cannot hold one sequence of {max_model_len}"
+            )
+        if min(max_num_seqs, max_num_batched_tokens) < 1:
+            raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
+        self._blocks = blocks
+        self._max_num_seqs = max_num_seqs
+        # Every running sequence must be able to decode in every step.
+        self._budget = max(max_num_batched_tokens, max_num_seqs)
+        self._max_model_len = max_model_len
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # oldest first
+        self._by_id: dict[str, Sequence] = {}
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether schedule() would return chunks."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for blocks or a place."""
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. Raises ValueError when it can never run (too long, empty, id in use)."""
+        if sequence.request_id in self._by_id:
+            raise ValueError(f"request id {sequence.request_id!r} is in use")
+        if not 0 < sequence.num_prompt < self._max_model_len:
+            raise ValueError(f"a prompt of {sequence.num_prompt} tokens does not fit into {self._max_model_len}")
+        self._by_id[sequence.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def schedule(self) -> Step:
+        """The next step. Blocks for its tokens are taken; call complete() (or finish() each sequence) afterwards."""
+        step = Step()
+        budget = self._budget
+        for sequence in [s for s in self._running if s.num_pending == 1]:
+            if sequence.phase is Phase.RUNNING and self._make_room(sequence, step):
+                step.chunks.append(Chunk(sequence, sequence.num_computed, 1))
+                budget -= 1
+        # A later sequence's growth may have preempted one that was scheduled before it.
+        step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+        for sequence in self._running:
+            if sequence.num_pending > 1 and budget > 0:
+                budget -= self._add_prefill(sequence, step, budget)
+        while self._waiting and budget > 0 and not step.preempted and self._admit(self._waiting[0]):
+            budget -= self._add_prefill(self._waiting.popleft(), step, budget)
+        step.chunks.sort(key=lambda chunk: chunk.length > 1)
+        return step
+
+    def complete(self, step: Step, tokens: list[int]) -> None:
+        """Account for a step that ran; tokens are what step.sampled yielded, in its order.
+
+        Sequences that this ends are finished here: their blocks are free and their finish_reason is set.
+        """
+        sampled = step.sampled
+        if len(sampled) != len(tokens):
+            raise ValueError(f"{len(sampled)} sequences sampled, {len(tokens)} tokens given")
+        for chunk in step.chunks:
+            if chunk.sequence.phase is Phase.RUNNING:
+                chunk.sequence.num_computed = chunk.start + chunk.length
+        for chunk, token in zip(sampled, tokens, strict=True):
+            sequence = chunk.sequence
+            if sequence.phase is not Phase.RUNNING:  # aborted while the step ran
+                continue
+            sequence.append(token, self._max_model_len)
+            if sequence.finish_reason is not None:
+                self._remove(sequence)
+
+    def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
+        """End a sequence now, whatever its phase, and free its blocks; None when the id is unknown."""
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            sequence.finish_reason = reason
+            self._remove(sequence)
+        return sequence
+
+    def _admit(self, sequence: Sequence) -> bool:
+        if len(self._running) >= self._max_num_seqs:
+            return False
+        needed = self._blocks.missing(sequence.blocks, len(sequence.tokens))
+        # One block spare for each running sequence, or admission would at once be paid for by a preemption.
+        spare = len(self._running)
+        if needed > self._blocks.num_free - spare and self._running:
+            return False
+        self._blocks.grow(sequence.blocks, len(sequence.tokens))
+        sequence.phase = Phase.RUNNING
+        self._running.append(sequence)
+        return True
+
+    @staticmethod
+    def _add_prefill(sequence: Sequence, step: Step, budget: int) -> int:
+        length = min(sequence.num_pending, budget)
+        step.chunks.append(Chunk(sequence, sequence.num_computed, length))
+        return length
+
+    def _make_room(self, sequence: Sequence, step: Step) -> bool:
+        """Take the block that the sequence's next token needs; False when the sequence itself had to be preempted."""
+        while self._blocks.missing(sequence.blocks, len(sequence.tokens)) > self._blocks.num_free:
+            newest = self._running[-1]
+            self._preempt(newest)
+            step.preempted.append(newest)
+            if newest is sequence:
+                return False
+        self._blocks.grow(sequence.blocks, len(sequence.tokens))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._blocks.release(sequence.blocks)
+        sequence.num_computed = 0
+        sequence.phase = Phase.WAITING
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _remove(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.phase is Phase.WAITING:
+            self._waiting.remove(sequence)
+        self._blocks.release(sequence.blocks)
+        sequence.phase = Phase.FINISHED
+        del self._by_id[sequence.request_id]

@@ -1,0 +1,72 @@
+"""One request inside the engine: its tokens, how far they are computed, and the blocks of its keys and values."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+
+from server.types import FinishReason, GenerateRequest
+
+
+class Phase(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Sequence:
+    """A request's state. tokens is the prompt followed by what was generated; a preempted sequence keeps both.
+
+    seed is the request's own, or one drawn for it: together with a token's position it decides that token's draw, so
+    neither preemption nor neighbours change it.
+    """
+
+    def __init__(self, request: GenerateRequest, seed: int, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        self.request_id = request.request_id
+        self.sampling = request.sampling
+        self.seed = seed
+        self.tokens = list(request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0
+        """Tokens whose keys and values are in the cache."""
+        self.num_cached = 0
+        """Prompt tokens that were found in the cache when the sequence was admitted last."""
+        self.blocks: list[int] = []
+        self.phase = Phase.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+        sampling = request.sampling
+        self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
+        counted = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        self.generated_counts: Counter[int] | None = Counter() if counted else None
+        self.seen: set[int] | None = set(self.tokens) if sampling.repetition_penalty != 1 else None
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}, {len(self.tokens)} tokens, {self.num_computed} computed, {self.phase.name})"
+        )
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens still to be computed before the next one can be sampled; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    def append(self, token: int, max_model_len: int) -> None:
+        """Take a sampled token and decide whether it is the last one (finish_reason is set then)."""
+        self.tokens.append(token)
+        if self.generated_counts is not None:
+            self.generated_counts[token] += 1
+        if self.seen is not None:
+            self.seen.add(token)
+        if token in self.stop_ids and self.num_generated > self.sampling.min_tokens:
+            self.finish_reason = "stop"
+            self.stop_token_id = token
+        elif self.num_generated >= self.sampling.max_tokens or len(self.tokens) >= max_model_len:
+            self.finish_reason = "length"
