@@ -1,0 +1,182 @@
+"""The engine without its process: requests in, outputs of one step at a time out."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+
+import torch
+
+from server.config import EngineConfig
+from server.engine.clock import RequestClock, StepClock
+from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling import Sampled
+from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
+from server.engine.scheduling.sequence import Sequence
+from server.types import EngineStats, FinishReason, GenerateRequest, RequestOutput, StepOutputs
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Scheduler and model runner together. Single-threaded: call step() while has_work."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self._runner = runner
+        limits = runner.limits
+        self._blocks = BlockManager(limits.num_blocks, config.block_size)
+        self._scheduler = Scheduler(
+            self._blocks, config.max_num_seqs, config.max_num_batched_tokens, limits.max_model_len
+        )
+        self._eos = frozenset(limits.eos_token_ids)
+        self._clocks: dict[str, RequestClock] = {}
+        self._step_clock = StepClock()
+        self._rejected: list[RequestOutput] = []
+        self._random = random.SystemRandom()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has something to do."""
+        return self._scheduler.has_work or bool(self._rejected)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request; one that cannot run gets its error as the output of the next step."""
+        try:
+            self._check(request)
+            own = request.sampling.seed
+            seed = self._random.getrandbits(63) if own is None else own
+            self._scheduler.add(Sequence(request, seed, self._eos))
+        except ValueError as e:
+            self._rejected.append(RequestOutput(request.request_id, [], finish_reason="error", error=str(e)))
+            return
+        self._clocks[request.request_id] = RequestClock(time.perf_counter())
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests and free their blocks now; no output follows. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self._scheduler.finish(request_id, "abort")
+            self._clocks.pop(request_id, None)
+
+    def step(self) -> StepOutputs:
+        """Run one step. A sequence whose computation fails ends with finish_reason "error"; the others go on."""
+        outputs, self._rejected = self._rejected, []
+        if not self._scheduler.has_work:
+            return StepOutputs(outputs, self.stats())
+        step = self._scheduler.schedule()
+        self._step_clock.start()
+        for chunk in step.chunks:
+            self._clocks[chunk.sequence.request_id].schedule(self._step_clock.started)
+        outputs += self._compute(step)
+        return StepOutputs(outputs, self.stats(step))
+
+    def stats(self, step: Step | None = None) -> EngineStats:
+        """The state now, and the figures of the step that has just run."""
+        clock = self._step_clock
+        return EngineStats(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            kv_blocks_used=self._blocks.num_used,
+            kv_blocks_total=self._blocks.num_blocks,
+            preemptions=self._scheduler.num_preemptions,
+            step_seconds=clock.seconds if step else 0.0,
+            step_tokens=step.num_tokens if step else 0,
+            step_prefill_tokens=sum(c.length for c in step.chunks if not c.is_decode) if step else 0,
+            step_batch=len(step.chunks) if step else 0,
+            dequant_seconds_total=clock.dequant_total,
+            linear_seconds_total=clock.linear_total,
+        )
+
+    def _check(self, request: GenerateRequest) -> None:
+        """ValueError for what would otherwise fail inside a step, or draw from no distribution."""
+        sampling, vocabulary = request.sampling, self._runner.limits.vocab_size
+        ids = request.prompt_token_ids
+        if not ids:
+            raise ValueError("the prompt is empty")
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise ValueError(f"the prompt has token ids outside the vocabulary of {vocabulary}")
+        if any(not 0 <= token < vocabulary for token in sampling.logit_bias):
+            raise ValueError(f"logit_bias has token ids outside the vocabulary of {vocabulary}")
+        numbers = (
+            sampling.temperature,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.repetition_penalty,
+            *sampling.logit_bias.values(),
+        )
+        if not all(math.isfinite(number) for number in numbers):
+            raise ValueError("sampling parameters must be finite numbers")
+        if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
+            raise ValueError("temperature must be at least 0 and repetition_penalty above 0")
+        if not (0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1 and sampling.top_k >= 0):
+            raise ValueError("top_p must be in (0, 1], min_p in [0, 1] and top_k at least 0")
+        if sampling.max_tokens < 1:
+            raise ValueError("max_tokens must be at least 1")
+
+    def _compute(self, step: Step) -> list[RequestOutput]:
+        """Execute a scheduled step, account for it, and say what each of its requests got."""
+        results, failures = self._execute(step)
+        self._step_clock.stop()
+        self._step_clock.share(
+            {chunk.sequence.request_id: (chunk.length, chunk.is_decode) for chunk in step.chunks}, self._clocks
+        )
+        sampled = step.sampled
+        for chunk, result in zip(sampled, results, strict=True):
+            if result.error is not None:
+                failures[chunk.sequence.request_id] = result.error
+        for request_id in failures:
+            self._scheduler.finish(request_id, "error")
+        self._scheduler.complete(step, [result.token for result in results])
+        outputs = [self._failed(request_id, reason) for request_id, reason in failures.items()]
+        for chunk, result in zip(sampled, results, strict=True):
+            if chunk.sequence.request_id not in failures:
+                outputs.append(self._output(chunk, result))
+        return outputs
+
+    def _execute(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
+        """One result for each of step.sampled, and the requests that failed with the reasons."""
+        try:
+            return self._runner.execute(step), {}
+        except torch.AcceleratorError:
+            raise  # the device's context is lost: only a new process helps
+        except Exception:
+            logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
+        # Computing a chunk again writes the same cache entries again, so those that are not at fault lose nothing.
+        results: list[Sampled] = []
+        failures: dict[str, str] = {}
+        for chunk in step.chunks:
+            try:
+                results += self._runner.execute(Step([chunk]))
+            except torch.AcceleratorError:
+                raise
+            except Exception as e:
+                failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {_first_line(e)}"
+                results += [Sampled(0)] if chunk.samples else []
+        return results, failures
+
+    def _failed(self, request_id: str, reason: str) -> RequestOutput:
+        self._clocks.pop(request_id, None)
+        return RequestOutput(request_id, [], finish_reason="error", error=reason)
+
+    def _output(self, chunk: Chunk, result: Sampled) -> RequestOutput:
+        sequence = chunk.sequence
+        clock = self._clocks[sequence.request_id]
+        clock.token(self._step_clock.stopped)
+        finish_reason: FinishReason | None = sequence.finish_reason
+        if finish_reason is not None:
+            del self._clocks[sequence.request_id]
+        return RequestOutput(
+            sequence.request_id,
+            [result.token],
+            finish_reason=finish_reason,
+            stop_token_id=sequence.stop_token_id,
+            num_cached_tokens=sequence.num_cached,
+            logprobs=None if result.logprob is None else [result.logprob],
+            timings=None if finish_reason is None else clock.timings(),
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

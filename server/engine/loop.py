@@ -1,0 +1,188 @@
+"""The engine process: `python -m server.engine.loop`, started by server.engine.process with a Launch on its input."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import zmq
+
+from server.checkpoint.base import CheckpointError
+from server.engine.process import Launch
+from server.types import (
+    AbortRequest,
+    EngineFailed,
+    EngineReady,
+    FromEngine,
+    GenerateRequest,
+    LoadProgress,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+)
+
+logger = logging.getLogger("server.engine.loop")
+
+IDLE_POLL_MS = 200
+# After the API process has gone, a step in progress may take this long before the process just ends.
+ORPHAN_GRACE_S = 10.0
+
+
+class _Stop:
+    """Set by a signal, a Shutdown message or the end of the API process."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        logger.info("engine leaves on signal %d", signum)
+        self.requested = True
+
+    def when_input_ends(self) -> None:
+        """Run in a thread: standard input has ended when the API process has, however it did."""
+        while os.read(0, 4096):
+            pass
+        self.requested = True
+        time.sleep(ORPHAN_GRACE_S)
+        os._exit(1)
+
+
+class Channel:
+    """The engine's two sockets."""
+
+    def __init__(self, launch: Launch) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self._events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        for socket, address in ((self._commands, launch.to_engine), (self._events, launch.from_engine)):
+            socket.set_hwm(0)
+            socket.connect(address)
+        # What was sent last says why the engine ends; it must get out, but nobody may be left to read it.
+        self._events.linger = 1000
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, message: FromEngine) -> None:
+        """Send; never blocks."""
+        self._events.send(self._encoder.encode(message), zmq.DONTWAIT)
+
+    def receive(self, wait_ms: int) -> list[ToEngine]:
+        """All messages that are there; waits up to wait_ms for the first."""
+        messages: list[ToEngine] = []
+        while self._commands.poll(0 if messages else wait_ms):
+            data = self._commands.recv()
+            try:
+                messages.append(self._decoder.decode(data))
+            except msgspec.DecodeError as e:
+                logger.error("message from the API not understood: %s", e)
+        return messages
+
+    def close(self) -> None:
+        """Send what is queued and close."""
+        self._commands.close(linger=0)
+        self._events.close()
+        zmq.Context.instance().term()
+
+
+def main() -> int:
+    """Exit code 0 after Shutdown, a signal or the end of the API process; 1 when the engine failed."""
+    stop = _Stop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop.on_signal)
+    launch = msgspec.json.decode(_first_line(), type=Launch)
+    logging.basicConfig(
+        level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    threading.Thread(target=stop.when_input_ends, name="api-watcher", daemon=True).start()
+    channel = Channel(launch)
+    try:
+        return _run(launch, channel, stop)
+    finally:
+        channel.close()
+
+
+def _first_line() -> bytes:
+    """One line of standard input, read unbuffered: the rest belongs to the thread that waits for its end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(0, 1)
+        if not data:
+            raise SystemExit("server.engine.loop is started by the server, not by hand")
+        line += data
+    return line
+
+
+def _run(launch: Launch, channel: Channel, stop: _Stop) -> int:
+    try:
+        _serve(launch, channel, stop)
+    except Exception as e:
+        fatal = _is_fatal(e)
+        if fatal:
+            logger.error("%s", e)
+        else:
+            logger.exception("the engine failed")
+        reason = (str(e).strip().splitlines() or ["no message"])[0]
+        channel.send(EngineFailed(reason if fatal else f"{type(e).__name__}: {reason}", fatal))
+        return 1
+    return 0
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether starting again cannot help: the checkpoint or the configuration is at fault."""
+    from server.engine.runtime.attention.base import UnsupportedModelError
+    from server.engine.runtime.runner import EngineConfigError
+
+    return isinstance(error, CheckpointError | UnsupportedModelError | EngineConfigError)
+
+
+def _serve(launch: Launch, channel: Channel, stop: _Stop) -> None:
+    def progress(stage: str, fraction: float) -> None:
+        channel.send(LoadProgress(stage, fraction))
+
+    progress("starting the engine", 0.0)
+    # Imported here: torch and transformers take seconds, in which the API should know that the engine is alive.
+    from server.engine.core import Engine
+    from server.engine.start import load_runner
+
+    config = launch.engine_config()
+    runner = load_runner(Path(launch.checkpoint_folder), config, progress)
+    engine = Engine(runner, config)
+    limits = runner.limits
+    channel.send(
+        EngineReady(
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=list(limits.eos_token_ids),
+            block_size=config.block_size,
+            num_blocks=limits.num_blocks,
+            device=str(runner.device),
+            dtype=str(runner.dtype).removeprefix("torch."),
+            kernels=runner.kernels,
+        )
+    )
+    while not stop.requested:
+        aborted = False
+        for message in channel.receive(0 if engine.has_work else IDLE_POLL_MS):
+            match message:
+                case GenerateRequest():
+                    engine.add(message)
+                case AbortRequest(request_ids):
+                    engine.abort(request_ids)
+                    aborted = True
+                case Shutdown():
+                    stop.requested = True
+        if engine.has_work and not stop.requested:
+            channel.send(engine.step())
+        elif aborted:
+            channel.send(StepOutputs([], engine.stats()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What an attention backend promises, and how transformers' model code reaches the one in use."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from server.engine.runtime.batch import Batch
+
+IMPLEMENTATION = "nf4_paged"
+"""The name under which transformers knows our attention function."""
+
+
+class UnsupportedModelError(Exception):
+    """The model's attention is not one that the engine can compute; the message is one line."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Keys and values of one layer."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Cache bytes that one token takes in this layer."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * itemsize
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How one layer attends. Query i sees key j when j <= i and, with a window, j > i - window.
+
+    softcap: scores become softcap * tanh(scores / softcap).
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class AttentionBackend(ABC):
+    """Owns the cache of every layer and attends over it. One forward pass: begin(batch), then attend() per layer."""
+
+    @abstractmethod
+    def begin(self, batch: Batch) -> None:
+        """Prepare what all layers of the coming forward pass share."""
+
+    @abstractmethod
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Write the batch's keys and values into the layer's cache and attend.
+
+        query [T, heads, key_dim], key [T, kv_heads, key_dim], value [T, kv_heads, value_dim] for the batch's T tokens,
+        any strides with a contiguous last dimension; returns [T, heads, value_dim].
+        """
+
+
+class _Active:
+    """The backend of the forward pass that is running; the engine runs one at a time."""
+
+    backend: AttentionBackend | None = None
+
+
+@contextmanager
+def attending(backend: AttentionBackend) -> Iterator[None]:
+    """Make transformers' model code attend through backend while entered."""
+    previous, _Active.backend = _Active.backend, backend
+    try:
+        yield
+    finally:
+        _Active.backend = previous
+
+
+def _paged_attention(  # noqa: PLR0917 - transformers' signature
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function registered with transformers: query [1, heads, T, dim] to [1, T, heads, dim]."""
+    backend = _Active.backend
+    if backend is None:
+        raise RuntimeError("the model was called outside attending()")
+    for name in ("s_aux", "position_bias", "head_mask", "cache"):
+        if others.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} uses {name}, which the paged attention does not have")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is")
+    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    # Batch 1 always: all tokens of a forward pass are one row.
+    out = backend.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), options)
+    return out.unsqueeze(0), None
+
+
+# No mask function of that name is registered, and so transformers builds no masks.
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)

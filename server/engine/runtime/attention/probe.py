@@ -1,0 +1,61 @@
+"""Finds out how a model attends, by watching one token go through it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from server.engine.runtime.attention.base import (
+    IMPLEMENTATION,
+    AttentionBackend,
+    AttentionOptions,
+    LayerShape,
+    UnsupportedModelError,
+    attending,
+)
+from server.engine.runtime.batch import Batch
+
+
+class _Probe(AttentionBackend):
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.options: dict[int, AttentionOptions] = {}
+
+    def begin(self, batch: Batch) -> None:
+        pass
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        if layer in self.shapes:
+            raise UnsupportedModelError(f"layer {layer} attends more than once")
+        if query.shape[1] % key.shape[1]:
+            raise UnsupportedModelError(f"{query.shape[1]} query heads do not divide among {key.shape[1]} key heads")
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.options[layer] = options
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+def probe_layers(model: PreTrainedModel) -> tuple[list[LayerShape], list[AttentionOptions]]:
+    """Switch the model to the paged attention and return what each of its layers keeps and how it attends.
+
+    Raises UnsupportedModelError for a model that keeps state elsewhere (recurrent or linear attention layers, shared
+    caches) or whose code does not go through transformers' attention interface.
+    """
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    for kind in set(getattr(config, "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"{name} has layers of the kind {kind}, which the paged cache cannot serve")
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+    except ValueError as e:
+        raise UnsupportedModelError(f"{name} does not use transformers' attention interface: {e}") from e
+    probe = _Probe()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with attending(probe), torch.inference_mode():
+        model(input_ids=token, position_ids=token, use_cache=False)
+    expected = config.num_hidden_layers
+    if sorted(probe.shapes) != list(range(expected)):
+        raise UnsupportedModelError(f"{name}: {len(probe.shapes)} of {expected} layers use the attention interface")
+    return [probe.shapes[i] for i in range(expected)], [probe.options[i] for i in range(expected)]

@@ -1,0 +1,143 @@
+"""The reference backend: gathers each sequence's blocks and calls torch's scaled dot-product attention. Any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.batch import Batch, Span
+
+
+@dataclass(frozen=True)
+class _Singles:
+    """Where the keys of the batch's one-token sequences are, for one window."""
+
+    blocks: torch.Tensor
+    """[sequences * blocks of the longest], padded with block 0."""
+    mask: torch.Tensor | None
+    """bool [sequences, 1, 1, keys]; None when every key counts."""
+    keys: int
+
+
+class SdpaBackend(AttentionBackend):
+    """Key and value tensors [num_blocks, block_size, kv_heads, dim] per layer."""
+
+    def __init__(
+        self, shapes: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._block_size = block_size
+        # Zeros, not empty: padding is read and multiplied by zero, which must not meet a NaN.
+        self._keys = [
+            torch.zeros(num_blocks, block_size, s.kv_heads, s.key_dim, dtype=dtype, device=device) for s in shapes
+        ]
+        self._values = [
+            torch.zeros(num_blocks, block_size, s.kv_heads, s.value_dim, dtype=dtype, device=device) for s in shapes
+        ]
+        self._flat_keys = [t.view(-1, *t.shape[2:]) for t in self._keys]
+        self._flat_values = [t.view(-1, *t.shape[2:]) for t in self._values]
+        self._batch: Batch | None = None
+        self._singles: dict[int | None, _Singles] = {}
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._singles = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        batch = self._batch
+        assert batch is not None
+        self._flat_keys[layer].index_copy_(0, batch.slots, key)
+        self._flat_values[layer].index_copy_(0, batch.slots, value)
+        singles = batch.num_single
+        if singles == len(batch.spans):
+            return self._attend_singles(layer, query, options)
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        if singles:
+            out[:singles] = self._attend_singles(layer, query[:singles], options)
+        for span in batch.spans[singles:]:
+            rows = slice(span.row, span.row + span.length)
+            if span.start:
+                keys, values = self._gather(layer, span)
+            else:
+                keys, values = key[rows], value[rows]
+            out[rows] = _attend_span(query[rows], keys, values, span, options)
+        return out
+
+    def _attend_singles(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """All one-token sequences at once: query [S, heads, dim]."""
+        singles = self._singles.get(options.window)
+        if singles is None:
+            singles = self._singles[options.window] = self._locate_singles(options.window)
+        count, heads = query.shape[:2]
+        keys = self._keys[layer].index_select(0, singles.blocks).view(count, -1, *self._keys[layer].shape[2:])
+        values = self._values[layer].index_select(0, singles.blocks).view(count, -1, *self._values[layer].shape[2:])
+        keys, values = keys[:, : singles.keys].transpose(1, 2), values[:, : singles.keys].transpose(1, 2)
+        # The query heads that share a key head are rows of one small matrix, so keys need not be repeated.
+        grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], query.shape[2])
+        out = _scaled_dot_product(grouped, keys, values, singles.mask, options)
+        return out.reshape(count, heads, -1)
+
+    def _locate_singles(self, window: int | None) -> _Singles:
+        assert self._batch is not None
+        spans, size = self._batch.spans[: self._batch.num_single], self._block_size
+        firsts = [0 if window is None else max(0, span.end - window) // size for span in spans]
+        tables = [span.blocks[first:] for span, first in zip(spans, firsts, strict=True)]
+        ends = [span.end - first * size for span, first in zip(spans, firsts, strict=True)]
+        begins = [0 if window is None else max(0, end - window) for end in ends]
+        longest = max(len(table) for table in tables)
+        device = self._batch.ids.device
+        blocks = torch.tensor([b for table in tables for b in table + (0,) * (longest - len(table))], device=device)
+        keys = max(ends)
+        if min(ends) == keys and max(begins) == 0:
+            return _Singles(blocks, None, keys)
+        place = torch.arange(keys, device=device)
+        limits = torch.tensor([begins, ends], device=device).unsqueeze(-1)
+        mask = (place >= limits[0]) & (place < limits[1])
+        return _Singles(blocks, mask[:, None, None, :], keys)
+
+    def _gather(self, layer: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [end, kv_heads, dim] of one sequence."""
+        blocks = torch.tensor(span.blocks, device=self._keys[layer].device)
+        keys = self._keys[layer].index_select(0, blocks).flatten(0, 1)
+        values = self._values[layer].index_select(0, blocks).flatten(0, 1)
+        return keys[: span.end], values[: span.end]
+
+
+def _attend_span(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, options: AttentionOptions
+) -> torch.Tensor:
+    """One sequence's chunk: query [length, heads, dim], keys [end, kv_heads, dim]."""
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    query = query.transpose(0, 1).unsqueeze(0)
+    keys, values = (t.transpose(0, 1).repeat_interleave(heads // kv_heads, 0).unsqueeze(0) for t in (keys, values))
+    windowed = options.window is not None and span.end > options.window
+    if span.start == 0 and not windowed and options.softcap is None:
+        out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=options.scaling)
+        return out[0].transpose(0, 1)
+    rows = torch.arange(span.start, span.end, device=query.device).unsqueeze(1)
+    columns = torch.arange(span.end, device=query.device)
+    mask = columns <= rows
+    if options.window is not None:
+        mask &= columns > rows - options.window
+    return _scaled_dot_product(query, keys, values, mask, options)[0].transpose(0, 1)
+
+
+def _scaled_dot_product(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """softmax(cap(query keys^T * scaling)) values, with mask False where a key does not count."""
+    if options.softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling)
+    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * options.scaling
+    scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.matmul(scores.softmax(-1).to(values.dtype), values)

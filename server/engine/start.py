@@ -1,0 +1,39 @@
+"""From a checkpoint folder to a model runner that is ready: threads, kernels, weights, cache, first pass."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from server.checkpoint.base import Progress
+from server.checkpoint.loading import load_model
+from server.config import EngineConfig
+from server.engine.runtime.runner import ModelRunner, resolve_device, usable_threads
+
+logger = logging.getLogger(__name__)
+
+
+def load_runner(folder: Path, config: EngineConfig, progress: Progress) -> ModelRunner:
+    """Load the checkpoint and make it ready to run.
+
+    Raises CheckpointError, UnsupportedModelError or EngineConfigError when that cannot succeed.
+    """
+    device, dtype = resolve_device(config)
+    if device.type == "cpu":
+        torch.set_num_threads(usable_threads(config))
+    model = load_model(folder, device, dtype, progress)
+    progress("preparing the model", 0.0)
+    runner = ModelRunner(model, config)
+    limits = runner.limits
+    logger.info(
+        "%s on %s in %s: contexts to %d tokens, %d cache blocks of %d",
+        folder.name,
+        device,
+        dtype,
+        limits.max_model_len,
+        limits.num_blocks,
+        config.block_size,
+    )
+    return runner
