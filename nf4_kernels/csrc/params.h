@@ -1,0 +1,34 @@
+/* What every NF4 kernel is told: raw pointers, sizes, a dtype and a stream. Plain C, so that ctypes can mirror it.
+ * nf4_kernels/cuda.py holds the same structs; change both together. */
+#pragma once
+
+#include <stdint.h>
+
+enum { NF4_FLOAT32 = 0, NF4_FLOAT16 = 1, NF4_BFLOAT16 = 2 };
+
+/* A row-major [n, k] weight in bitsandbytes' layout: two codes a byte, the high nibble first.
+ * Nested where absmax_8bit is not null: scale i = absmax_code[absmax_8bit[i]] * absmax[i / 256] + *absmax_offset. */
+typedef struct {
+  const uint8_t* packed;
+  const float* absmax;
+  const uint8_t* absmax_8bit;
+  const float* absmax_code;
+  const float* absmax_offset;
+  int64_t n;
+  int64_t k;
+  int32_t blocksize;
+} Nf4Weight;
+
+/* out[m, n] = x[m, k] weight^T + bias; x, bias and out are of dtype, dense and 16-byte aligned. bias may be null.
+ * workspace: fp32 partial sums; counters: int32, all zero before and after every launch. */
+typedef struct {
+  Nf4Weight weight;
+  const void* x;
+  const void* bias;
+  void* out;
+  void* workspace;
+  int32_t* counters;
+  int64_t m;
+  int32_t dtype;
+  void* stream;
+} Nf4Linear;
