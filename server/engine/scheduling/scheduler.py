@@ -17,16 +17,13 @@ class Chunk:
     sequence: Sequence
     start: int
     length: int
+    samples: bool
+    """Whether the step that computes it yields the sequence's next token."""
 
     @property
     def is_decode(self) -> bool:
         """Whether this is the one newest token of a sequence that has generated before."""
         return self.length == 1 and self.start >= self.sequence.num_prompt
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step that computes this chunk yields the sequence's next token."""
-        return self.start + self.length == len(self.sequence.tokens)
 
 
 @dataclass
@@ -107,7 +104,7 @@ class Scheduler:
         budget = self._budget
         for sequence in [s for s in self._running if s.num_pending == 1]:
             if sequence.phase is Phase.RUNNING and self._make_room(sequence, step):
-                step.chunks.append(Chunk(sequence, sequence.num_computed, 1))
+                step.chunks.append(Chunk(sequence, sequence.num_computed, 1, samples=True))
                 budget -= 1
         # A later sequence's growth may have preempted one that was scheduled before it.
         step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
@@ -162,7 +159,7 @@ class Scheduler:
     @staticmethod
     def _add_prefill(sequence: Sequence, step: Step, budget: int) -> int:
         length = min(sequence.num_pending, budget)
-        step.chunks.append(Chunk(sequence, sequence.num_computed, length))
+        step.chunks.append(Chunk(sequence, sequence.num_computed, length, length == sequence.num_pending))
         return length
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:

@@ -1,0 +1,174 @@
+"""FlashInfer's paged attention (FA2 kernels) for CUDA: one plan per step and kind of layer, then one launch per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.batch import Batch, Span
+
+WORKSPACE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Layers that attend alike share a plan."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    options: AttentionOptions
+
+
+@dataclass
+class _Pages:
+    """Where the batch's keys are, as FlashInfer wants it: int32 on the host."""
+
+    rows: torch.Tensor
+    """[sequences + 1]: where each sequence's queries begin."""
+    starts: torch.Tensor
+    """[sequences + 1]: where each sequence's blocks begin in blocks."""
+    blocks: torch.Tensor
+    last: torch.Tensor
+    """[sequences]: tokens in each sequence's last block."""
+
+
+class FlashInferBackend(AttentionBackend):
+    """One tensor [num_blocks + 1, 2, block_size, kv_heads, dim] per layer, keys and values; the last block is scratch.
+
+    heads: query heads of each layer. A step of one-token sequences only may run as a graph: begin_graph() fixes the
+    number of sequences, and replays read what the latest plan_graph() of that number laid out.
+    """
+
+    def __init__(
+        self,
+        shapes: list[LayerShape],
+        options: list[AttentionOptions],
+        heads: list[int],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self.scratch_block = num_blocks
+        self._cache = [
+            torch.zeros(num_blocks + 1, 2, block_size, s.kv_heads, s.key_dim, dtype=dtype, device=device)
+            for s in shapes
+        ]
+        self._num_blocks = num_blocks
+        self._kinds = [
+            _Kind(h, s.kv_heads, s.key_dim, o) for h, s, o in zip(heads, shapes, options, strict=True)
+        ]  # fmt: skip
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._mixed: dict[_Kind, Any] = {
+            kind: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+            for kind in dict.fromkeys(self._kinds)
+        }
+        self._graphs: dict[int, dict[_Kind, Any]] = {}
+        self._current: dict[_Kind, Any] = self._mixed
+        self._slots: torch.Tensor | None = None
+
+    def begin(self, batch: Batch) -> None:
+        pages = _pages(list(batch.spans), self._block_size)
+        for kind, wrapper in self._mixed.items():
+            wrapper.plan(
+                pages.rows,
+                pages.starts,
+                pages.blocks,
+                pages.last,
+                kind.heads,
+                kind.kv_heads,
+                kind.dim,
+                self._block_size,
+                causal=True,
+                sm_scale=kind.options.scaling,
+                window_left=_window_left(kind.options),
+                logits_soft_cap=kind.options.softcap,
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )
+        self._current = self._mixed
+        self._slots = batch.slots
+
+    def begin_graph(self, slots: torch.Tensor) -> None:
+        """Make attend() use the graph plan for len(slots) sequences; slots is the buffer the graph will read."""
+        self._current = self._graphs[slots.shape[0]]
+        self._slots = slots
+
+    def plan_graph(self, spans: list[Span], size: int) -> None:
+        """Lay out a step of one-token sequences for the graph of size sequences; the rest are padding."""
+        padding = Span(0, 0, 1, (self.scratch_block,))
+        pages = _pages(spans + [padding] * (size - len(spans)), self._block_size)
+        wrappers = self._graphs.get(size) or self._new_graph_wrappers(size)
+        for kind, wrapper in wrappers.items():
+            wrapper.plan(
+                pages.starts,
+                pages.blocks,
+                pages.last,
+                kind.heads,
+                kind.kv_heads,
+                kind.dim,
+                self._block_size,
+                sm_scale=kind.options.scaling,
+                window_left=_window_left(kind.options),
+                logits_soft_cap=kind.options.softcap,
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        cache = self._cache[layer]
+        slots = self._slots
+        assert slots is not None
+        block, offset = slots // self._block_size, slots % self._block_size
+        cache[block, 0, offset] = key
+        cache[block, 1, offset] = value
+        out: torch.Tensor = self._current[self._kinds[layer]].run(query.contiguous(), cache)
+        return out
+
+    def _new_graph_wrappers(self, size: int) -> dict[_Kind, Any]:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        def buffer(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=self._device)
+
+        self._graphs[size] = {
+            kind: BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                paged_kv_indptr_buffer=buffer(size + 1),
+                paged_kv_indices_buffer=buffer(self._num_blocks + size),
+                paged_kv_last_page_len_buffer=buffer(size),
+                backend="fa2",
+            )
+            for kind in self._mixed
+        }
+        return self._graphs[size]
+
+
+def _window_left(options: AttentionOptions) -> int:
+    """FlashInfer counts the keys before the query; -1 is no window."""
+    return -1 if options.window is None else options.window - 1
+
+
+def _pages(spans: list[Span], block_size: int) -> _Pages:
+    rows, starts, blocks, last = [0], [0], [], []
+    for span in spans:
+        rows.append(rows[-1] + span.length)
+        blocks.extend(span.blocks)
+        starts.append(len(blocks))
+        last.append((span.end - 1) % block_size + 1)
+    tensors = (torch.tensor(values, dtype=torch.int32) for values in (rows, starts, blocks, last))
+    return _Pages(*tensors)

@@ -1,0 +1,154 @@
+"""Linear4bit layers as plain NF4 modules, those that share their input as one product: q/k/v, gate/up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState, dequantize_blockwise
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+
+import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
+
+# Projections that one module of transformers' model code applies to one input, in the order in which it does so.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class NF4Linear(nn.Module):
+    """One NF4 product, with everything the op takes as buffers, so that a compiled layer serves all layers.
+
+    Unlike bitsandbytes' layer it has no quantization state object and converts no dtype: x and the bias are in the
+    model's dtype.
+    """
+
+    packed: torch.Tensor
+    absmax: torch.Tensor
+    absmax_8bit: torch.Tensor | None
+    absmax_code: torch.Tensor | None
+    absmax_offset: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __init__(self, layer: Linear4bit) -> None:
+        super().__init__()
+        state: QuantState = layer.weight.quant_state
+        self.out_features, self.in_features = (int(size) for size in state.shape)
+        self.blocksize = int(state.blocksize)
+        self.register_buffer("packed", layer.weight.data.view(torch.uint8).reshape(-1), persistent=False)
+        nested = state.state2 if state.nested else None
+        self.register_buffer("absmax", nested.absmax if nested else state.absmax, persistent=False)
+        self.register_buffer("absmax_8bit", state.absmax if nested else None, persistent=False)
+        self.register_buffer("absmax_code", nested.code if nested else None, persistent=False)
+        self.register_buffer("absmax_offset", state.offset if nested else None, persistent=False)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.data, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] to [..., out_features]."""
+        out: torch.Tensor = torch.ops.nf4.linear(
+            x,
+            self.packed,
+            [self.out_features, self.in_features],
+            self.absmax,
+            self.blocksize,
+            self.bias,
+            self.absmax_8bit,
+            self.absmax_code,
+            self.absmax_offset,
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        """What print(model) says of it."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, blocksize={self.blocksize}"
+
+
+class _Shared:
+    """The outputs of a group's one product, between its first member's call and its last's."""
+
+    def __init__(self) -> None:
+        self.outputs: tuple[torch.Tensor, ...] | None = None
+
+
+class GroupMember(nn.Module):
+    """A projection of a group. The first one called computes all of them; the others hand out their part."""
+
+    def __init__(self, index: int, sizes: list[int], shared: _Shared, product: NF4Linear | None) -> None:
+        super().__init__()
+        self._index = index
+        self._sizes = sizes
+        self._shared = shared
+        self.product = product
+        self.out_features = sizes[index]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] to [..., this member's out_features]; a view of the group's result."""
+        if self.product is not None:
+            self._shared.outputs = self.product(x).split(self._sizes, -1)
+        outputs = self._shared.outputs
+        if outputs is None:
+            raise RuntimeError("a projection was called before the first one of its group")
+        if self._index == len(self._sizes) - 1:
+            self._shared.outputs = None
+        return outputs[self._index]
+
+
+def replace_projections(model: nn.Module) -> int:
+    """Put every Linear4bit of model on the nf4 op in place, grouped where GROUPS says; returns how many there were.
+
+    Layers that are not NF4, or nested otherwise than in blocks of 256, stay bitsandbytes' own.
+    """
+    count = 0
+    for parent in list(model.modules()):
+        for names in GROUPS:
+            layers = [getattr(parent, name, None) for name in names]
+            if all(isinstance(layer, Linear4bit) and _is_ours(layer) for layer in layers) and _fit(layers):
+                _group(parent, names, layers)
+                count += len(layers)
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear4bit) and _is_ours(child):
+                setattr(parent, name, NF4Linear(child))
+                count += 1
+    return count
+
+
+def _is_ours(layer: Linear4bit) -> bool:
+    state = layer.weight.quant_state
+    if state is None or state.quant_type != "nf4" or getattr(state, "packing_format_for_cpu", False):
+        return False
+    return not state.nested or state.state2.blocksize == 256
+
+
+def _fit(layers: list[Any]) -> bool:
+    """Whether the layers' packed weights and blocks can be laid one after another."""
+    states = [layer.weight.quant_state for layer in layers]
+    first = states[0]
+    return (
+        all(
+            s.shape[1] == first.shape[1] and s.blocksize == first.blocksize and s.shape.numel() % s.blocksize == 0
+            for s in states
+        )
+        and len({layer.bias is None for layer in layers}) == 1
+    )
+
+
+def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None:
+    product = NF4Linear(layers[0])
+    product.packed = torch.cat([layer.weight.data.view(torch.uint8).reshape(-1) for layer in layers])
+    # Nested scales have one offset per layer, so the group keeps its scales as float32.
+    product.absmax = torch.cat([_scales(layer.weight.quant_state) for layer in layers])
+    product.absmax_8bit = product.absmax_code = product.absmax_offset = None
+    if layers[0].bias is not None:
+        product.bias = torch.cat([layer.bias.data for layer in layers])
+    product.out_features = sum(layer.out_features for layer in layers)
+    sizes = [layer.out_features for layer in layers]
+    shared = _Shared()
+    for index, name in enumerate(names):
+        setattr(parent, name, GroupMember(index, sizes, shared, product if index == 0 else None))
+
+
+def _scales(state: QuantState) -> torch.Tensor:
+    """Every block's scale as float32."""
+    if not state.nested:
+        return state.absmax.float()
+    scales: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    return scales.float()
