@@ -1,0 +1,76 @@
+// What every CUDA kernel here shares: the codebook, how a scale is read, conversions to the output types.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "params.h"
+
+#define NF4_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace nf4 {
+
+__device__ __constant__ const float kCodebook[16] = {
+    -1.0f,
+    -0.6961928009986877f,
+    -0.5250730514526367f,
+    -0.39491748809814453f,
+    -0.28444138169288635f,
+    -0.18477343022823334f,
+    -0.09105003625154495f,
+    0.0f,
+    0.07958029955625534f,
+    0.16093020141124725f,
+    0.24611230194568634f,
+    0.33791524171829224f,
+    0.44070982933044434f,
+    0.5626170039176941f,
+    0.7229568362236023f,
+    1.0f,
+};
+
+// Scale of one block from its 8-bit code. Every operation is rounded by itself, as bitsandbytes does in two launches.
+__device__ __forceinline__ float nested_scale(float code, float absmax, float offset) {
+  return __fadd_rn(__fmul_rn(code, absmax), offset);
+}
+
+template <typename T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+// Two floats as one register of two T, the first in the low half.
+template <typename T>
+__device__ __forceinline__ unsigned pack2(float low, float high);
+template <>
+__device__ __forceinline__ unsigned pack2<__half>(float low, float high) {
+  __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<unsigned*>(&pair);
+}
+template <>
+__device__ __forceinline__ unsigned pack2<__nv_bfloat16>(float low, float high) {
+  __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<unsigned*>(&pair);
+}
+
+inline int log2_of(int64_t power_of_two) {
+  int bits = 0;
+  while ((int64_t{1} << bits) < power_of_two) ++bits;
+  return bits;
+}
+
+}  // namespace nf4

@@ -1,0 +1,139 @@
+// NF4 to float32, float16 or bfloat16: one launch, also for nested scales. Bit for bit what bitsandbytes gives.
+//
+// The kernel of arXiv 2604.02556: the 16 codes lie in 64 bytes of shared memory, one bank each, so that any 32 lookups
+// of a warp need one pass (equal codes are broadcast, different codes lie in different banks).
+// A warp's step reads 128 contiguous bytes and writes 512 (16-bit types); a thread's reads of all its steps are issued
+// before the first is used.
+#include "common.cuh"
+
+namespace nf4 {
+namespace {
+
+#ifndef NF4_DEQUANTIZE_STEPS
+#define NF4_DEQUANTIZE_STEPS 4
+#endif
+#ifndef NF4_DEQUANTIZE_THREADS
+#define NF4_DEQUANTIZE_THREADS 256
+#endif
+constexpr int kThreads = NF4_DEQUANTIZE_THREADS;
+constexpr int kSteps = NF4_DEQUANTIZE_STEPS;
+constexpr int kPerStep = 8;  // weights of one thread and step: 4 bytes in
+constexpr int64_t kPerBlock = int64_t{kThreads} * kSteps * kPerStep;
+
+struct Scales {
+  const float* absmax;
+  const uint8_t* absmax_8bit;
+  const float* code;
+  const float* offset;
+  int shift;  // log2 of the blocksize
+
+  template <bool kNested>
+  __device__ __forceinline__ float at(int64_t element) const {
+    int64_t block = element >> shift;
+    if constexpr (!kNested) return __ldg(absmax + block);
+    return nested_scale(__ldg(code + __ldg(absmax_8bit + block)), __ldg(absmax + (block >> 8)), __ldg(offset));
+  }
+};
+
+__device__ __forceinline__ void store8(float* out, const float (&v)[8]) {
+  __stcs(reinterpret_cast<float4*>(out), make_float4(v[0], v[1], v[2], v[3]));
+  __stcs(reinterpret_cast<float4*>(out) + 1, make_float4(v[4], v[5], v[6], v[7]));
+}
+
+template <typename T>
+__device__ __forceinline__ void store8(T* out, const float (&v)[8]) {
+  __stcs(reinterpret_cast<uint4*>(out), make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
+                                                   pack2<T>(v[6], v[7])));
+}
+
+// Elements [first, first + count) of the flattened weight into out[0, count). first is a multiple of 8.
+template <typename T, bool kNested>
+__global__ void __launch_bounds__(kThreads)
+    dequantize(const uint8_t* __restrict__ packed, Scales scales, int64_t first, int64_t count, T* __restrict__ out) {
+  __shared__ float table[16];
+  if (threadIdx.x < 16) table[threadIdx.x] = kCodebook[threadIdx.x];
+  int64_t start = blockIdx.x * kPerBlock + threadIdx.x * kPerStep;
+  unsigned bytes[kSteps];
+  float scale[kSteps];
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    int64_t i = start + int64_t{s} * kThreads * kPerStep;
+    if (i + kPerStep <= count) {
+      bytes[s] = __ldcs(reinterpret_cast<const unsigned*>(packed + ((first + i) >> 1)));
+      scale[s] = scales.at<kNested>(first + i);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    int64_t i = start + int64_t{s} * kThreads * kPerStep;
+    if (i + kPerStep <= count) {
+      float v[8];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        v[2 * b] = __fmul_rn(table[(bytes[s] >> (8 * b + 4)) & 15], scale[s]);
+        v[2 * b + 1] = __fmul_rn(table[(bytes[s] >> (8 * b)) & 15], scale[s]);
+      }
+      store8(out + i, v);
+    } else {
+      for (int64_t e = i; e < count; ++e) {
+        unsigned byte = packed[(first + e) >> 1];
+        out[e] = from_float<T>(
+            __fmul_rn(table[((first + e) & 1) ? (byte & 15) : (byte >> 4)], scales.at<kNested>(first + e)));
+      }
+    }
+  }
+}
+
+// The same element by element, for pointers without the alignment the wide accesses need.
+template <typename T, bool kNested>
+__global__ void __launch_bounds__(kThreads) dequantize_unaligned(const uint8_t* __restrict__ packed, Scales scales,
+                                                                 int64_t first, int64_t count, T* __restrict__ out) {
+  int64_t e = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (e >= count) return;
+  unsigned byte = packed[(first + e) >> 1];
+  float code = kCodebook[((first + e) & 1) ? (byte & 15) : (byte >> 4)];
+  out[e] = from_float<T>(__fmul_rn(code, scales.at<kNested>(first + e)));
+}
+
+template <typename T, bool kNested>
+void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, cudaStream_t stream) {
+  Scales scales{w.absmax, w.absmax_8bit, w.absmax_code, w.absmax_offset, log2_of(w.blocksize)};
+  T* target = static_cast<T*>(out);
+  bool aligned = reinterpret_cast<uintptr_t>(w.packed) % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+  if (aligned && first % kPerStep == 0) {
+    unsigned grid = static_cast<unsigned>((count + kPerBlock - 1) / kPerBlock);
+    dequantize<T, kNested><<<grid, kThreads, 0, stream>>>(w.packed, scales, first, count, target);
+  } else {
+    unsigned grid = static_cast<unsigned>((count + kThreads - 1) / kThreads);
+    dequantize_unaligned<T, kNested><<<grid, kThreads, 0, stream>>>(w.packed, scales, first, count, target);
+  }
+}
+
+template <typename T>
+void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, cudaStream_t stream) {
+  if (w.absmax_8bit) {
+    launch<T, true>(w, first, count, out, stream);
+  } else {
+    launch<T, false>(w, first, count, out, stream);
+  }
+}
+
+}  // namespace
+}  // namespace nf4
+
+// Dequantizes count elements from element `first` of the flattened weight; returns a cudaError_t.
+NF4_EXPORT int nf4_cuda_dequantize(const Nf4Weight* weight, int64_t first, int64_t count, void* out, int32_t dtype,
+                                   void* stream) {
+  if (count <= 0) return cudaSuccess;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  switch (dtype) {
+    case NF4_FLOAT32: nf4::launch<float>(*weight, first, count, out, s); break;
+    case NF4_FLOAT16: nf4::launch<__half>(*weight, first, count, out, s); break;
+    case NF4_BFLOAT16: nf4::launch<__nv_bfloat16>(*weight, first, count, out, s); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+NF4_EXPORT const char* nf4_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

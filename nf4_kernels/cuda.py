@@ -1,0 +1,203 @@
+"""The CUDA kernels: loads libnf4_cuda.so and calls it with tensors' pointers on torch's current stream.
+
+Source: csrc/cuda/*.cu behind the C interface of csrc/params.h. load_error() says why when they cannot be used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class Weight(ctypes.Structure):
+    """Nf4Weight of params.h."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("absmax", ctypes.c_void_p),
+        ("absmax_8bit", ctypes.c_void_p),
+        ("absmax_code", ctypes.c_void_p),
+        ("absmax_offset", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("blocksize", ctypes.c_int32),
+    )
+
+
+class Linear(ctypes.Structure):
+    """Nf4Linear of params.h."""
+
+    _fields_ = (
+        ("weight", Weight),
+        ("x", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("m", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be launched; the message holds CUDA's."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The loaded library, or why it could not be loaded. Needs no GPU."""
+    if not LIBRARY.exists():
+        return f"{LIBRARY} does not exist; build it with `python -m nf4_kernels.build` (needs nvcc)"
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY))
+        loaded.nf4_cuda_error.restype = ctypes.c_char_p
+        loaded.nf4_cuda_dequantize.argtypes = (
+            ctypes.POINTER(Weight),
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+        )
+    except (OSError, AttributeError) as e:
+        return f"{LIBRARY} cannot be loaded: {e}"
+    return loaded
+
+
+@functools.cache
+def load_error() -> str | None:
+    """None where the CUDA kernels can be used; else why not."""
+    loaded = library()
+    if isinstance(loaded, str):
+        return loaded
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU"
+    return None
+
+
+def dequantize(
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    dtype: torch.dtype,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    """The weight as a tensor of shape and dtype (float32, float16, bfloat16), bit for bit as bitsandbytes gives it.
+
+    packed: uint8 with (numel+1)//2 elements; absmax: float32, one per block, or one per 256 blocks beside absmax_8bit.
+    ValueError for arguments no kernel takes; KernelError where the launch fails.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+    count = 1
+    for size in shape:
+        count *= size
+    with torch.cuda.device(packed.device):
+        weight = _weight(packed, 1, count, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+        out = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
+        _dequantize_into(out, weight, 0, count)
+    return out
+
+
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    """x [..., K] times the transposed weight [N, K] plus bias: [..., N] in x's dtype (float32, float16, bfloat16).
+
+    The weight's arguments are those of dequantize(). ValueError and KernelError likewise.
+    """
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+    n, k = _matrix(shape)
+    if x.ndim == 0 or x.shape[-1] != k:
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be K = {k}")
+    if x.device != packed.device:
+        raise ValueError(f"x is on {x.device}, the weight on {packed.device}")
+    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype or bias.device != x.device):
+        raise ValueError(f"bias must be {x.dtype} of shape ({n},) on {x.device}")
+    weight = dequantize(packed, (n, k), absmax, blocksize, x.dtype, absmax_8bit, absmax_code, absmax_offset)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    if len(shape) != 2:
+        raise ValueError(f"shape must be [N, K], got {list(shape)}")
+    return int(shape[0]), int(shape[1])
+
+
+def _weight(
+    packed: Tensor,
+    n: int,
+    k: int,
+    absmax: Tensor,
+    blocksize: int,
+    absmax_8bit: Tensor | None,
+    absmax_code: Tensor | None,
+    absmax_offset: Tensor | None,
+) -> Weight:
+    if blocksize not in BLOCKSIZES:
+        raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
+    blocks = -(-n * k // blocksize)
+    _check("packed", packed, packed.device, torch.uint8, (n * k + 1) // 2)
+    if absmax_8bit is None:
+        _check("absmax", absmax, packed.device, torch.float32, blocks)
+        return Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, n, k, blocksize)
+    if absmax_code is None or absmax_offset is None:
+        raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
+    _check("absmax_8bit", absmax_8bit, packed.device, torch.uint8, blocks)
+    _check("absmax", absmax, packed.device, torch.float32, -(-blocks // 256))
+    _check("absmax_code", absmax_code, packed.device, torch.float32, 256)
+    _check("absmax_offset", absmax_offset, packed.device, torch.float32, 1)
+    pointers = (t.data_ptr() for t in (packed, absmax, absmax_8bit, absmax_code, absmax_offset))
+    return Weight(*pointers, n, k, blocksize)
+
+
+def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, elements: int) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.device != device or device.type != "cuda":
+        raise ValueError(f"{name} is on {tensor.device}; the whole weight must be on one CUDA device")
+    if tensor.numel() < elements:
+        raise ValueError(f"{name} has {tensor.numel()} elements, the weight needs {elements}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous")
+
+
+def _dequantize_into(out: Tensor, weight: Weight, first: int, count: int) -> None:
+    stream = torch.cuda.current_stream(out.device).cuda_stream
+    loaded = _usable()
+    status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), _DTYPES[out.dtype], stream)
+    _raise_for(loaded, status, "dequantize")
+
+
+def _usable() -> ctypes.CDLL:
+    loaded = library()
+    if isinstance(loaded, str):
+        raise KernelError(loaded)
+    return loaded
+
+
+def _raise_for(loaded: ctypes.CDLL, status: int, what: str) -> None:
+    if status:
+        raise KernelError(f"{what}: {loaded.nf4_cuda_error(status).decode()} (CUDA error {status})")
