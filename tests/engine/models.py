@@ -1,0 +1,50 @@
+"""Tiny random models of the families that the engine serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCABULARY = 128
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_GEMMA = {"head_dim": 16, "sliding_window": 12, "num_hidden_layers": 4}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 12},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "layer_types": _ALTERNATING},
+    "gemma3_text": {**_GEMMA, "query_pre_attn_scalar": 24, "layer_types": _ALTERNATING},
+    "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "phi3": {"sliding_window": 12},
+    "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.2},
+}
+
+
+def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random float32 model in eval mode; weights large enough that attention matters."""
+    config = CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES[family], **overrides})
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    return model.eval().requires_grad_(False)

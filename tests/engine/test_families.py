@@ -1,0 +1,83 @@
+"""Logits over the paged cache against transformers' own forward, for every family, chunked and mixed."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from server.config import EngineConfig
+from server.engine.runtime.attention.base import UnsupportedModelError
+from server.engine.runtime.attention.probe import probe_layers
+from server.engine.runtime.runner import EngineConfigError, ModelRunner
+from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.sequence import Sequence
+from tests.engine.factories import make_sequence
+from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
+
+CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=16, max_num_seqs=5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_and_mixed_batches_give_transformers_logits(family: str) -> None:
+    model = tiny_model(family)
+    reference = copy.deepcopy(model)
+    runner = ModelRunner(model, CONFIG)
+    rng = random.Random(family)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 5, 41, 17, 30, 2, 9)]
+    sequences = [make_sequence(prompt, max_tokens=6) for prompt in prompts]
+    # 40 blocks hold about half of it, so that some are preempted.
+    blocks = BlockManager(40, CONFIG.block_size)
+    scheduler = Scheduler(blocks, CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens, 128)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    found: list[tuple[Sequence, int, torch.Tensor]] = []
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        logits = runner.forward(step)
+        found += [
+            (c.sequence, c.start + c.length, row) for c, row in zip(step.sampled, logits, strict=True)
+        ]  # fmt: skip
+        scheduler.complete(step, [rng.randrange(3, VOCABULARY) for _ in step.sampled])
+    assert len(found) == 6 * len(sequences)
+    expected = {s.request_id: _reference_logits(reference, s.tokens) for s in sequences}
+    for sequence, length, row in found:
+        torch.testing.assert_close(row, expected[sequence.request_id][length - 1], atol=1e-4, rtol=1e-4)
+
+
+def _reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def test_windows_and_soft_caps_are_those_of_each_layer() -> None:
+    _, options = probe_layers(tiny_model("gemma2"))
+    assert [o.window for o in options] == [12, None, 12, None]
+    assert {o.softcap for o in options} == {2.0}
+
+
+def test_layers_that_keep_state_elsewhere_are_refused() -> None:
+    model = tiny_model("llama")
+    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(UnsupportedModelError, match="linear_attention"):
+        probe_layers(model)
+
+
+def test_limits_come_from_the_model_the_cache_and_the_configuration() -> None:
+    model = tiny_model("llama")
+    assert ModelRunner(model, CONFIG).limits.max_model_len == 256
+    # 3 layers, 2 heads of 16, keys and values, float32: 768 bytes a token.
+    small = CONFIG.model_copy(update={"kv_cache_bytes": 768 * 100})
+    assert ModelRunner(model, small).limits.max_model_len == 100
+    with pytest.raises(EngineConfigError, match="holds 100 tokens"):
+        ModelRunner(model, small.model_copy(update={"max_model_len": 101}))
+    with pytest.raises(EngineConfigError, match="made for 256"):
+        ModelRunner(model, CONFIG.model_copy(update={"max_model_len": 257}))
+    limits = ModelRunner(model, CONFIG.model_copy(update={"max_model_len": 64})).limits
+    assert (limits.max_model_len, limits.num_blocks) == (64, 5 * 16)
+    assert limits.eos_token_ids == (2,)
+    assert limits.vocab_size == VOCABULARY
