@@ -34,6 +34,8 @@ class HttpConfig(_Section):
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     max_queue: int = Field(default=256, ge=1)
     """Requests accepted and not yet finished; beyond it, 429."""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """How long running requests may go on after SIGTERM or SIGINT."""
 
 
 class EngineConfig(_Section):
@@ -52,6 +54,10 @@ class EngineConfig(_Section):
     """Memory for the KV cache; None: 1 GiB on CPU, 90 % of what is free on CUDA."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None takes all cores this process may use."""
+    enforce_eager: bool = False
+    """Skip compilation and CUDA graphs: a quick start, slower decoding."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random NF4 weights for the folder's config.json, for benchmarks."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from server.checkpoint.base import Progress
+from server.checkpoint.dummy import dummy_model
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig
 from server.engine.runtime.runner import ModelRunner, resolve_device, usable_threads
@@ -23,9 +24,13 @@ def load_runner(folder: Path, config: EngineConfig, progress: Progress) -> Model
     device, dtype = resolve_device(config)
     if device.type == "cpu":
         torch.set_num_threads(usable_threads(config))
-    model = load_model(folder, device, dtype, progress)
+    if config.load_format == "dummy":
+        model = dummy_model(folder, device, dtype, progress, seed=0)
+    else:
+        model = load_model(folder, device, dtype, progress)
     progress("preparing the model", 0.0)
     runner = ModelRunner(model, config)
+    runner.prepare(config, progress)
     limits = runner.limits
     logger.info(
         "%s on %s in %s: contexts to %d tokens, %d cache blocks of %d",

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape, attending
 from server.engine.runtime.attention.factory import create_backend
+from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.batch import build_batch
+from server.engine.runtime.graphs import DecodeGraphs, ladder
 from server.engine.runtime.sampling import Sampled, sample
 from server.engine.scheduling.scheduler import Step
 
@@ -62,9 +65,24 @@ class ModelRunner:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._block_size = config.block_size
-        shapes, _ = probe_layers(model)
+        if self._device.type == "cuda":
+            from server.engine.runtime.projections import replace_projections
+
+            replace_projections(model)
+        shapes, options = probe_layers(model)
         self.limits = _limits(model, shapes, config, self._device, self._dtype)
-        self._backend = create_backend(shapes, self.limits.num_blocks, config.block_size, self._dtype, self._device)
+        self._backend = create_backend(
+            shapes, options, self.limits.num_blocks, config.block_size, self._dtype, self._device
+        )
+        self._graphs: DecodeGraphs | None = None
+
+    def prepare(self, config: EngineConfig, progress: Progress) -> None:
+        """Compile and capture decode steps where the device has CUDA graphs (engine.enforce_eager: not)."""
+        if isinstance(self._backend, FlashInferBackend) and not config.enforce_eager:
+            graphs = DecodeGraphs(self._model, self._backend, self._block_size)
+            with torch.inference_mode():
+                graphs.capture(ladder(config.max_num_seqs), progress)
+            self._graphs = graphs
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +103,8 @@ class ModelRunner:
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [len(step.sampled), vocabulary] in float32; writes the cache."""
         batch = build_batch(step, self._block_size, self._device)
+        if self._graphs is not None and self._graphs.fits(batch):
+            return self._graphs.run(batch).float()
         self._backend.begin(batch)
         with attending(self._backend):
             output: Any = self._model(

@@ -28,6 +28,8 @@ class LayerShape:
     kv_heads: int
     key_dim: int
     value_dim: int
+    heads: int = 1
+    """Query heads; only backends that plan ahead ask for it."""
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Cache bytes that one token takes in this layer."""
@@ -63,6 +65,10 @@ class AttentionBackend(ABC):
         any strides with a contiguous last dimension; returns [T, heads, value_dim].
         """
 
+    def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """attend() for the layer after the last one that attended, as compiled model code calls it."""
+        raise UnsupportedModelError(f"{type(self).__name__} does not run compiled layers")
+
 
 class _Active:
     """The backend of the forward pass that is running; the engine runs one at a time."""
@@ -80,7 +86,18 @@ def attending(backend: AttentionBackend) -> Iterator[None]:
         _Active.backend = previous
 
 
-def _paged_attention(  # noqa: PLR0917 - transformers' signature
+@torch.library.custom_op("nf4_server::attend", mutates_args=())
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    assert _Active.backend is not None
+    return _Active.backend.attend_next(query, key, value)
+
+
+@_attend.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -92,6 +109,10 @@ def _paged_attention(  # noqa: PLR0917 - transformers' signature
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers: query [1, heads, T, dim] to [1, T, heads, dim]."""
+    if torch.compiler.is_compiling():
+        # The layer's index stays out of the compiled code, so that one compilation serves all layers.
+        rows = (t[0].transpose(0, 1) for t in (query, key, value))
+        return torch.ops.nf4_server.attend(*rows).unsqueeze(0), None
     backend = _Active.backend
     if backend is None:
         raise RuntimeError("the model was called outside attending()")

@@ -1,4 +1,4 @@
-"""FlashInfer's paged attention (FA2 kernels) for CUDA: one plan per step and kind of layer, then one launch per layer."""
+"""FlashInfer's paged attention (FA2 kernels) for CUDA: a plan per step and kind of layer, a launch per layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Pages:
 class FlashInferBackend(AttentionBackend):
     """One tensor [num_blocks + 1, 2, block_size, kv_heads, dim] per layer, keys and values; the last block is scratch.
 
-    heads: query heads of each layer. A step of one-token sequences only may run as a graph: begin_graph() fixes the
+    A step of one-token sequences only may run as a graph: begin_graph() fixes the
     number of sequences, and replays read what the latest plan_graph() of that number laid out.
     """
 
@@ -47,7 +47,6 @@ class FlashInferBackend(AttentionBackend):
         self,
         shapes: list[LayerShape],
         options: list[AttentionOptions],
-        heads: list[int],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -64,9 +63,7 @@ class FlashInferBackend(AttentionBackend):
             for s in shapes
         ]
         self._num_blocks = num_blocks
-        self._kinds = [
-            _Kind(h, s.kv_heads, s.key_dim, o) for h, s, o in zip(heads, shapes, options, strict=True)
-        ]  # fmt: skip
+        self._kinds = [_Kind(s.heads, s.kv_heads, s.key_dim, o) for s, o in zip(shapes, options, strict=True)]
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._mixed: dict[_Kind, Any] = {
             kind: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
@@ -74,7 +71,8 @@ class FlashInferBackend(AttentionBackend):
         }
         self._graphs: dict[int, dict[_Kind, Any]] = {}
         self._current: dict[_Kind, Any] = self._mixed
-        self._slots: torch.Tensor | None = None
+        self._key_rows = self._value_rows = torch.empty(0, dtype=torch.int64, device=device)
+        self._next_layer = 0
 
     def begin(self, batch: Batch) -> None:
         pages = _pages(list(batch.spans), self._block_size)
@@ -96,12 +94,12 @@ class FlashInferBackend(AttentionBackend):
                 kv_data_type=self._dtype,
             )
         self._current = self._mixed
-        self._slots = batch.slots
+        self._write_to(batch.slots)
 
     def begin_graph(self, slots: torch.Tensor) -> None:
         """Make attend() use the graph plan for len(slots) sequences; slots is the buffer the graph will read."""
         self._current = self._graphs[slots.shape[0]]
-        self._slots = slots
+        self._write_to(slots)
 
     def plan_graph(self, spans: list[Span], size: int) -> None:
         """Lay out a step of one-token sequences for the graph of size sequences; the rest are padding."""
@@ -128,13 +126,22 @@ class FlashInferBackend(AttentionBackend):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         cache = self._cache[layer]
-        slots = self._slots
-        assert slots is not None
-        block, offset = slots // self._block_size, slots % self._block_size
-        cache[block, 0, offset] = key
-        cache[block, 1, offset] = value
+        rows = cache.view(-1, *cache.shape[3:])
+        rows.index_copy_(0, self._key_rows, key)
+        rows.index_copy_(0, self._value_rows, value)
+        self._next_layer = layer + 1
         out: torch.Tensor = self._current[self._kinds[layer]].run(query.contiguous(), cache)
         return out
+
+    def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        layer = self._next_layer
+        return self.attend(layer, query, key, value, self._kinds[layer].options)
+
+    def _write_to(self, slots: torch.Tensor) -> None:
+        """Where this pass's keys and values go, as rows of a layer's cache seen as [rows, kv_heads, dim]."""
+        self._key_rows = slots + slots // self._block_size * self._block_size
+        self._value_rows = self._key_rows + self._block_size
+        self._next_layer = 0
 
     def _new_graph_wrappers(self, size: int) -> dict[_Kind, Any]:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -164,7 +171,9 @@ def _window_left(options: AttentionOptions) -> int:
 
 
 def _pages(spans: list[Span], block_size: int) -> _Pages:
-    rows, starts, blocks, last = [0], [0], [], []
+    rows, starts = [0], [0]
+    blocks: list[int] = []
+    last: list[int] = []
     for span in spans:
         rows.append(rows[-1] + span.length)
         blocks.extend(span.blocks)

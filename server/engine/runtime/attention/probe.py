@@ -31,7 +31,7 @@ class _Probe(AttentionBackend):
             raise UnsupportedModelError(f"layer {layer} attends more than once")
         if query.shape[1] % key.shape[1]:
             raise UnsupportedModelError(f"{query.shape[1]} query heads do not divide among {key.shape[1]} key heads")
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], query.shape[1])
         self.options[layer] = options
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
