@@ -1,0 +1,203 @@
+"""POST /v1/completions: text that goes on from a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.errors import ApiError, bad_request
+from server.api.generation import Delta, Generation, closing
+from server.api.launch import admit, launch, new_id
+from server.api.operations import json_response, service_of
+from server.api.options import UNSUPPORTED, GenerationOptions
+from server.api.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionLogprobsBuilder
+from server.api.service import Backend
+from server.api.streaming import DONE, EventStream, event, unless_disconnected
+from server.api.validation import json_type, read_json, validate
+from server.types import TokenLogprob
+
+router = APIRouter()
+
+DEFAULT_TOKENS = 16
+"""OpenAI's default for max_tokens here."""
+
+UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "messages": (),
+    "max_completion_tokens": (),
+    "top_logprobs": (),
+    "tools": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+}
+
+
+class CompletionRequest(GenerationOptions):
+    """Body of POST /v1/completions. The prompt is checked by prompts_of."""
+
+    prompt: Any
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+
+
+def prompts_of(prompt: Any, vocab_size: int) -> list[str | list[int]]:
+    """The prompts that the field can hold: one or many, as text or as token ids. Raises ApiError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise _wrong_type("prompt", "a string or an array", prompt)
+    if not prompt:
+        raise bad_request(
+            "Invalid 'prompt': expected an array with at least 1 element(s), but got 0.", "prompt", "empty_array"
+        )
+    if type(prompt[0]) is int:
+        return [_token_ids(prompt, vocab_size, "prompt")]
+    prompts: list[str | list[int]] = []
+    for i, one in enumerate(prompt):
+        if isinstance(one, list):
+            prompts.append(_token_ids(one, vocab_size, f"prompt[{i}]"))
+        elif isinstance(one, str):
+            prompts.append(one)
+        else:
+            raise _wrong_type(f"prompt[{i}]", "a string or an array of token ids", one)
+    return prompts
+
+
+def _token_ids(ids: Sequence[Any], vocab_size: int, where: str) -> list[int]:
+    if not ids:
+        raise bad_request(f"Invalid '{where}': it has no tokens.", where, "empty_array")
+    for i, token_id in enumerate(ids):
+        if type(token_id) is not int:
+            raise _wrong_type(f"{where}[{i}]", "an integer", token_id)
+        if not 0 <= token_id < vocab_size:
+            raise bad_request(
+                f"Invalid '{where}[{i}]': {str(token_id)[:24]} is no token id; the vocabulary has {vocab_size} tokens.",
+                f"{where}[{i}]",
+                "value_out_of_range",
+            )
+    return list(ids)
+
+
+def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
+    return bad_request(
+        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
+    )
+
+
+def _encode(options: CompletionRequest, prompts: Sequence[str | list[int]], backend: Backend) -> list[list[int]]:
+    encoded = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            ids = backend.tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens is not False)
+            if not ids:
+                where = "prompt" if isinstance(options.prompt, str) else f"prompt[{i}]"
+                raise bad_request(f"Invalid '{where}': it has no tokens.", where, "empty_prompt")
+            encoded.append(ids)
+        else:
+            encoded.append(prompt)
+    return encoded
+
+
+@router.post("/v1/completions", summary="Continue a text")
+async def completions(request: Request) -> Response:
+    """OpenAI's text completions, whole or streamed, for one prompt or many."""
+    service = service_of(request)
+    document, size = await read_json(request, service.config.http.max_body_bytes)
+    arrival = time.monotonic()
+    options = validate(CompletionRequest, document, UNSUPPORTED_COMPLETION)
+    options.check()
+    service.check_model(options.model)
+    backend = service.backend()
+    prompts = prompts_of(options.prompt, backend.limits.vocab_size)
+    ticket = admit(service, len(prompts) * (options.n or 1), "n" if len(prompts) == 1 else "prompt")
+    try:
+        encoded = await backend.tokenizer.off_loop(size, lambda: _encode(options, prompts, backend))
+        answer = _Answer(options, backend, service.model_name)
+        generation = launch(
+            service,
+            backend,
+            options,
+            encoded,
+            ticket,
+            answer_id=answer.id,
+            arrival=arrival,
+            requested_tokens=options.max_tokens,
+            default_tokens=DEFAULT_TOKENS,
+            logprobs=options.logprobs,
+            at_start=False,
+            param="prompt",
+        )
+    except BaseException:
+        ticket.release()
+        raise
+    if options.stream:
+        return EventStream(answer.events(generation), generation.close)
+    try:
+        return json_response(await unless_disconnected(request, answer.whole(generation)))
+    finally:
+        generation.close()
+
+
+class _Answer:
+    """One answer's identity, and its two forms."""
+
+    def __init__(self, options: CompletionRequest, backend: Backend, model: str) -> None:
+        self.id = new_id("cmpl")
+        self._created = int(time.time())
+        self._model = model
+        self._tokenizer = backend.tokenizer
+        self._logprobs = options.logprobs is not None
+        stream = options.stream_options
+        self._usage_at_end = bool(stream and stream.include_usage)
+        self._usage_always = bool(stream and stream.continuous_usage_stats)
+
+    async def whole(self, generation: Generation) -> Completion:
+        texts: list[list[str]] = [[] for _ in generation.runs]
+        logprobs: list[list[TokenLogprob]] = [[] for _ in generation.runs]
+        last: dict[int, Delta] = {}
+        async with closing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                texts[delta.index].append(delta.text)
+                logprobs[delta.index].extend(delta.logprobs)
+                last[delta.index] = delta
+        choices = [
+            CompletionChoice(
+                index,
+                "".join(texts[index]),
+                self._shape(CompletionLogprobsBuilder(self._tokenizer), logprobs[index]),
+                delta.finish_reason,
+                delta.stop_reason,
+            )
+            for index, delta in sorted(last.items())
+        ]
+        return Completion(self.id, self._created, self._model, choices, generation.usage())
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        builders = [CompletionLogprobsBuilder(self._tokenizer) for _ in generation.runs]
+        async with closing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                choice = CompletionChoice(
+                    delta.index,
+                    delta.text,
+                    self._shape(builders[delta.index], delta.logprobs),
+                    delta.finish_reason,
+                    delta.stop_reason,
+                )
+                usage = generation.usage() if self._usage_always else None
+                shown = usage if self._usage_at_end or self._usage_always else msgspec.UNSET
+                yield event(Completion(self.id, self._created, self._model, [choice], shown))
+        if self._usage_at_end:
+            yield event(Completion(self.id, self._created, self._model, [], generation.usage()))
+        yield DONE
+
+    def _shape(self, builder: CompletionLogprobsBuilder, entries: list[TokenLogprob]) -> CompletionLogprobs | None:
+        return builder.build(entries) if self._logprobs else None

@@ -1,0 +1,125 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+UNAVAILABLE = "service_unavailable_error"
+OVERLOADED = "rate_limit_error"
+
+
+class ApiError(Exception):
+    """Ends a request with this answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The JSON document."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        """The HTTP answer."""
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def bad_request(message: str, param: str | None, code: str | None) -> ApiError:
+    """400: the client's request cannot be served as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def model_not_found(name: str) -> ApiError:
+    """404: no model of this name is served."""
+    return ApiError(
+        404,
+        f"The model {shown(name)!r} does not exist; GET /v1/models lists what is served.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def queue_full(retry_after_s: int) -> ApiError:
+    """429: as many requests as the server holds are under way."""
+    return ApiError(
+        429,
+        f"The server is at its limit of concurrent requests; try again in {retry_after_s} s.",
+        type=OVERLOADED,
+        code="queue_full",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
+def unavailable(message: str, code: str, retry_after_s: int | None = 1) -> ApiError:
+    """503: the server runs, but cannot generate now."""
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, type=UNAVAILABLE, code=code, headers=headers)
+
+
+def engine_failed(message: str) -> ApiError:
+    """500: the engine could not finish a request it had accepted."""
+    return ApiError(500, message, type=SERVER_ERROR, code="engine_error")
+
+
+def internal_error(request_id: str) -> ApiError:
+    """500: a fault of the server; details are in its log only."""
+    return ApiError(
+        500,
+        f"The server failed to answer this request; its log has the reason under request id {request_id}.",
+        type=SERVER_ERROR,
+        code="internal_error",
+    )
+
+
+def shown(value: str, limit: int = 100) -> str:
+    """A client's string, short enough for a message."""
+    return value if len(value) <= limit else value[: limit - 3] + "..."
+
+
+async def answer_api_error(request: Request, error: Exception) -> Response:
+    """Exception handler for ApiError."""
+    assert isinstance(error, ApiError)
+    request.state.rejection = error.code or error.type
+    return error.response()
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """Exception handler for what the routing raises: 404 and 405."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, shown(request.url.path)
+    match error.status_code:
+        case 404:
+            message = f"Unknown request URL: {method} {path}."
+            code: str | None = "unknown_url"
+        case 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            message, code = f"{method} is not allowed for {path}; allowed: {allowed}.", "method_not_allowed"
+        case _:
+            message, code = str(error.detail), None
+    api_error = ApiError(error.status_code, message, code=code, headers=error.headers)
+    return await answer_api_error(request, api_error)

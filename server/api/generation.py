@@ -1,0 +1,207 @@
+"""One HTTP request's sequences: sent to the engine, turned into text, merged, and given up when nobody wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar, cast
+
+from server.api.admission import Ticket
+from server.api.errors import ApiError, engine_failed, unavailable
+from server.api.protocol import Usage
+from server.engine.client import EngineClient, EngineUnavailableError
+from server.observability.metrics import Metrics
+from server.observability.timeline import RequestTimeline
+from server.text.output import OutputText
+from server.types import GenerateRequest, RequestOutput, TokenLogprob
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ending = Literal["stop", "length"]
+
+
+def closing(iterator: AsyncIterator[T]) -> AbstractAsyncContextManager[AsyncIterator[T]]:
+    """Close an async generator when its reader leaves, whatever the reason."""
+    return contextlib.aclosing(cast("AsyncGenerator[T]", iterator))
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one sequence. finish_reason is set on the sequence's last one."""
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: Ending | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the sequence, unless that was the model's end-of-sequence token."""
+
+
+class SequenceRun:
+    """One sequence, from the engine's outputs to deltas of text."""
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        text: OutputText,
+        timeline: RequestTimeline,
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.timeline = timeline
+        self._text = text
+        self._include_stop = include_stop
+        self._custom_stops = frozenset(request.sampling.stop_token_ids)
+        self._logprobs: list[TokenLogprob] = []
+        self.completion_tokens = 0
+        timeline.prompt_tokens = len(request.prompt_token_ids)
+
+    async def deltas(self, engine: EngineClient, metrics: Metrics) -> AsyncIterator[Delta]:
+        """Deltas until the sequence ends. Closing it early aborts the engine's request.
+
+        Raises ApiError when the engine cannot finish it.
+        """
+        timeline = self.timeline
+        timeline.finish_reason = "abort"
+        try:
+            async with closing(engine.generate(self.request)) as outputs:
+                async for output in outputs:
+                    metrics.tokens_received(timeline, output)
+                    delta = self._advance(output)
+                    if delta is None:
+                        continue
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+        except EngineUnavailableError as e:
+            timeline.finish_reason = "error"
+            raise unavailable(f"The model cannot generate now: {e}.", "engine_unavailable") from e
+        except ApiError:
+            timeline.finish_reason = "error"
+            raise
+        finally:
+            metrics.sequence_finished(timeline)
+
+    def _advance(self, output: RequestOutput) -> Delta | None:
+        """The delta of one output; None when there is nothing to say yet."""
+        if output.finish_reason == "error":
+            raise engine_failed(f"The engine could not finish this request: {output.error or 'no reason given'}.")
+        if output.finish_reason == "abort":
+            raise unavailable("The request was given up because the server is shutting down.", "shutting_down")
+        token_ids: Sequence[int] = output.new_token_ids
+        hidden = (
+            output.stop_token_id is not None and not self._include_stop and token_ids[-1:] == [output.stop_token_id]
+        )
+        before = self._text.consumed
+        text = self._text.push(token_ids[:-1] if hidden else token_ids)
+        if output.finish_reason is not None:
+            text += self._text.finish()
+        finish_reason, stop_reason = self._ending(output)
+        # Tokens of the same step after the one that completed a stop string do not count.
+        taken = self._text.consumed - before + (1 if hidden and self._text.stop_string is None else 0)
+        self.completion_tokens += taken
+        self._logprobs.extend((output.logprobs or [])[:taken])
+        if not text and finish_reason is None:
+            return None
+        if finish_reason is not None:
+            self.timeline.finish_reason = finish_reason
+        logprobs, self._logprobs = self._logprobs, []
+        return Delta(self.index, text, logprobs, finish_reason, stop_reason)
+
+    def _ending(self, output: RequestOutput) -> tuple[Ending | None, str | int | None]:
+        if self._text.stop_string is not None:
+            return "stop", self._text.stop_string
+        if output.finish_reason == "stop":
+            custom = output.stop_token_id in self._custom_stops
+            return "stop", output.stop_token_id if custom else None
+        return ("length", None) if output.finish_reason == "length" else (None, None)
+
+
+class Generation:
+    """All sequences of one HTTP request."""
+
+    def __init__(self, runs: Sequence[SequenceRun], engine: EngineClient, metrics: Metrics, ticket: Ticket) -> None:
+        self.runs = runs
+        self._engine = engine
+        self._metrics = metrics
+        self._ticket = ticket
+
+    def usage(self) -> Usage:
+        """Tokens so far; a prompt that several sequences share counts once."""
+        prompts = {id(run.request.prompt_token_ids): run for run in self.runs}.values()
+        return Usage.of(
+            sum(len(run.request.prompt_token_ids) for run in prompts),
+            sum(run.completion_tokens for run in self.runs),
+            sum(run.timeline.cached_tokens for run in prompts),
+        )
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Deltas of all sequences as they come. Closing it aborts what is still running. Raises ApiError."""
+        try:
+            single = len(self.runs) == 1
+            stream = self.runs[0].deltas(self._engine, self._metrics) if single else self._merged()
+            async with closing(stream) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.close()
+            self._log()
+
+    def close(self) -> None:
+        """Give up its place among the requests; for a generation that was never read, too."""
+        self._ticket.release()
+
+    async def _merged(self) -> AsyncIterator[Delta]:
+        ready: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+
+        async def pump(run: SequenceRun) -> None:
+            try:
+                async with closing(run.deltas(self._engine, self._metrics)) as deltas:
+                    async for delta in deltas:
+                        ready.put_nowait(delta)
+                ready.put_nowait(None)
+            except Exception as e:
+                ready.put_nowait(e)
+
+        tasks = [asyncio.create_task(pump(run)) for run in self.runs]
+        try:
+            running = len(tasks)
+            while running:
+                item = await ready.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _log(self) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        for run in self.runs:
+            timeline = run.timeline
+            first = timeline.time_to_first_token
+            rate = timeline.tokens_per_second
+            logger.info(
+                "%s %s: prompt %d, generated %d tokens, first after %s, %s, %.0f ms in all",
+                run.request.request_id,
+                timeline.finish_reason,
+                timeline.prompt_tokens,
+                run.completion_tokens,
+                "-" if first is None else f"{1000 * first:.0f} ms",
+                "-" if rate is None else f"{rate:.1f} tokens/s",
+                1000 * (timeline.total or 0.0),
+            )

@@ -1,0 +1,107 @@
+"""From checked options and prompts to a running generation, the same for every endpoint that generates."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from server.api.admission import Ticket
+from server.api.errors import bad_request
+from server.api.generation import Generation, SequenceRun
+from server.api.options import GenerationOptions
+from server.api.service import Backend, Service
+from server.observability.timeline import RequestTimeline
+from server.text.output import OutputText
+from server.types import GenerateRequest
+
+
+def admit(service: Service, count: int, param: str) -> Ticket:
+    """Room for count sequences. Raises ApiError: 400 if there can never be so much, 429 if there is not now."""
+    limit = service.admission.limit
+    if count > limit:
+        raise bad_request(
+            f"The request asks for {count} sequences; this server takes at most {limit} at a time.",
+            param,
+            "value_out_of_range",
+        )
+    return service.admission.acquire(count)
+
+
+def resolve_max_tokens(
+    backend: Backend, prompt_tokens: int, requested: int | None, default: int | None, param: str
+) -> int:
+    """How many tokens may be generated after a prompt. default None takes all that fit.
+
+    Raises ApiError (context_length_exceeded) when the prompt, or what was requested with it, is too long.
+    """
+    limit = backend.limits.max_model_len
+    room = limit - prompt_tokens
+    if room < 1:
+        raise bad_request(
+            f"This model's maximum context length is {limit} tokens, and the prompt alone has {prompt_tokens}. "
+            f"Reduce the length of the {param}.",
+            param,
+            "context_length_exceeded",
+        )
+    if requested is None:
+        return room if default is None else min(room, default)
+    if requested > room:
+        raise bad_request(
+            f"This model's maximum context length is {limit} tokens. However, {prompt_tokens + requested} tokens were "
+            f"requested ({prompt_tokens} in the {param}, {requested} in the completion). Reduce one of them.",
+            param,
+            "context_length_exceeded",
+        )
+    return requested
+
+
+def launch(
+    service: Service,
+    backend: Backend,
+    options: GenerationOptions,
+    prompts: Sequence[list[int]],
+    ticket: Ticket,
+    *,
+    answer_id: str,
+    arrival: float,
+    requested_tokens: int | None,
+    default_tokens: int | None,
+    logprobs: int | None,
+    at_start: bool,
+    param: str,
+) -> Generation:
+    """A generation of n sequences for each prompt, numbered prompt by prompt; it starts when it is read.
+
+    at_start: the answer is a text of its own, not one that goes on from the prompt. param names the prompt in errors.
+    Raises ApiError.
+    """
+    runs: list[SequenceRun] = []
+    for prompt in prompts:
+        max_tokens = resolve_max_tokens(backend, len(prompt), requested_tokens, default_tokens, param)
+        for choice in range(options.n or 1):
+            sampling = options.sampling(max_tokens, backend.limits.vocab_size, choice, logprobs)
+            text = OutputText(
+                backend.tokenizer.detokenizer(
+                    skip_special_tokens=options.skip_special_tokens is not False, at_start=at_start
+                ),
+                options.stop or (),
+                include_stop=bool(options.include_stop_str_in_output),
+                min_tokens=sampling.min_tokens,
+            )
+            index = len(runs)
+            request = GenerateRequest(f"{answer_id}-{index}", prompt, sampling)
+            runs.append(
+                SequenceRun(
+                    index,
+                    request,
+                    text,
+                    RequestTimeline(arrival=arrival),
+                    include_stop=bool(options.include_stop_str_in_output),
+                )
+            )
+    return Generation(runs, backend.engine, service.metrics, ticket)
+
+
+def new_id(prefix: str) -> str:
+    """An id for an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,85 @@
+"""GET /health, /metrics and /v1/models: what operators and clients ask before they generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.errors import model_not_found
+from server.api.service import Service
+
+router = APIRouter()
+
+
+def json_response(document: Any, status: int = 200) -> Response:
+    """A document as an HTTP answer."""
+    return Response(msgspec.json.encode(document), status, media_type="application/json")
+
+
+def service_of(request: Request) -> Service:
+    """The service that a request's application was made with."""
+    service: Service = request.app.state.service
+    return service
+
+
+@router.get("/health", summary="Whether the server can generate", responses={503: {"description": "Not now"}})
+async def health(request: Request) -> Response:
+    """200 when it can; 503 while the model loads (stage, fraction), or when the engine is gone (error)."""
+    service = service_of(request)
+    status = service.status
+    document: dict[str, Any] = {"status": "draining" if service.draining else status.state, "model": service.model_name}
+    if status.ready is not None:
+        ready = status.ready
+        document |= {
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "kernels": ready.kernels,
+            "max_model_len": ready.max_model_len,
+            "kv_cache_tokens": ready.num_blocks * ready.block_size,
+        }
+    else:
+        document |= {"stage": status.stage, "fraction": round(status.fraction, 4)}
+    if status.message:
+        document["error"] = status.message
+    if service.engine is not None:
+        document["engine_restarts"] = service.engine.restarts
+    return json_response(document, 200 if document["status"] == "ready" else 503)
+
+
+@router.get("/metrics", summary="Prometheus metrics")
+async def metrics(request: Request) -> Response:
+    """All metrics in the text format that the Accept header asks for."""
+    body, content_type = service_of(request).metrics.exposition(request.headers.get("accept", ""))
+    return Response(body, media_type=content_type)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    limits = service.status.ready
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "nf4-server",
+        "root": service.config.model,
+        "parent": None,
+        "max_model_len": limits.max_model_len if limits else None,
+    }
+
+
+@router.get("/v1/models", summary="The models served")
+async def list_models(request: Request) -> Response:
+    """OpenAI's list object."""
+    return json_response({"object": "list", "data": [_model(service_of(request))]})
+
+
+@router.get("/v1/models/{name:path}", summary="One model", responses={404: {"description": "Not served"}})
+async def get_model(request: Request, name: str) -> Response:
+    """OpenAI's model object."""
+    service = service_of(request)
+    if name != service.model_name:
+        raise model_not_found(name)
+    return json_response(_model(service))

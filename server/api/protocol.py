@@ -1,0 +1,184 @@
+"""OpenAI's response objects. msgspec structs: one is encoded for every token that is streamed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from server.text.tokenizer import Tokenizer
+from server.types import TokenLogprob
+
+# JSON has no infinity; this is what vLLM sends for a probability of zero.
+LOWEST_LOGPROB = -9999.0
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Part of Usage."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
+        """Usage with its sum."""
+        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+class TopLogprob(msgspec.Struct):
+    """One likely token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """One generated token and its likeliest alternatives."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """logprobs of a chat choice."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """logprobs of a text completion choice."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class ChatMessage(msgspec.Struct):
+    """The assistant's whole answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class FinalChatChunkChoice(ChatChunkChoice):
+    """The last chunk of one answer."""
+
+    stop_reason: str | int | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    """One event of a streamed chat answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: str = "chat.completion.chunk"
+
+
+class CompletionChoice(msgspec.Struct):
+    """One text, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+
+
+class Completion(msgspec.Struct):
+    """Answer of /v1/completions, and one event of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: str = "text_completion"
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> ChatLogprobs:
+    """Log-probabilities in the chat shape."""
+
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        data = tokenizer.token_bytes(token_id)
+        return TopLogprob(data.decode("utf-8", "replace"), max(logprob, LOWEST_LOGPROB), list(data))
+
+    content = []
+    for entry in entries:
+        own = top(entry.token_id, entry.logprob)
+        content.append(ChatLogprob(own.token, own.logprob, own.bytes, [top(*pair) for pair in entry.top]))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobsBuilder:
+    """Log-probabilities of one sequence in the shape of text completions, whose offsets go on from chunk to chunk."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+
+    def build(self, entries: list[TokenLogprob]) -> CompletionLogprobs:
+        """The next tokens' log-probabilities."""
+        result = CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            text = self._text(entry.token_id)
+            result.text_offset.append(self._offset)
+            result.tokens.append(text)
+            result.token_logprobs.append(max(entry.logprob, LOWEST_LOGPROB))
+            top = {self._text(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob in reversed(entry.top)}
+            # The sampled token is always among them, as OpenAI's API has it.
+            top.setdefault(text, max(entry.logprob, LOWEST_LOGPROB))
+            result.top_logprobs.append(dict(sorted(top.items(), key=lambda item: -item[1])))
+            self._offset += len(text)
+        return result
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

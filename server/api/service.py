@@ -1,0 +1,77 @@
+"""What all routes share: the model's name, its tokenizer and engine, and whether the server can generate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from server.api.admission import Admission
+from server.api.errors import ApiError, model_not_found, unavailable
+from server.config import Config
+from server.engine.client import EngineClient, EngineStatus
+from server.observability.metrics import Metrics
+from server.text.tokenizer import Tokenizer
+from server.types import EngineReady
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A model that can generate."""
+
+    tokenizer: Tokenizer
+    engine: EngineClient
+    limits: EngineReady
+
+
+class Service:
+    """State of one server, filled in while it starts (see server.app)."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model_name = config.model_name
+        self.created = int(time.time())
+        self.metrics = Metrics(config.model_name)
+        self.admission = Admission(config.http.max_queue)
+        self.tokenizer: Tokenizer | None = None
+        self.engine: EngineClient | None = None
+        self.draining = False
+        self.preparation = EngineStatus("loading", stage="starting")
+        """What is being done before there is an engine."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """State of the whole server."""
+        if self.engine is None or self.preparation.state == "failed":
+            return self.preparation
+        status = self.engine.status
+        if status.state == "ready" and self.tokenizer is None:
+            return EngineStatus("loading", stage="loading the tokenizer", fraction=0.99)
+        return status
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError (404) unless this model is served."""
+        if name != self.model_name:
+            raise model_not_found(name)
+
+    def backend(self) -> Backend:
+        """The model. Raises ApiError (503) while it cannot generate."""
+        status = self.status
+        if self.draining:
+            raise unavailable("The server is shutting down.", "shutting_down")
+        if self.engine is not None and self.tokenizer is not None and status.ready is not None:
+            return Backend(self.tokenizer, self.engine, status.ready)
+        raise self.not_ready()
+
+    def not_ready(self) -> ApiError:
+        """Why the model cannot generate."""
+        status = self.status
+        match status.state:
+            case "failed":
+                return unavailable(f"The model failed to start: {status.message}", "engine_failed", None)
+            case "restarting":
+                return unavailable("The engine ended and is being started again.", "engine_restarting", 5)
+            case "stopped":
+                return unavailable("The server is shutting down.", "shutting_down")
+            case _:
+                percent = f"{100 * status.fraction:.0f} %"
+                return unavailable(f"The model is loading: {status.stage} ({percent}).", "model_loading", 5)

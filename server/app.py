@@ -1,0 +1,125 @@
+"""Composition root: puts configuration, checkpoint, engine, tokenizer and routes together into one ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from server.api import chat, completions, operations
+from server.api.errors import ApiError, answer_api_error, answer_http_exception
+from server.api.middleware import RequestLayer
+from server.api.service import Service
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.source import resolve_checkpoint
+from server.config import Config
+from server.engine.client import EngineClient, EngineStatus
+from server.text.errors import TokenizerError
+from server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+StatusListener = Callable[[EngineStatus], None]
+
+
+def create_app(config: Config, on_status: StatusListener | None = None) -> FastAPI:
+    """The application. Its lifespan starts the model in the background, so /health answers 503 while it loads.
+
+    on_status is called in the event loop with every change of the server's status.
+    """
+    service = Service(config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        starter = asyncio.create_task(_start(service, on_status or (lambda status: None)), name="start-model")
+        try:
+            yield
+        finally:
+            service.draining = True
+            starter.cancel()
+            await asyncio.gather(starter, return_exceptions=True)
+            if service.engine is not None:
+                await service.engine.stop()
+            if service.tokenizer is not None:
+                service.tokenizer.close()
+
+    app = FastAPI(title="NF4 server", version="0.1.0", lifespan=lifespan, redoc_url=None)
+    app.state.service = service
+    for room in (chat, completions, operations):
+        app.include_router(room.router)
+    app.add_exception_handler(ApiError, answer_api_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    app.add_middleware(RequestLayer, metrics=service.metrics)
+    return app
+
+
+async def _start(service: Service, on_status: StatusListener) -> None:
+    """Bring the model up; what goes wrong becomes the service's status."""
+    config = service.config
+    loop = asyncio.get_running_loop()
+
+    def prepare(status: EngineStatus) -> None:
+        service.preparation = status
+        on_status(status)
+
+    def progress(stage: str, fraction: float) -> None:
+        status = EngineStatus("loading", stage=stage, fraction=fraction)
+        loop.call_soon_threadsafe(prepare, status)
+
+    def engine_changed(status: EngineStatus) -> None:
+        if status.state == "restarting":
+            service.metrics.engine_ended()
+        # Ready is told once the tokenizer is there as well.
+        if status.state != "ready" or service.tokenizer is not None:
+            on_status(status)
+
+    try:
+        folder = await _in_thread(lambda: resolve_checkpoint(config.model, config.cache_dir, progress))
+        engine = EngineClient(config, folder)
+        engine.add_step_listener(service.metrics.step_done)
+        engine.add_status_listener(engine_changed)
+        service.metrics.watch_engine(lambda: (service.status.state, engine.restarts))
+        service.engine = engine
+        await engine.start()
+        service.tokenizer = await _in_thread(lambda: Tokenizer.load(folder))
+        if engine.status.state == "ready":
+            on_status(engine.status)
+    except (CheckpointError, TokenizerError) as e:
+        prepare(EngineStatus("failed", message=str(e)))
+    except Exception as e:
+        logger.exception("the start failed")
+        prepare(EngineStatus("failed", message=f"unexpected {type(e).__name__} while starting (see the log): {e}"))
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Run call in a thread that does not keep the process from ending, as a download may take long."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = call()
+        except Exception as e:
+            error = e
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, daemon=True, name="start").start()
+    return await result

@@ -1,0 +1,43 @@
+"""When one generated sequence passed its stations, on the monotonic clock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from server.types import FinishReason, RequestTimings
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    """Stations of one sequence, in seconds of time.monotonic(), and what passed there."""
+
+    arrival: float = field(default_factory=time.monotonic)
+    """When the server had the request's body."""
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    timings: RequestTimings | None = None
+    """The engine's own account; only the latest one it sent."""
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def total(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return None if self.finished is None else self.finished - self.arrival
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens per second after the first one; None for fewer than two tokens."""
+        if self.first_token is None or self.last_token is None or self.generation_tokens < 2:
+            return None
+        elapsed = self.last_token - self.first_token
+        return (self.generation_tokens - 1) / elapsed if elapsed > 0 else None

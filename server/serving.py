@@ -1,0 +1,169 @@
+"""Runs the application under uvicorn: the socket, what the terminal shows, signals, the exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from server.api.service import Service
+from server.app import create_app
+from server.config import Config
+from server.engine.client import EngineStatus
+
+logger = logging.getLogger(__name__)
+
+# Longer than the pools of the usual clients keep idle connections, so that it is they who close them.
+KEEP_ALIVE_S = 75
+ABORT_GRACE_S = 5
+
+
+def serve(config: Config) -> int:
+    """Serve until a signal or a failure that starting again cannot mend; returns the exit status."""
+    try:
+        listening = _listen(config.http.host, config.http.port)
+    except OSError as e:
+        print(f"error: {config.http.host}:{config.http.port}: {e.strerror or e}", file=sys.stderr)
+        return 1
+    terminal = Terminal(config.model_name, _url(listening))
+    server: Server | None = None
+
+    def on_status(status: EngineStatus) -> None:
+        terminal.show(status)
+        if status.state == "failed" and server is not None:
+            server.should_exit = True
+
+    app = create_app(config, on_status)
+    server = Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            loop="auto",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(config.http.drain_timeout_s) + ABORT_GRACE_S,
+        ),
+        app.state.service,
+    )
+    server.run(sockets=[listening])
+    if terminal.failure is not None:
+        print(f"error: {terminal.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        # Not before the application is there to answer would do as well, but a second server must fail now.
+        listening.listen(2048)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Terminal:
+    """Start-up as a person sees it: stages with their progress, then one line that says where to go."""
+
+    def __init__(self, model: str, url: str) -> None:
+        self._model = model
+        self._url = url
+        self._stage = ""
+        self._interactive = sys.stderr.isatty()
+        self._open_line = False
+        self._announced = False
+        self.failure: str | None = None
+
+    def show(self, status: EngineStatus) -> None:
+        """Tell about a change of the server's status."""
+        match status.state:
+            case "loading":
+                self._progress(status)
+            case "ready":
+                self._end_line()
+                if status.ready is not None:
+                    logger.info(
+                        "engine ready: %s, %s, %s", status.ready.device, status.ready.dtype, status.ready.kernels
+                    )
+                if not self._announced:
+                    self._announced = True
+                    print(f"Serving {self._model} on {self._url}", flush=True)
+            case "failed":
+                self._end_line()
+                self.failure = status.message
+
+    def _progress(self, status: EngineStatus) -> None:
+        line = f"[{100 * status.fraction:3.0f} %] {status.stage}"
+        if self._interactive:
+            if status.stage != self._stage:
+                self._end_line()
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+            self._open_line = True
+        elif status.stage != self._stage:
+            print(line, file=sys.stderr, flush=True)
+        self._stage = status.stage
+
+    def _end_line(self) -> None:
+        if self._open_line:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+            self._open_line = False
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with a drain of our own.
+
+    On SIGTERM or SIGINT no new requests are taken; those under way may go on for the configured time, then they end
+    with an error. The exit status stays 0, while uvicorn would end the process by the signal that it caught.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._aborting: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; a second SIGINT ends at once."""
+        if not self.should_exit:
+            drain_s = self._service.config.http.drain_timeout_s
+            logger.info("%s: shutting down; running requests have %.0f s", signal.Signals(sig).name, drain_s)
+            self._service.draining = True
+            asyncio.get_running_loop().call_later(drain_s, self._abort_running)
+        super().handle_exit(sig, frame)
+
+    def _abort_running(self) -> None:
+        if self._service.engine is not None:
+            self._aborting = asyncio.ensure_future(self._service.engine.stop())

@@ -1,0 +1,86 @@
+"""Messages to the model's prompt format, through the checkpoint's own template in transformers' sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.text.errors import PromptError
+
+# Names that transformers or the template's sandbox give a meaning of their own.
+RESERVED_VARIABLES = frozenset(
+    {
+        "messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize",
+        "add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "padding", "truncation",
+        "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self",
+    }
+)  # fmt: skip
+
+_PROBE = "zqxprobe"
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer; has none for base models."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        self.source: str | None = template
+        self._wants_parts = self.source is not None and self._only_takes_parts()
+        self._knows_developer = self.source is not None and "developer" in self.source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. A message's content is a string; variables are extra names the template may look at.
+
+        Raises PromptError when the model has no template or the template refuses the messages.
+        """
+        if self.source is None:
+            raise PromptError("this model has no chat template; use /v1/completions")
+        reserved = RESERVED_VARIABLES.intersection(variables or {})
+        if reserved:
+            raise PromptError(f"{sorted(reserved)[0]!r} cannot be set through chat_template_kwargs")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [self._prepared(message) for message in messages],
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(variables or {}),
+            )
+        except Exception as e:  # the template is the checkpoint's code: whatever it raises is about these messages
+            reason = " ".join(str(e).split()) or type(e).__name__
+            raise PromptError(f"the model's chat template does not take these messages: {reason[:300]}") from e
+        return str(text)
+
+    def _prepared(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        prepared = dict(message)
+        if prepared["role"] == "developer" and not self._knows_developer:
+            prepared["role"] = "system"  # its older name, with the same meaning
+        if self._wants_parts and isinstance(prepared.get("content"), str):
+            prepared["content"] = [{"type": "text", "text": prepared["content"]}]
+        return prepared
+
+    def _only_takes_parts(self) -> bool:
+        """Whether the template drops a content that is a string, and shows one that is a list of parts."""
+        self._wants_parts = False
+        self._knows_developer = True
+        if self._shows_probe():
+            return False
+        self._wants_parts = True
+        return self._shows_probe()
+
+    def _shows_probe(self) -> bool:
+        try:
+            return _PROBE in self.render([{"role": "user", "content": _PROBE}])
+        except PromptError:
+            return False

@@ -1,0 +1,106 @@
+"""The checkpoint's tokenizer: text to ids, chat messages to ids, ids to text. Needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from server.text.chat_template import ChatTemplate
+from server.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from server.text.errors import TokenizerError
+from server.text.vocabulary import Vocabulary
+
+T = TypeVar("T")
+
+# Below this many characters, tokenizing takes less time than handing it to a thread is worth (about 0.5 ms).
+INLINE_CHARACTERS = 1500
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer and chat template. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # The Rust tokenizer is called directly: transformers' own call sets truncation and padding on it first, which
+        # fails when another thread is encoding. Tokenizers in Python have no such object and get a lock.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._lock = threading.Lock()
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self.vocabulary = Vocabulary(tokenizer)
+        self.chat_template = ChatTemplate(tokenizer)
+        self._tables = {skip: TokenBytes(self.vocabulary, skip_special_tokens=skip) for skip in (False, True)}
+        # One thread: prompts of many megabytes then take one core at most from the engine.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read the tokenizer files of a checkpoint folder; no code of the checkpoint is run.
+
+        Raises TokenizerError with one line that names the folder.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as e:
+            reason = " ".join(str(e).split()) or type(e).__name__
+            raise TokenizerError(f"{folder}: its tokenizer cannot be loaded: {reason[:300]}") from e
+        return cls(tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; add_special_tokens puts the tokenizer's own (a BOS, most often) around it."""
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation in the model's chat format (options: see ChatTemplate.render).
+
+        Raises PromptError.
+        """
+        return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
+
+    async def off_loop(self, characters: int, call: Callable[[], T]) -> T:
+        """Run an encoding call: here for a short text, in the tokenizer's thread for a long one."""
+        if characters < INLINE_CHARACTERS:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, at_start: bool = True) -> Detokenizer:
+        """A new detokenizer for one sequence.
+
+        at_start: the text begins with this sequence, so a tokenizer that writes a space before every first word has it
+        dropped; False for text that goes on from a prompt.
+        """
+        if self.vocabulary.kind == "other":
+            return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+        strip = at_start and self.vocabulary.strips_leading_space
+        return ByteDetokenizer(self._tables[skip_special_tokens], strip_leading_space=strip)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence at once."""
+        if self._backend is not None:
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            return text
+        with self._lock:
+            return str(
+                self._tokenizer.decode(
+                    list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+                )
+            )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token (special ones written out), for log-probabilities."""
+        return self._tables[False][token_id]
+
+    def close(self) -> None:
+        """End the tokenizer's thread; encodings that have not begun are dropped."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
