@@ -1,0 +1,157 @@
+"""Tokens from logits: filters, penalties, bans, log-probabilities, and draws that belong to their request alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from server.engine.runtime.sampling import sample, uniform
+from server.engine.scheduling.sequence import Sequence
+from tests.engine.factories import make_sequence
+
+
+def draw(logits: list[float] | torch.Tensor, sequence: Sequence) -> int:
+    return sample(torch.as_tensor(logits).float().unsqueeze(0).clone(), [sequence])[0].token
+
+
+def frequencies(logits: list[float] | torch.Tensor, count: int = 4000, **sampling: Any) -> dict[int, float]:
+    sequences = [make_sequence([1], seed=seed, **{"temperature": 1.0, **sampling}) for seed in range(count)]
+    rows = torch.as_tensor(logits).float().expand(count, -1).clone()
+    return {t: n / count for t, n in Counter(r.token for r in sample(rows, sequences)).items()}
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert draw([0.0, 3.0, 1.0], make_sequence([1])) == 1
+
+
+def test_draws_follow_the_distribution() -> None:
+    probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    found = frequencies(probabilities.log())
+    assert all(abs(found[i] - float(p)) < 0.03 for i, p in enumerate(probabilities))
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    logits = torch.tensor([0.0, 1.0])
+    assert abs(frequencies(logits, temperature=0.5)[1] - math.exp(2) / (1 + math.exp(2))) < 0.03
+    assert frequencies(logits, temperature=1e-6) == {1: 1.0}
+
+
+def test_top_k_top_p_and_min_p_cut() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    assert set(frequencies(logits, top_k=2)) == {2, 3}
+    assert set(frequencies(logits, top_p=0.4)) == {3}
+    assert set(frequencies(logits, top_p=0.41)) == {2, 3}
+    assert set(frequencies(logits, top_p=0.71)) == {1, 2, 3}
+    assert set(frequencies(logits, min_p=0.6)) == {2, 3}
+    # top_p is a share of what top_k leaves: 0.4 of 0.7.
+    assert set(frequencies(logits, top_k=2, top_p=0.56)) == {3}
+    found = frequencies(logits, top_k=2)
+    assert abs(found[3] - 4 / 7) < 0.03
+
+
+def test_filters_wider_than_the_first_candidates() -> None:
+    vocabulary = 5000
+    flat = torch.zeros(vocabulary)
+    assert len(frequencies(flat, 2000, top_p=0.999)) > 1200
+    assert len(frequencies(flat, 2000, top_k=4000)) > 1200
+    assert max(frequencies(torch.arange(vocabulary).flip(0) * 1e-4, 2000, top_k=3000)) < 3000
+    # Half of the mass, in the 2500 first tokens.
+    stairs = torch.cat([torch.zeros(2500), torch.full((2500,), -20.0)])
+    assert max(frequencies(stairs, 2000, top_p=0.9)) < 2500
+
+
+def test_filtered_rows_agree_with_a_plain_computation() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(300) * 3
+    weights, ids = logits.softmax(-1).sort(descending=True)
+    kept = weights[:50] / weights[:50].sum()
+    kept = kept[(kept.cumsum(-1) - kept) < 0.8]
+    running = kept.double().cumsum(-1)
+    for seed in range(50):
+        sequence = make_sequence([1, 2], seed=seed, temperature=1.0, top_k=50, top_p=0.8)
+        place = int(torch.searchsorted(running, uniform(seed, 2) * running[-1], right=True))
+        assert draw(logits, sequence) == int(ids[place])
+
+
+def test_a_draw_depends_on_seed_and_position_only() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(6, 3000)
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 40},
+        {"temperature": 2.0, "top_p": 0.9999},
+        {"temperature": 1.0, "min_p": 0.1, "presence_penalty": 0.5},
+    ]
+    sequences = [make_sequence([1, 2, 3], seed=i, **o) for i, o in enumerate(options)]
+    together = [r.token for r in sample(logits.clone(), sequences)]
+    assert together == [draw(row, s) for row, s in zip(logits, sequences, strict=True)]
+    assert len({uniform(7, position) for position in range(1000)}) == 1000
+    assert uniform(7, 3) == uniform(7, 3) != uniform(8, 3)
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    numbers = [uniform(seed, position) for seed in range(100) for position in range(100)]
+    assert all(0 <= n < 1 for n in numbers)
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.01
+    tenths = Counter(int(n * 10) for n in numbers)
+    assert all(900 < tenths[i] < 1100 for i in range(10))
+
+
+def test_penalties_are_openais_and_transformers() -> None:
+    sequence = make_sequence([0], presence_penalty=0.5, frequency_penalty=0.25, logprobs=4)
+    for token in (1, 1, 2):
+        sequence.append(token, 100)
+    (result,) = sample(torch.zeros(1, 4), [sequence])
+    expected = torch.tensor([0.0, -1.0, -0.75, 0.0]).log_softmax(-1)
+    assert result.logprob is not None
+    assert dict(result.logprob.top) == pytest.approx({i: float(v) for i, v in enumerate(expected)})
+    repeated = make_sequence([0], repetition_penalty=2.0, logprobs=4)
+    repeated.append(1, 100)
+    (result,) = sample(torch.tensor([[2.0, -1.0, 2.0, 0.0]]), [repeated])
+    expected = torch.tensor([1.0, -2.0, 2.0, 0.0]).log_softmax(-1)
+    assert result.logprob is not None
+    assert dict(result.logprob.top) == pytest.approx({i: float(v) for i, v in enumerate(expected)})
+    assert result.token == 2
+
+
+def test_bias_and_min_tokens() -> None:
+    assert draw([0.0, 1.0, 2.0], make_sequence([0], logit_bias={0: 100.0})) == 0
+    assert draw([0.0, 1.0, 2.0], make_sequence([0], logit_bias={2: -100.0})) == 1
+    early = make_sequence([0], eos=frozenset({2}), min_tokens=1, stop_token_ids=(1, 99))
+    assert draw([0.0, 1.0, 2.0], early) == 0
+    early.append(0, 100)
+    assert draw([0.0, 1.0, 2.0], early) == 2
+
+
+def test_logprobs_are_taken_before_temperature_and_filters() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.7]).log()
+    sequence = make_sequence([0], temperature=0.01, top_k=1, logprobs=2)
+    (result,) = sample(logits.unsqueeze(0), [sequence])
+    assert result.logprob is not None
+    assert result.logprob.token_id == result.token == 2
+    assert result.logprob.logprob == pytest.approx(math.log(0.7))
+    assert [token for token, _ in result.logprob.top] == [2, 1]
+    none = make_sequence([0], logprobs=0)
+    (result,) = sample(logits.unsqueeze(0), [none])
+    assert result.logprob is not None
+    assert result.logprob.top == []
+
+
+def test_rows_that_are_not_numbers_are_errors_of_their_own() -> None:
+    logits = torch.tensor([[0.0, 1.0], [math.nan, 1.0], [0.0, math.inf], [-math.inf, -math.inf]])
+    sequences = [make_sequence([0], temperature=t) for t in (0.0, 1.0, 0.0, 1.0)]
+    results = sample(logits, sequences)
+    assert results[0].token == 1
+    assert [r.error is None for r in results] == [True, False, False, False]
+
+
+def test_a_banned_token_is_never_drawn() -> None:
+    logits = torch.tensor([0.0, -math.inf, 0.0, -math.inf])
+    assert set(frequencies(logits)) == {0, 2}
+    assert set(frequencies(logits, top_p=0.99)) == {0, 2}
