@@ -1,0 +1,165 @@
+"""The client and the engine process together: a real process, the embedded model, nothing of ours replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from server.config import Config, EngineConfig
+from server.engine.client import EngineClient, EngineStatus, EngineUnavailableError
+from server.types import RequestOutput, StepOutputs
+from tests.engine.factories import make_request
+
+START_S = 120
+
+
+@asynccontextmanager
+async def running(folder: Path, **engine: Any) -> AsyncIterator[EngineClient]:
+    client = EngineClient(Config(engine=EngineConfig(**{"enforce_eager": True, **engine})), folder)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+async def collect(client: EngineClient, prompt: list[int] | int, **sampling: Any) -> list[RequestOutput]:
+    return [output async for output in client.generate(make_request(prompt, **sampling))]
+
+
+async def until(condition: Any, timeout_s: float = 30) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - the conditions are of another process
+            await asyncio.sleep(0.01)
+
+
+async def test_a_life_with_an_engine(embedded_folder: Path) -> None:
+    """One engine for all of it: a start takes seconds."""
+    async with running(embedded_folder) as client:
+        seen: list[EngineStatus] = []
+        client.add_status_listener(seen.append)
+        assert client.status.state == "loading"
+        with pytest.raises(EngineUnavailableError, match="loading"):
+            await collect(client, 5)
+        ready = await asyncio.wait_for(client.wait_ready(), START_S)
+        assert any(s.state == "loading" and s.stage for s in seen)
+        assert (client.status.state, client.status.ready) == ("ready", ready)
+        assert ready.max_model_len == 8192
+        await _answers(client, embedded_folder)
+        await _leaves_early(client)
+        await _bad_requests(client)
+        await _dies_and_returns(client)
+    assert client.status.state == "stopped"
+
+
+async def _answers(client: EngineClient, folder: Path) -> None:
+    steps: list[StepOutputs] = []
+    client.add_step_listener(steps.append)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    outputs = await collect(client, list(prompt), max_tokens=10)
+    assert "Paris" in tokenizer.decode([t for o in outputs for t in o.new_token_ids])
+    assert [o.finish_reason for o in outputs] == [None] * 9 + ["length"]
+    assert len(steps) == 10
+    assert client.num_requests == 0
+
+
+async def _leaves_early(client: EngineClient) -> None:
+    stream = client.generate(make_request(40, max_tokens=4000, ignore_eos=True))
+    await anext(stream)
+    assert client.stats.kv_blocks_used > 0
+    await stream.aclose()
+    await until(lambda: client.stats.kv_blocks_used == 0)
+    reader = asyncio.create_task(collect(client, 40, max_tokens=4000, ignore_eos=True))
+    await until(lambda: client.stats.kv_blocks_used > 0)
+    reader.cancel()
+    await until(lambda: client.stats.kv_blocks_used == 0)
+    asked = asyncio.create_task(collect(client, 40, request_id="mine", max_tokens=4000, ignore_eos=True))
+    await until(lambda: client.stats.kv_blocks_used > 0)
+    await client.abort(["mine", "unknown"])
+    assert (await asked)[-1].finish_reason == "abort"
+    await until(lambda: client.stats.kv_blocks_used == 0)
+
+
+async def _bad_requests(client: EngineClient) -> None:
+    bad, good = await asyncio.gather(collect(client, [10**6]), collect(client, 5, ignore_eos=True))
+    assert (bad[-1].finish_reason, bad[-1].error) == (
+        "error",
+        "the prompt has token ids outside the vocabulary of 49152",
+    )
+    assert good[-1].finish_reason == "length"
+
+
+async def _dies_and_returns(client: EngineClient) -> None:
+    reader = asyncio.create_task(collect(client, 5, max_tokens=4000, ignore_eos=True))
+    await until(lambda: client.stats.running == 1)
+    first = client.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    last = (await reader)[-1]
+    assert (last.finish_reason, last.error) == ("error", "the engine ended: killed by signal 9")
+    assert client.status.state == "restarting"
+    await asyncio.wait_for(client.wait_ready(), START_S)
+    assert client.restarts == 1
+    assert client.pid != first
+    assert (await collect(client, 5))[-1].finish_reason in ("stop", "length")
+
+
+async def test_a_damaged_checkpoint_is_fatal(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    async with running(tmp_path) as client:
+        with pytest.raises(EngineUnavailableError, match=str(tmp_path)):
+            await asyncio.wait_for(client.wait_ready(), START_S)
+        assert client.status.state == "failed"
+        assert client.restarts == 0
+        assert client.pid is None
+
+
+async def test_an_engine_that_takes_too_long_to_start_is_started_again(embedded_folder: Path) -> None:
+    async with running(embedded_folder, start_timeout_s=0.2) as client:
+        await until(lambda: client.restarts == 1)
+        assert "not ready after 0 s" in client.status.message
+
+
+def test_the_engine_ends_when_the_api_process_dies(embedded_folder: Path) -> None:
+    code = f"""
+import asyncio, os, signal
+from pathlib import Path
+from server.config import Config
+from server.engine.client import EngineClient
+async def main():
+    client = EngineClient(Config(), Path({str(embedded_folder)!r}))
+    await client.start()
+    while client.pid is None:
+        await asyncio.sleep(0.01)
+    print(client.pid, flush=True)
+    await asyncio.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    engine = int(parent.stdout)
+    deadline = 30.0
+    while _is_alive(engine) and deadline > 0:
+        deadline -= 0.1
+        signal.sigtimedwait([], 0.1)
+    assert not _is_alive(engine)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
