@@ -101,7 +101,7 @@ class FinalChatChunkChoice(ChatChunkChoice):
     stop_reason: str | int | None = None
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     """Answer of /v1/chat/completions."""
 
     id: str
@@ -109,10 +109,9 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: str = "chat.completion"
 
 
-class ChatCompletionChunk(msgspec.Struct):
+class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
     """One event of a streamed chat answer."""
 
     id: str
@@ -120,7 +119,6 @@ class ChatCompletionChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    object: str = "chat.completion.chunk"
 
 
 class CompletionChoice(msgspec.Struct):
@@ -133,7 +131,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     """Answer of /v1/completions, and one event of a streamed one."""
 
     id: str
@@ -141,7 +139,6 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    object: str = "text_completion"
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> ChatLogprobs:

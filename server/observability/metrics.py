@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from server.observability.timeline import RequestTimeline
 from server.types import EngineStats, RequestOutput, StepOutputs
+
+# A second series for every counter and histogram, which Prometheus has no use for.
+disable_created_metrics()
 
 Phase = str
 PHASES: tuple[Phase, ...] = ("prefill", "decode")

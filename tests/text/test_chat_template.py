@@ -1,0 +1,82 @@
+"""Messages to prompt: as the tokenizer of transformers renders them, and errors that a client can understand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from server.text.chat_template import ChatTemplate
+from server.text.errors import PromptError, TokenizerError
+from server.text.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "What is 日本?"}
+
+
+class Templated:
+    """Just what a template needs of a tokenizer, with a template of our choice."""
+
+    def __new__(cls, embedded_folder: Path, template: str | None) -> ChatTemplate:  # type: ignore[misc]
+        tokenizer = AutoTokenizer.from_pretrained(embedded_folder)
+        tokenizer.chat_template = template
+        return ChatTemplate(tokenizer)
+
+
+def test_ids_are_those_of_transformers(byte_level: Tokenizer, embedded_folder: Path) -> None:
+    messages = [USER, {"role": "assistant", "content": "A country."}, USER]
+    reference = AutoTokenizer.from_pretrained(embedded_folder)
+    ids = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert byte_level.encode_chat(messages) == ids
+    for text in ("", " a  b", "<|im_start|>x", "\x00", "é" * 3000):
+        assert byte_level.encode(text) == reference(text)["input_ids"]
+
+
+def test_continue_final_message(byte_level: Tokenizer) -> None:
+    text = byte_level.chat_template.render(
+        [USER, {"role": "assistant", "content": "It is"}], add_generation_prompt=False, continue_final_message=True
+    )
+    assert text.endswith("assistant\nIt is")
+
+
+def test_developer_is_system_where_the_template_knows_no_better(byte_level: Tokenizer) -> None:
+    render = byte_level.chat_template.render
+    assert render([{"role": "developer", "content": "Be brief."}, USER]) == render(
+        [{"role": "system", "content": "Be brief."}, USER]
+    )
+
+
+def test_template_that_wants_parts_gets_parts(embedded_folder: Path) -> None:
+    template = Templated(
+        embedded_folder, "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    assert template.render([USER]) == USER["content"]
+
+
+def test_variables_reach_the_template(embedded_folder: Path) -> None:
+    template = Templated(embedded_folder, "{{ messages[0].content }}{{ 'T' if enable_thinking else 'F' }}")
+    assert template.render([USER], variables={"enable_thinking": True}).endswith("T")
+    with pytest.raises(PromptError, match="chat_template"):
+        template.render([USER], variables={"chat_template": "{{ 1 }}"})
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content.x }}", "undefined|no element"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% for m in messages %}", "Unexpected end|unexpected"),
+    ],
+)
+def test_template_errors_are_prompt_errors(embedded_folder: Path, template: str | None, reason: str) -> None:
+    with pytest.raises(PromptError, match=reason):
+        Templated(embedded_folder, template).render([USER])
+
+
+def test_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match=str(tmp_path)) as raised:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(raised.value)
