@@ -14,7 +14,7 @@ from server.observability.timeline import RequestTimeline
 from server.types import EngineStats, RequestOutput, StepOutputs
 
 # A second series for every counter and histogram, which Prometheus has no use for.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Phase = str
 PHASES: tuple[Phase, ...] = ("prefill", "decode")

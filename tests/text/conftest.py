@@ -21,7 +21,7 @@ def byte_level(embedded_folder: Path) -> Tokenizer:
 def byte_fallback() -> Tokenizer:
     """SentencePiece's conventions: a space mark before words, bytes for what the vocabulary lacks."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += list("▁abcdefghijklmnopqrstuvwxyzé日") + ["▁t", "he", "▁the", "▁▁"]
+    pieces += [*list("▁abcdefghijklmnopqrstuvwxyzé日"), "▁t", "he", "▁the", "▁▁"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
     backend = RustTokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True)

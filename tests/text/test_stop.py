@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
 def test_result_does_not_depend_on_the_cuts(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher = StopStrings(stops)
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    out = "".join(matcher.push(text[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    out = "".join(matcher.push(text[a:b]) for a, b in itertools.pairwise(bounds))
     out += "" if matcher.matched else matcher.release()
     assert (out, matcher.matched) == expected(text, stops)
 

@@ -1,0 +1,63 @@
+"""Clients of the running server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server.text.tokenizer import Tokenizer
+from tests.conftest import RunningServer
+
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai_client(server.base_url) as client:
+        yield client
+
+
+def openai_client(base_url: str, **options: Any) -> openai.OpenAI:
+    os.environ.setdefault("NO_PROXY", "127.0.0.1")
+    return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def chat_body(**options: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": user("Say hi."), "max_tokens": 2, "temperature": 0} | options
+
+
+def metric(http: httpx.Client, name: str, **labels: str) -> float:
+    """Value of one sample of /metrics; 0 if it is not there (yet)."""
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    for line in http.get("/metrics").text.splitlines():
+        head, _, value = line.rpartition(" ")
+        sample, _, rest = head.partition("{")
+        if sample == name and wanted <= set(rest.rstrip("}").split(",")):
+            return float(value)
+    return 0.0
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(embedded_folder: Path) -> Tokenizer:
+    return Tokenizer.load(embedded_folder)
+
+
+@pytest.fixture(scope="session")
+def server_url(server: RunningServer) -> str:
+    return server.base_url
