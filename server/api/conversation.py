@@ -42,7 +42,7 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
                     message["name"] = value
             case _ if key in UNSUPPORTED_FIELDS:
                 if value:
-                    raise _unsupported(f"{where}.{key}", f"'{where}.{key}'")
+                    raise _unsupported(f"{where}.{key}", f"'{key}'")
             case _:
                 param = f"{where}.{shown(key)}"
                 raise bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
@@ -107,4 +107,4 @@ def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
 
 
 def _unsupported(param: str, what: str) -> ApiError:
-    return bad_request(f"{what} is not supported by this server.", param, "unsupported_parameter")
+    return bad_request(f"{what} is not supported by this server (in '{param}').", param, "unsupported_parameter")

@@ -1,0 +1,83 @@
+"""GET /health, /metrics, /v1/models, and the headers of every answer."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.api.conftest import MODEL, chat_body, metric
+
+
+def test_health(http: httpx.Client) -> None:
+    answer = http.get("/health")
+    assert answer.status_code == 200
+    document = answer.json()
+    assert document["status"] == "ready"
+    assert document["model"] == MODEL
+    assert document["device"]
+    assert document["kernels"]
+    assert document["max_model_len"] > 1000
+    assert document["engine_restarts"] == 0
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).object == "model"
+
+
+def test_unknown_model(http: httpx.Client) -> None:
+    answer = http.get("/v1/models/a/b")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_request_id_goes_through_or_is_made(http: httpx.Client) -> None:
+    assert http.get("/health", headers={"X-Request-ID": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = [http.get("/health").headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    odd = http.get("/health", headers={"X-Request-ID": "x" * 500}).headers["x-request-id"]
+    assert len(odd) < 100
+
+
+def test_metrics_account_for_a_request(http: httpx.Client) -> None:
+    before = {name: metric(http, name) for name in ("nf4_generation_tokens_total", "nf4_prompt_tokens_total")}
+    first = metric(http, "nf4_time_to_first_token_seconds_count")
+    lengths = metric(http, "nf4_request_success_total", finished_reason="length")
+    usage = http.post("/v1/chat/completions", json=chat_body(max_tokens=3)).json()["usage"]
+    assert metric(http, "nf4_generation_tokens_total") - before["nf4_generation_tokens_total"] == 3
+    assert metric(http, "nf4_prompt_tokens_total") - before["nf4_prompt_tokens_total"] == usage["prompt_tokens"]
+    assert metric(http, "nf4_time_to_first_token_seconds_count") == first + 1
+    assert metric(http, "nf4_request_success_total", finished_reason="length") == lengths + 1
+    assert metric(http, "nf4_engine_up") == 1
+    assert metric(http, "nf4_num_requests_running") == 0
+    for phase in ("prefill", "decode"):
+        assert metric(http, "nf4_request_dequant_seconds_count", phase=phase) > 0
+        assert metric(http, "nf4_request_linear_seconds_count", phase=phase) > 0
+
+
+def test_rejections_and_answers_are_counted(http: httpx.Client) -> None:
+    labels = {"route": "/v1/chat/completions", "status": "400", "method": "POST"}
+    answers, unknown = metric(http, "nf4_http_requests_total", **labels), "unknown_parameter"
+    rejections = metric(http, "nf4_request_rejections_total", reason=unknown)
+    http.post("/v1/chat/completions", json=chat_body(nonsense=1))
+    assert metric(http, "nf4_http_requests_total", **labels) == answers + 1
+    assert metric(http, "nf4_request_rejections_total", reason=unknown) == rejections + 1
+
+
+def test_paths_of_clients_do_not_become_labels(http: httpx.Client) -> None:
+    http.get("/some/random/path")
+    http.request("BREW", "/health")
+    text = http.get("/metrics").text
+    assert "random" not in text
+    assert "BREW" not in text
+
+
+def test_exposition_formats(http: httpx.Client) -> None:
+    plain = http.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(plain.text)}
+    assert families["nf4_inter_token_latency_seconds"].type == "histogram"
+    assert all(family.documentation for family in families.values())
+    openmetrics = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert openmetrics.text.endswith("# EOF\n")
