@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,10 +30,15 @@ class Reference:
         for parameter in self.model.parameters():
             if parameter.dtype == torch.bfloat16:
                 parameter.data = parameter.data.float()
-        for module in self.model.modules():
+        # bitsandbytes' exact CPU path expands a weight and calls torch's linear for every token; here it is expanded
+        # once. (Its other path rounds weights, scales and activations to bfloat16 where the CPU has that.)
+        for name, module in list(self.model.named_modules()):
             if isinstance(module, Linear4bit):
-                # Without this, bitsandbytes rounds weights, scales and activations to bfloat16 on CPUs that have it.
-                module.support_avx512bf16_for_cpu = False
+                module.weight.quant_state.dtype = torch.float32
+                weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
+                plain = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+                plain.weight = torch.nn.Parameter(weight, requires_grad=False)
+                self.model.set_submodule(name, plain)
 
     def greedy(self, chat: Chat, max_tokens: int) -> Greedy:
         """What model.generate gives for this chat alone, without sampling."""

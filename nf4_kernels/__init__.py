@@ -1,0 +1,78 @@
+"""NF4 (bitsandbytes 4-bit) kernels for CPU and CUDA; needs torch only, works with bitsandbytes and transformers.
+
+>>> import nf4_kernels
+>>> nf4_kernels.enable()        # every bitsandbytes Linear4bit layer runs on these kernels from here on
+>>> nf4_kernels.capabilities()  # which kernels run here, and why others do not
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nf4_kernels import cpu, cuda, ops
+from nf4_kernels.format import Weight
+
+__all__ = ["Weight", "capabilities", "dequantize_4bit", "disable", "enable", "linear_4bit"]
+
+
+def dequantize_4bit(packed: Tensor, quant_state: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight that a bitsandbytes QuantState (or a Weight) describes, in dtype (default: the state's own).
+
+    Bit-exact to bitsandbytes. ValueError for FP4, for nested blocks other than 256 and for tensors that are too small.
+    """
+    weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
+    wanted = dtype or getattr(quant_state, "dtype", torch.float32)
+    out: Tensor = torch.ops.nf4.dequantize(
+        packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, wanted, *_nested(weight)
+    )
+    return out
+
+
+def linear_4bit(x: Tensor, packed: Tensor, quant_state: Any, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times the transposed weight [N, K] plus bias [N]: [..., N] in x's dtype (float32, bfloat16, float16).
+
+    quant_state: a bitsandbytes QuantState or a Weight. Accumulates in float32. ValueError as dequantize_4bit.
+    """
+    weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
+    out: Tensor = torch.ops.nf4.linear(
+        x, packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, bias, *_nested(weight)
+    )
+    return out
+
+
+def enable() -> None:
+    """Run every bitsandbytes Linear4bit layer of this process on these kernels. Needs bitsandbytes >= 0.50."""
+    from nf4_kernels import bnb
+
+    bnb.enable()
+
+
+def disable() -> None:
+    """Undo enable()."""
+    from nf4_kernels import bnb
+
+    bnb.disable()
+
+
+def capabilities() -> dict[str, str]:
+    """Per device type, which kernels run ("avx512") or why none do ("unavailable: ...")."""
+    cpu_error, cuda_error = cpu.load_error(), cuda.load_error()
+    return {
+        "cpu": f"unavailable: {cpu_error}" if cpu_error else cpu.isa(),
+        "cuda": f"unavailable: {cuda_error}" if cuda_error else _gpu(),
+    }
+
+
+def _gpu() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor} ({torch.cuda.get_device_name()})"
+
+
+def _nested(weight: Weight) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return weight.absmax_8bit, weight.absmax_code, weight.absmax_offset
+
+
+_registered = ops  # imported for its effect: torch.ops.nf4

@@ -1,0 +1,101 @@
+"""bitsandbytes' NF4 storage: the codebook, packed nibbles, block scales plain and nested.
+
+Source of the codebook: the QLoRA paper (2305.14314), appendix E, as bitsandbytes stores it in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CODEBOOK = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Value of each 4-bit code, exactly representable in float32."""
+
+NESTED_BLOCKSIZE = 256
+"""Scales per float32 scale, where the scales are quantized themselves (double quantization)."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One NF4 weight as the ops take it; see docs/architecture.md for the layout.
+
+    packed uint8 with (numel + 1) // 2 elements; absmax float32, one per block, or one per 256 blocks where absmax_8bit
+    (uint8, one per block), absmax_code (float32 [256]) and absmax_offset (float32, one element) are given.
+    """
+
+    packed: Tensor
+    shape: tuple[int, ...]
+    absmax: Tensor
+    blocksize: int
+    absmax_8bit: Tensor | None = None
+    absmax_code: Tensor | None = None
+    absmax_offset: Tensor | None = None
+
+    @classmethod
+    def from_quant_state(cls, packed: Tensor, state: Any) -> Weight:
+        """From a bitsandbytes weight and its QuantState. ValueError for what is not NF4 or not nested in blocks of 256."""
+        if state.quant_type != "nf4":
+            raise ValueError(f"quant_type must be nf4, got {state.quant_type}")
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ValueError("bitsandbytes has repacked this weight for its own CPU kernel, lossily")
+        data = packed.data.reshape(-1)
+        data = data if data.dtype == torch.uint8 else data.view(torch.uint8)
+        shape = tuple(int(size) for size in state.shape)
+        if not state.nested:
+            return cls(data, shape, state.absmax.float(), int(state.blocksize))
+        if state.state2.blocksize != NESTED_BLOCKSIZE:
+            raise ValueError(f"nested scales must be in blocks of {NESTED_BLOCKSIZE}, got {state.state2.blocksize}")
+        nested = state.state2
+        return cls(
+            data, shape, nested.absmax.float(), int(state.blocksize), state.absmax, nested.code.float(), state.offset
+        )  # fmt: skip
+
+
+def check(packed: Tensor, shape: Sequence[int], absmax: Tensor, blocksize: int, absmax_8bit: Tensor | None) -> int:
+    """Number of elements in shape, once packed and the scales are known to cover them. ValueError names what is short."""
+    count = 1
+    for size in shape:
+        count *= int(size)
+    if blocksize < 1 or blocksize & (blocksize - 1):
+        raise ValueError(f"blocksize must be a power of two, got {blocksize}")
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"packed must be uint8, got {packed.dtype}")
+    if packed.numel() < (count + 1) // 2:
+        raise ValueError(f"packed has {packed.numel()} bytes, shape {list(shape)} needs {(count + 1) // 2}")
+    blocks = -(-count // blocksize)
+    scales = blocks if absmax_8bit is None else -(-blocks // NESTED_BLOCKSIZE)
+    if absmax.dtype != torch.float32 or absmax.numel() < scales:
+        raise ValueError(f"absmax must be float32 with {scales} elements, got {absmax.dtype} with {absmax.numel()}")
+    if absmax_8bit is not None and (absmax_8bit.dtype != torch.uint8 or absmax_8bit.numel() < blocks):
+        raise ValueError(f"absmax_8bit must be uint8 with {blocks} elements, got {absmax_8bit.numel()}")
+    return count
+
+
+def unpack(packed: Tensor, count: int) -> Tensor:
+    """The first count 4-bit codes as int64, in order: the high nibble of a byte comes first."""
+    data = packed.reshape(-1)[: (count + 1) // 2]
+    return torch.stack((data >> 4, data & 15), dim=1).reshape(-1)[:count].long()
+
+
+def block_scales(
+    absmax: Tensor,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    """Scale of every block, float32; nested scales are expanded with one rounding per operation."""
+    if absmax_8bit is None:
+        return absmax.reshape(-1)
+    if absmax_code is None or absmax_offset is None:
+        raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
+    codes = absmax_code.reshape(-1)[absmax_8bit.reshape(-1).long()]
+    groups = absmax.reshape(-1).repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()]
+    return codes * groups + absmax_offset.reshape(())

@@ -1,0 +1,119 @@
+"""The torch.library ops nf4::linear, nf4::dequantize and nf4::linear_bf16w, for CPU and CUDA, with fake implementations.
+
+Argument conventions: docs/architecture.md. Where a compiled library cannot be used, the oracle runs instead, and a warning
+says so once with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nf4_kernels import cpu, cuda, reference
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT = "Tensor packed, SymInt[] shape, Tensor absmax, int blocksize"
+_NESTED = "Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None"
+_library = torch.library.Library("nf4", "DEF")
+_library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}) -> Tensor")
+_library.define(f"dequantize({_WEIGHT}, ScalarType dtype, {_NESTED}) -> Tensor")
+_library.define("linear_bf16w(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_warned: set[str] = set()
+
+
+def backend(device_type: str) -> ModuleType:
+    """nf4_kernels.cpu or .cuda where it can be used, else the oracle (with a warning, once)."""
+    compiled = {"cpu": cpu, "cuda": cuda}.get(device_type)
+    reason = f"there are no kernels for {device_type}" if compiled is None else compiled.load_error()
+    if compiled is not None and reason is None:
+        return compiled
+    if device_type not in _warned:
+        _warned.add(device_type)
+        logger.warning("NF4 on %s runs in plain torch, many times slower than the kernels: %s", device_type, reason)
+    return reference
+
+
+def _linear(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    out: Tensor = backend(x.device.type).linear(
+        x, packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
+    )
+    return out
+
+
+def _dequantize(
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    dtype: torch.dtype,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    out: Tensor = backend(packed.device.type).dequantize(
+        packed, shape, absmax, blocksize, dtype, absmax_8bit, absmax_code, absmax_offset
+    )
+    return out
+
+
+def _linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.device.type == "cpu" and backend("cpu") is cpu:
+        return cpu.linear_bf16w(x, weight, bias)
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("linear", _linear, _key)
+    _library.impl("dequantize", _dequantize, _key)
+    _library.impl("linear_bf16w", _linear_bf16w, _key)
+
+
+@torch.library.register_fake("nf4::linear")
+def _(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    torch._check(x.shape[-1] == shape[1], lambda: f"x ends in {x.shape[-1]}, the weight is {list(shape)}")
+    return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+@torch.library.register_fake("nf4::dequantize")
+def _(
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    dtype: torch.dtype,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    return packed.new_empty(list(shape), dtype=dtype)
+
+
+@torch.library.register_fake("nf4::linear_bf16w")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    torch._check(x.shape[-1] == weight.shape[1], lambda: f"x ends in {x.shape[-1]}, the weight in {weight.shape[1]}")
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
