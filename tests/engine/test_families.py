@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from server.config import EngineConfig
-from server.engine.runtime.attention.base import UnsupportedModelError
+from server.engine.runtime import runner as runner_module
+from server.engine.runtime.attention.base import LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.probe import probe_layers
+from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.runner import EngineConfigError, ModelRunner
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
@@ -21,8 +23,19 @@ from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=16, max_num_seqs=5)
 
 
+def _reference_backend(
+    shapes: list[LayerShape], _: object, blocks: int, size: int, dtype: torch.dtype, device: torch.device
+) -> SdpaBackend:
+    return SdpaBackend(shapes, blocks, size, dtype, device)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunked_and_mixed_batches_give_transformers_logits(family: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_chunked_and_mixed_batches_give_transformers_logits(
+    family: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "reference":
+        monkeypatch.setattr(runner_module, "create_backend", _reference_backend)
     model = tiny_model(family)
     reference = copy.deepcopy(model)
     runner = ModelRunner(model, CONFIG)

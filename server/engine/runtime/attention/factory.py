@@ -8,6 +8,7 @@ import logging
 import torch
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.attention.paged_cpu import PagedCpuBackend, paged_cpu_error
 from server.engine.runtime.attention.sdpa import SdpaBackend
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,12 @@ def create_backend(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionBackend:
-    """The backend for a device, with its cache allocated: FlashInfer on CUDA where it can, else the reference."""
-    if device.type != "cuda":
+    """The backend for a device, with its cache allocated: the fast one where it can run, else the reference."""
+    if device.type == "cpu":
+        reason = paged_cpu_error(dtype)
+        if reason is None:
+            return PagedCpuBackend(shapes, options, num_blocks, block_size, dtype, device)
+        logger.warning("attention runs on torch's SDPA, slower than our own: %s", reason)
         return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
     reason = _flashinfer_unusable(shapes, dtype)
     if reason is None:

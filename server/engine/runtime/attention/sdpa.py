@@ -59,13 +59,23 @@ class SdpaBackend(AttentionBackend):
         if singles:
             out[:singles] = self._attend_singles(layer, query[:singles], options)
         for span in batch.spans[singles:]:
-            rows = slice(span.row, span.row + span.length)
-            if span.start:
-                keys, values = self._gather(layer, span)
-            else:
-                keys, values = key[rows], value[rows]
-            out[rows] = _attend_span(query[rows], keys, values, span, options)
+            self._attend_span(layer, span, query, key, value, out, options)
         return out
+
+    def _attend_span(
+        self,
+        layer: int,
+        span: Span,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        options: AttentionOptions,
+    ) -> None:
+        """Fill out's rows of one sequence; the batch's keys and values are in the cache already."""
+        rows = slice(span.row, span.row + span.length)
+        keys, values = self._gather(layer, span) if span.start else (key[rows], value[rows])
+        out[rows] = _attend_chunk(query[rows], keys, values, span, options)
 
     def _attend_singles(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """All one-token sequences at once: query [S, heads, dim]."""
@@ -107,7 +117,7 @@ class SdpaBackend(AttentionBackend):
         return keys[: span.end], values[: span.end]
 
 
-def _attend_span(
+def _attend_chunk(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, options: AttentionOptions
 ) -> torch.Tensor:
     """One sequence's chunk: query [length, heads, dim], keys [end, kv_heads, dim]."""

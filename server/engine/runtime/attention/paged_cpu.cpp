@@ -1,0 +1,161 @@
+// Attention of one-token sequences over the paged cache on CPU, float32, where the keys lie: nothing is gathered.
+// paged_cpu.py mirrors the struct and calls it; it is compiled on first use for the machine's own instruction set.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+extern "C" {
+
+struct PagedAttention {
+  // [tokens, heads, dim] with the strides below (in floats); the last dimension is dense.
+  const float* query;
+  const float* key;
+  const float* value;
+  int64_t query_token, query_head, key_token, key_head, value_token, value_head;
+  float* out;  // [tokens, heads, value_dim], dense
+  // [num_blocks, block_size, kv_heads, dim], dense
+  float* key_cache;
+  float* value_cache;
+  const int64_t* slots;   // [tokens]: where each token's key and value go
+  const int64_t* tables;  // [singles, table_width]: each sequence's blocks
+  const int64_t* ends;    // [singles]: keys of each sequence
+  int64_t tokens, singles, table_width, block_size, heads, kv_heads, key_dim, value_dim;
+  int64_t window;  // 0: none
+  float scaling;
+  float softcap;  // 0: none
+};
+}
+
+namespace {
+
+// Below this many multiplications a second thread costs more than it saves.
+constexpr int64_t kParallelWork = 400'000;
+
+// e^x for x <= 0, to 2 units in the last place; plain arithmetic, so that the compiler vectorizes the loop around it.
+inline float exp_negative(float x) {
+  x = std::max(x, -87.0f);
+  const float shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, 4);
+  bits = (bits - 0x4B400000 + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return p * scale;
+}
+
+template <int kDim>
+inline float dot(const float* a, const float* b, int64_t dim) {
+  const int64_t count = kDim ? kDim : dim;
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+template <int kDim>
+inline void add_scaled(float* out, const float* row, float weight, int64_t dim) {
+  const int64_t count = kDim ? kDim : dim;
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) out[i] += weight * row[i];
+}
+
+void soften(float* scores, int64_t count, const PagedAttention& a) {
+  for (int64_t i = 0; i < count; ++i) scores[i] *= a.scaling;
+  if (a.softcap > 0.0f) {
+    for (int64_t i = 0; i < count; ++i) scores[i] = a.softcap * std::tanh(scores[i] / a.softcap);
+  }
+  float most = scores[0];
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, scores[i]);
+  float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < count; ++i) {
+    scores[i] = exp_negative(scores[i] - most);
+    total += scores[i];
+  }
+  const float share = 1.0f / total;
+  for (int64_t i = 0; i < count; ++i) scores[i] *= share;
+}
+
+// The query heads that share one key head of one sequence.
+template <int kDim>
+void attend(const PagedAttention& a, int64_t single, int64_t kv_head, std::vector<float>& buffer) {
+  const int64_t group = a.heads / a.kv_heads, end = a.ends[single];
+  const int64_t begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
+  const int64_t count = end - begin;
+  const int64_t* table = a.tables + single * a.table_width;
+  const float* query = a.query + single * a.query_token + kv_head * group * a.query_head;
+  buffer.resize(group * count);
+  const auto row = [&](int64_t position) {
+    return (table[position / a.block_size] * a.block_size + position % a.block_size) * a.kv_heads + kv_head;
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const float* key = a.key_cache + row(begin + i) * a.key_dim;
+    for (int64_t g = 0; g < group; ++g) {
+      buffer[g * count + i] = dot<kDim>(query + g * a.query_head, key, a.key_dim);
+    }
+  }
+  float* out = a.out + (single * a.heads + kv_head * group) * a.value_dim;
+  std::fill(out, out + group * a.value_dim, 0.0f);
+  for (int64_t g = 0; g < group; ++g) soften(buffer.data() + g * count, count, a);
+  for (int64_t i = 0; i < count; ++i) {
+    const float* value = a.value_cache + row(begin + i) * a.value_dim;
+    for (int64_t g = 0; g < group; ++g) {
+      add_scaled<kDim>(out + g * a.value_dim, value, buffer[g * count + i], a.value_dim);
+    }
+  }
+}
+
+template <int kDim>
+void attend_all(const PagedAttention& a) {
+  int64_t keys = 0;
+  for (int64_t s = 0; s < a.singles; ++s) keys += a.window > 0 ? std::min(a.ends[s], a.window) : a.ends[s];
+  const bool parallel = keys * a.heads * a.key_dim > kParallelWork;
+#pragma omp parallel for schedule(dynamic) if (parallel)
+  for (int64_t i = 0; i < a.singles * a.kv_heads; ++i) {
+    static thread_local std::vector<float> buffer;
+    attend<kDim>(a, i / a.kv_heads, i % a.kv_heads, buffer);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Writes all tokens' keys and values into the cache.
+void paged_write(const PagedAttention* p) {
+  const PagedAttention& a = *p;
+  for (int64_t t = 0; t < a.tokens; ++t) {
+    for (int64_t h = 0; h < a.kv_heads; ++h) {
+      const int64_t row = a.slots[t] * a.kv_heads + h;
+      std::memcpy(a.key_cache + row * a.key_dim, a.key + t * a.key_token + h * a.key_head, a.key_dim * 4);
+      std::memcpy(a.value_cache + row * a.value_dim, a.value + t * a.value_token + h * a.value_head, a.value_dim * 4);
+    }
+  }
+}
+
+// Writes, then attends for the first `singles` tokens, one of each sequence.
+void paged_attend(const PagedAttention* p) {
+  paged_write(p);
+  const int64_t dim = p->key_dim == p->value_dim ? p->key_dim : 0;
+  if (dim == 64) {
+    attend_all<64>(*p);
+  } else if (dim == 128) {
+    attend_all<128>(*p);
+  } else {
+    attend_all<0>(*p);
+  }
+}
+
+}  // extern "C"

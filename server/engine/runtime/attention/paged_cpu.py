@@ -1,0 +1,109 @@
+"""The CPU backend: one-token sequences attend in C++ where their keys lie; longer chunks as in the reference."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape
+from server.engine.runtime.attention.sdpa import SdpaBackend
+from server.engine.runtime.batch import Batch
+from server.engine.runtime.native import load_native
+
+SOURCE = Path(__file__).with_name("paged_cpu.cpp")
+
+
+class _Call(ctypes.Structure):
+    """PagedAttention of paged_cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value")),
+        *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),
+        *((name, ctypes.c_int64) for name in ("value_token", "value_head")),
+        *((name, ctypes.c_void_p) for name in ("out", "key_cache", "value_cache", "slots", "tables", "ends")),
+        *((name, ctypes.c_int64) for name in ("tokens", "singles", "table_width", "block_size")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_dim", "value_dim", "window")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+    )
+
+
+def paged_cpu_error(dtype: torch.dtype) -> str | None:
+    """None where this backend works; else why not."""
+    if dtype is not torch.float32:
+        return f"it is written for float32, not {str(dtype).removeprefix('torch.')}"
+    library = load_native(SOURCE)
+    return library if isinstance(library, str) else None
+
+
+class PagedCpuBackend(SdpaBackend):
+    """The reference's cache; float32. Raises RuntimeError where paged_cpu_error() says something."""
+
+    def __init__(
+        self,
+        shapes: list[LayerShape],
+        options: list[AttentionOptions],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(shapes, num_blocks, block_size, dtype, device)
+        library = load_native(SOURCE)
+        if isinstance(library, str):
+            raise RuntimeError(library)
+        self._write = library.paged_write
+        self._attend = library.paged_attend
+        for function in (self._write, self._attend):
+            function.argtypes = (ctypes.c_void_p,)
+            function.restype = None
+        self._shapes = shapes
+        self._options = options
+        self._pointers = [(k.data_ptr(), v.data_ptr()) for k, v in zip(self._keys, self._values, strict=True)]
+        self._call = _Call(block_size=block_size)
+        self._address = ctypes.addressof(self._call)
+        # The tensors that _call points to.
+        self._kept: tuple[torch.Tensor, ...] = ()
+        self._next_layer = 0
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        singles = batch.spans[: batch.num_single]
+        width = max((len(span.blocks) for span in singles), default=0)
+        tables = torch.tensor(
+            [block for span in singles for block in span.blocks + (0,) * (width - len(span.blocks))], dtype=torch.int64
+        )
+        ends = torch.tensor([span.end for span in singles], dtype=torch.int64)
+        self._kept = (batch.slots, tables, ends)
+        call = self._call
+        call.slots, call.tables, call.ends = (tensor.data_ptr() for tensor in self._kept)
+        call.tokens, call.singles, call.table_width = batch.num_tokens, len(singles), width
+        self._next_layer = 0
+
+    def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        layer = self._next_layer
+        return self.attend(layer, query, key, value, self._options[layer])
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        batch, call, shape = self._batch, self._call, self._shapes[layer]
+        assert batch is not None
+        self._next_layer = layer + 1
+        out = torch.empty(query.shape[0], query.shape[1], shape.value_dim)
+        call.query, call.key, call.value, call.out = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        call.query_token, call.query_head, _ = query.stride()
+        call.key_token, call.key_head, _ = key.stride()
+        call.value_token, call.value_head, _ = value.stride()
+        call.key_cache, call.value_cache = self._pointers[layer]
+        call.heads, call.kv_heads = query.shape[1], shape.kv_heads
+        call.key_dim, call.value_dim = shape.key_dim, shape.value_dim
+        call.window, call.scaling, call.softcap = options.window or 0, options.scaling, options.softcap or 0.0
+        if batch.num_single:
+            self._attend(self._address)
+        else:
+            self._write(self._address)
+        for span in batch.spans[batch.num_single :]:
+            self._attend_span(layer, span, query, key, value, out, options)
+        return out

@@ -1,0 +1,55 @@
+"""C++ of the runtime's own, compiled on first use for the machine it runs on and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+from server.config import default_cache_dir
+
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fvisibility=default"),
+)
+
+
+@functools.cache
+def load_native(source: Path) -> ctypes.CDLL | str:
+    """The compiled library of one source file, or why there is none, in one line.
+
+    Compiled with $CXX or g++; takes a few seconds once per source, compiler and kind of CPU. torch must have been
+    imported before, so that its OpenMP threads are the library's, too.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+        key = source.read_bytes() + version + repr((FLAGS, _cpu())).encode()
+        library = default_cache_dir() / "native" / f"{source.stem}-{hashlib.sha256(key).hexdigest()[:16]}.so"
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=library.parent) as work:
+                made = Path(work) / library.name
+                subprocess.run([compiler, *FLAGS, str(source), "-o", str(made)], capture_output=True, check=True)
+                made.replace(library)
+        return ctypes.CDLL(str(library))
+    except subprocess.CalledProcessError as e:
+        lines = e.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {e.returncode}"]
+        return f"{source.name} does not compile: {lines[0]}"
+    except OSError as e:
+        return f"{source.name} cannot be compiled or loaded: {e}"
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in text.splitlines() if line.startswith(wanted)))
