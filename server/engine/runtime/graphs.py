@@ -86,7 +86,7 @@ class DecodeGraphs:
             return logits
 
         with _compiled_layers(self._model):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):

@@ -148,7 +148,7 @@ def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None
 
 def _scales(state: QuantState) -> torch.Tensor:
     """Every block's scale as float32."""
-    if not state.nested:
-        return state.absmax.float()
-    scales: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    scales: torch.Tensor = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
     return scales.float()

@@ -1,0 +1,186 @@
+"""Decode and prefill speed of the engine on dummy NF4 weights: python -m bench.e2e --help.
+
+The engine is called directly, in one process; --peers adds transformers' generate with bitsandbytes' kernels in the same
+run. Decode is timed from the step in which every request has FIRST tokens to the last one, prefill until every request
+has its first token. Writes bench/results/e2e-<device>.json, keeping rows of models that were not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from server.checkpoint.dummy import dummy_model
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.start import load_runner
+from server.types import GenerateRequest, SamplingParams
+
+MODELS = Path(__file__).parent / "models"
+RESULTS = Path(__file__).parent / "results"
+PROMPT = ANSWER = 128
+FIRST = 16
+Row = dict[str, Any]
+
+
+def requests(count: int, prompt: int, answer: int, vocabulary: int, seed: int) -> list[GenerateRequest]:
+    """Greedy requests of random tokens that never end early."""
+    draw = random.Random(seed)
+    sampling = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+    return [
+        GenerateRequest(f"{seed}-{i}", [draw.randrange(1000, vocabulary - 1000) for _ in range(prompt)], sampling)
+        for i in range(count)
+    ]
+
+
+def decode(engine: Engine, batch: int, vocabulary: int, seed: int) -> dict[str, float]:
+    """Tokens per second of batch requests together, and the median step in milliseconds."""
+    for request in requests(batch, PROMPT, ANSWER, vocabulary, seed):
+        engine.add(request)
+    generated, started, begun_with, steps = 0, 0.0, 0, []
+    least: dict[str, int] = {}
+    while engine.has_work:
+        before = time.perf_counter()
+        for output in engine.step().outputs:
+            generated += len(output.new_token_ids)
+            least[output.request_id] = least.get(output.request_id, 0) + len(output.new_token_ids)
+        now = time.perf_counter()
+        if started:
+            steps.append(now - before)
+        elif len(least) == batch and min(least.values()) >= FIRST:
+            started, begun_with = now, generated
+    elapsed = time.perf_counter() - started
+    return {"tok_s": (generated - begun_with) / elapsed, "step_ms": statistics.median(steps) * 1e3}
+
+
+def prefill(engine: Engine, batch: int, length: int, vocabulary: int, seed: int) -> float:
+    """Prompt tokens per second of batch prompts of length tokens."""
+    for request in requests(batch, length, 1, vocabulary, seed):
+        engine.add(request)
+    started = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return batch * length / (time.perf_counter() - started)
+
+
+def generate_peer(model: transformers.PreTrainedModel, batch: int, vocabulary: int, answer: int) -> float:
+    """Decode tokens per second of transformers.generate: a run of answer tokens less a run of FIRST tokens."""
+    ids = torch.randint(1000, vocabulary - 1000, (batch, PROMPT), device=model.device)
+
+    def run(tokens: int) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    run(2)
+    return batch * (answer - FIRST) / (run(answer) - run(FIRST))
+
+
+def measure(name: str, options: argparse.Namespace) -> list[Row]:
+    """All rows of one model."""
+    folder = MODELS / name
+    started = time.perf_counter()
+    config = EngineConfig(
+        device="cuda",
+        load_format="dummy",
+        max_num_seqs=max(options.batches),
+        max_num_batched_tokens=options.budget,
+        max_model_len=options.max_model_len,
+        kv_cache_bytes=options.kv_gib * 2**30,
+        enforce_eager=options.eager,
+    )
+    runner = load_runner(folder, config, _print_progress)
+    ready = time.perf_counter() - started
+    engine = Engine(runner, config)
+    vocabulary = runner.limits.vocab_size
+    rows: list[Row] = []
+    for batch in options.batches:
+        decode(engine, batch, vocabulary, seed=0)
+        best = decode(engine, batch, vocabulary, seed=1)
+        rows.append({"model": name, "mode": "decode", "batch": batch, "ours_tok_s": best["tok_s"], **best})
+        print(json.dumps(rows[-1]), flush=True)
+    for length in options.prefill:
+        prefill(engine, 1, length, vocabulary, seed=2)
+        speed = prefill(engine, 8, length, vocabulary, seed=3)
+        rows.append({"model": name, "mode": "prefill", "batch": 8, "length": length, "ours_tok_s": speed})
+        print(json.dumps(rows[-1]), flush=True)
+    rows.append({
+        "model": name, "mode": "start", "ready_s": ready, "gpu_gib": torch.cuda.max_memory_allocated() / 2**30,
+    })  # fmt: skip
+    print(json.dumps(rows[-1]), flush=True)
+    del engine, runner
+    _free()
+    if options.peers:
+        _add_peers(name, rows, options)
+    return rows
+
+
+def _add_peers(name: str, rows: list[Row], options: argparse.Namespace) -> None:
+    model = dummy_model(MODELS / name, torch.device("cuda", 0), torch.bfloat16, _print_progress, seed=0)
+    for row in rows:
+        if row["mode"] == "decode" and row["batch"] in options.peers:
+            vocabulary = model.config.get_text_config().vocab_size
+            row["hf_generate_tok_s"] = generate_peer(model, row["batch"], vocabulary, options.peer_tokens)
+            print(json.dumps(row), flush=True)
+    del model
+    _free()
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _print_progress(stage: str, fraction: float) -> None:
+    print(f"{stage} {fraction:.0%}", file=sys.stderr, flush=True)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main() -> int:
+    """Measure the models asked for and write the result."""
+    parser = argparse.ArgumentParser(prog="python -m bench.e2e", description=__doc__)
+    parser.add_argument("models", nargs="*", default=sorted(folder.name for folder in MODELS.iterdir()))
+    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32, 128])
+    parser.add_argument("--prefill", type=_numbers, default=[2048, 8192])
+    parser.add_argument("--budget", type=int, default=4096, help="max_num_batched_tokens")
+    parser.add_argument("--max-model-len", type=int, default=8448)
+    parser.add_argument("--kv-gib", type=int, default=24)
+    parser.add_argument("--peers", type=_numbers, default=[], help="batch sizes to run transformers.generate at, too")
+    parser.add_argument("--peer-tokens", type=int, default=64)
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    parser.add_argument("--out", type=Path, help="default: bench/results/e2e-<device>.json")
+    options = parser.parse_args()
+    device = torch.cuda.get_device_name().lower().replace(" ", "-")
+    path = options.out or RESULTS / f"e2e-{device}.json"
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [row for row in kept if row["model"] not in options.models]
+    for name in options.models:
+        rows += measure(name, options)
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    path.write_text(json.dumps({"device": device, "versions": versions, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
