@@ -33,11 +33,19 @@ def dummy_model(
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as e:
         raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
-    generator = torch.Generator(device).manual_seed(seed)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        _fill(model, device, dtype, progress)
+    model.tie_weights()
+    progress("making random weights", 1.0)
+    return model.eval().requires_grad_(False)
+
+
+def _fill(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
     modules = list(model.named_modules())
     for done, (name, module) in enumerate(modules):
         if type(module) is nn.Linear and module is not model.get_output_embeddings():
-            model.set_submodule(name, _random_linear(module, device, dtype, generator))
+            model.set_submodule(name, _random_linear(module, device, dtype))
         elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
             model._init_weights(module)
@@ -45,16 +53,11 @@ def dummy_model(
                 parameter.data = parameter.data.to(dtype)
         if done % 32 == 0:
             progress("making random weights", done / len(modules))
-    model.tie_weights()
-    progress("making random weights", 1.0)
-    return model.eval().requires_grad_(False)
 
 
-def _random_linear(
-    linear: nn.Linear, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Linear4bit:
+def _random_linear(linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> Linear4bit:
     n, k = linear.out_features, linear.in_features
-    packed = torch.randint(0, 256, ((n * k + 1) // 2, 1), dtype=torch.uint8, device=device, generator=generator)
+    packed = torch.randint(0, 256, ((n * k + 1) // 2, 1), dtype=torch.uint8, device=device)
     blocks = -(-n * k // BLOCKSIZE)
     groups = -(-blocks // NESTED_BLOCKSIZE)
     nested = QuantState(
@@ -64,7 +67,7 @@ def _random_linear(
         dtype=torch.float32,
     )
     state = QuantState(
-        absmax=torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device, generator=generator),
+        absmax=torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device),
         shape=torch.Size((n, k)),
         code=get_4bit_type("nf4", device=device),
         blocksize=BLOCKSIZE,
