@@ -1,0 +1,154 @@
+"""enable() and disable() on transformers models with bitsandbytes layers, alone and beside PEFT's LoRA."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import nf4_kernels
+from nf4_kernels import bnb, reference
+from nf4_kernels.format import Weight
+
+
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    nf4_kernels.enable()
+    yield
+    nf4_kernels.disable()
+
+
+def tiny(folder: Path, quant_type: str = "nf4") -> Any:
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_bias=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32).eval()
+
+
+def exact(model: Any) -> Any:
+    """A copy whose layers never take bitsandbytes' lossy CPU path."""
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return other
+
+
+def test_an_unmodified_model_generates_the_same_tokens(tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    plain = exact(model)
+    ids = torch.randint(3, 128, (2, 9))
+    expected = plain.generate(ids, max_new_tokens=12, do_sample=False)
+    nf4_kernels.enable()
+    try:
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), expected)
+        with torch.inference_mode():
+            ours = model(ids).logits
+    finally:
+        nf4_kernels.disable()
+    with torch.inference_mode():
+        assert torch.allclose(ours, plain(ids).logits, atol=1e-4)
+    layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
+    assert not any(getattr(m.weight.quant_state, "packing_format_for_cpu", False) for m in layers)
+
+
+def test_enable_and_disable_swap_the_forward_and_can_be_repeated() -> None:
+    original = Linear4bit.forward
+    nf4_kernels.enable()
+    nf4_kernels.enable()
+    assert Linear4bit.forward is not original
+    nf4_kernels.disable()
+    nf4_kernels.disable()
+    assert Linear4bit.forward is original
+
+
+def test_a_saved_model_has_bitsandbytes_layout_while_enabled(tmp_path: Path, enabled: None) -> None:
+    model = tiny(tmp_path / "a")
+    ids = torch.randint(3, 128, (1, 5))
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path / "b")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    assert torch.equal(again(ids).logits, expected)
+
+
+def test_fp4_layers_stay_with_bitsandbytes(tmp_path: Path, caplog: pytest.LogCaptureFixture, enabled: None) -> None:
+    model = exact(tiny(tmp_path, "fp4"))
+    monkey = bnb._said.copy()
+    bnb._said.clear()
+    with caplog.at_level(logging.WARNING), torch.inference_mode():
+        ours = model(torch.arange(3, 9)[None]).logits
+    bnb._said.update(monkey)
+    assert any("fp4" in record.getMessage() for record in caplog.records)
+    nf4_kernels.disable()
+    with torch.inference_mode():
+        assert torch.equal(model(torch.arange(3, 9)[None]).logits, ours)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_as_bitsandbytes_has_them(tmp_path: Path, given: torch.dtype, enabled: None) -> None:
+    layer = tiny(tmp_path).model.layers[0].mlp.up_proj
+    x = torch.randn(3, 128).to(given)
+    out = layer(x)
+    assert out.dtype == given
+    weight = Weight.from_quant_state(layer.weight, layer.weight.quant_state)
+    expected = reference.linear(
+        x.float(), weight.packed, weight.shape, weight.absmax, weight.blocksize, None,
+        weight.absmax_8bit, weight.absmax_code, weight.absmax_offset,
+    )  # fmt: skip
+    assert torch.allclose(out.float(), expected, rtol=1e-2, atol=1e-4)
+
+
+def test_a_layer_compiles_into_one_graph(tmp_path: Path, enabled: None) -> None:
+    layer = tiny(tmp_path).model.layers[0].self_attn.q_proj
+    x = torch.randn(4, 128)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        assert torch.equal(compiled(x), layer(x))
+
+
+def test_lora_beside_the_kernels_forward_and_backward(tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, settings)
+    ids = torch.randint(3, 128, (2, 7))
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        adapted.zero_grad()
+        out = adapted(ids, labels=ids)
+        out.loss.backward()
+        return out.logits.detach(), {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
+
+    for module in adapted.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    logits, gradients = run()
+    nf4_kernels.enable()
+    try:
+        ours, our_gradients = run()
+    finally:
+        nf4_kernels.disable()
+    assert gradients.keys() == our_gradients.keys()
+    assert len(gradients) == 2 * 2 * 2
+    assert torch.allclose(ours, logits, atol=1e-4)
+    for name, gradient in gradients.items():
+        assert torch.allclose(our_gradients[name], gradient, rtol=1e-3, atol=1e-6), name

@@ -1,0 +1,148 @@
+"""The compiled CPU kernels, every instruction set of this CPU, against bitsandbytes and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+
+from nf4_kernels import cpu, reference
+from tests.nf4_kernels.weights import quantized
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+ISAS = ("portable", "avx2", "avx512", "amx")
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set that this CPU has, in turn."""
+    assert cpu.load_error() is None
+    before = cpu.isa()
+    try:
+        cpu.set_isa(request.param)
+    except ValueError as e:
+        pytest.skip(str(e))
+    assert cpu.isa() == request.param
+    yield request.param
+    cpu.set_isa(before)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+def test_dequantize_is_bitsandbytes_bit_for_bit(isa: str, blocksize: int, nested: bool) -> None:
+    for seed, shape in enumerate([(64, 192), (1, 64), (63, 65), (1, 1), (7, 4096 + 34), (3, 5, 7)]):
+        q = quantized(shape, blocksize, nested, seed)
+        for dtype in DTYPES:
+            q.state.dtype = dtype
+            # bitsandbytes' own exact expression; its fused CPU kernel is checked to agree where it takes the shape.
+            expected = reference.dequantize(q.packed, shape, q.weight.absmax, blocksize, dtype, *q.nested)
+            got = cpu.dequantize(q.packed, shape, q.weight.absmax, blocksize, dtype, *q.nested)
+            assert got.dtype == dtype
+            assert got.shape == shape
+            assert torch.equal(got, expected), (shape, dtype)
+            if len(shape) == 2:
+                assert torch.equal(got, dequantize_4bit(q.packed, q.state)), (shape, dtype)
+
+
+def _errors(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 16, 31, 33, 64, 150])
+def test_linear_is_no_further_from_float64_than_bitsandbytes(isa: str, rows: int, dtype: torch.dtype) -> None:
+    for seed, (n, k, blocksize) in enumerate(
+        [(192, 576, 64), (63, 192, 64), (1, 64, 64), (100, 320, 128), (40, 512, 256)]
+    ):
+        q = quantized((n, k), blocksize, seed % 2 == 0, seed=rows * 100 + seed)
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, k, generator=generator).to(dtype)
+        bias = torch.randn(n, generator=generator).to(dtype) if seed % 2 else None
+        q.state.dtype = torch.float32
+        exact = x.double() @ dequantize_4bit(q.packed, q.state).double().T + (0 if bias is None else bias.double())
+        theirs = reference.linear(x, q.packed, (n, k), q.weight.absmax, blocksize, bias, *q.nested)
+        ours = cpu.linear(x, q.packed, (n, k), q.weight.absmax, blocksize, bias, *q.nested)
+        assert ours.dtype == dtype
+        # float32: both are at rounding level, where split products cost a little. 16 bit: never worse than by noise.
+        allowed = 2e-5 if dtype is torch.float32 else 1.05 * _errors(theirs, exact) + 1e-5
+        assert _errors(ours, exact) <= allowed, (n, k)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 65), (63, 100), (17, 4160), (3, 33)])
+def test_shapes_whose_rows_do_not_begin_with_a_block(isa: str, n: int, k: int) -> None:
+    for rows in (1, 6, 40):
+        q = quantized((n, k), 64, True, seed=n)
+        x = torch.randn(rows, k)
+        q.state.dtype = torch.float32
+        exact = (
+            x.double()
+            @ reference.dequantize(q.packed, (n, k), q.weight.absmax, 64, torch.float32, *q.nested).double().T
+        )
+        assert _errors(cpu.linear(x, q.packed, (n, k), q.weight.absmax, 64, None, *q.nested), exact) <= 2e-5
+
+
+def test_every_output_is_written_and_strided_inputs_are_read_right(isa: str) -> None:
+    q = quantized((96, 128), 64, False, seed=3)
+    wide = torch.randn(10, 256)
+    x = wide[:, ::2]
+    assert not x.is_contiguous()
+    expected = cpu.linear(x.contiguous(), q.packed, (96, 128), q.weight.absmax, 64)
+    for _ in range(3):
+        poison = torch.full((10, 96), float("nan"))
+        del poison  # its memory is what the next empty() of that size gets
+        assert torch.equal(cpu.linear(x, q.packed, (96, 128), q.weight.absmax, 64), expected)
+    assert torch.equal(
+        cpu.linear(x.reshape(2, 5, 128), q.packed, (96, 128), q.weight.absmax, 64), expected.view(2, 5, 96)
+    )
+    assert cpu.linear(x[:0], q.packed, (96, 128), q.weight.absmax, 64).shape == (0, 96)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it_in_float32(isa: str) -> None:
+    q = quantized((576, 576), 64, True, seed=4)
+    x = torch.randn(40, 576)
+    together = cpu.linear(x, q.packed, (576, 576), q.weight.absmax, 64, None, *q.nested)
+    alone = torch.cat([cpu.linear(r, q.packed, (576, 576), q.weight.absmax, 64, None, *q.nested) for r in x.split(1)])
+    assert torch.allclose(together, alone, rtol=0, atol=3e-5 * float(alone.abs().max()))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 40])
+def test_linear_with_bfloat16_weights(isa: str, rows: int) -> None:
+    weight = torch.randn(1003, 576).to(torch.bfloat16)
+    x, bias = torch.randn(rows, 576), torch.randn(1003)
+    exact = x.double() @ weight.double().T
+    assert _errors(cpu.linear_bf16w(x, weight), exact) <= 1e-6
+    assert _errors(cpu.linear_bf16w(x, weight, bias), exact + bias.double()) <= 1e-6
+
+
+def test_bad_arguments_are_named() -> None:
+    q = quantized((64, 128), 64, False, seed=1)
+    good = (q.packed, (64, 128), q.weight.absmax, 64)
+    x = torch.randn(2, 128)
+    with pytest.raises(ValueError, match="end in 128"):
+        cpu.linear(x[:, :64], *good)
+    with pytest.raises(ValueError, match="float64"):
+        cpu.linear(x.double(), *good)
+    with pytest.raises(ValueError, match="blocksize"):
+        cpu.linear(x, q.packed, (64, 128), q.weight.absmax, 63)
+    with pytest.raises(ValueError, match="packed has"):
+        cpu.linear(x, q.packed[:100], (64, 128), q.weight.absmax, 64)
+    with pytest.raises(ValueError, match="absmax"):
+        cpu.linear(x, q.packed, (64, 128), q.weight.absmax[:5], 64)
+    with pytest.raises(ValueError, match="bias"):
+        cpu.linear(x, *good, torch.zeros(64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="instruction set"):
+        cpu.set_isa("mmx")
+
+
+def test_the_clock_counts_linear_time() -> None:
+    q = quantized((1536, 576), 64, True, seed=5)
+    dequant, linear = cpu.clock()
+    for _ in range(10):
+        cpu.linear(torch.randn(64, 576), q.packed, (1536, 576), q.weight.absmax, 64, None, *q.nested)
+        cpu.dequantize(q.packed, (1536, 576), q.weight.absmax, 64, torch.float32, *q.nested)
+    dequant_after, linear_after = cpu.clock()
+    assert 0 < linear_after - linear < 10
+    assert 0 < dequant_after - dequant < 10

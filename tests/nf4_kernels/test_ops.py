@@ -1,0 +1,82 @@
+"""The torch ops: schemas, fake implementations, torch.compile, and the loud fallback to the oracle."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+
+import nf4_kernels
+from nf4_kernels import cpu, ops, reference
+from tests.nf4_kernels.weights import quantized
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_opcheck(nested: bool) -> None:
+    q = quantized((48, 128), 64, nested, seed=1)
+    x, bias = torch.randn(3, 128), torch.randn(48)
+    torch.library.opcheck(torch.ops.nf4.linear.default, (x, q.packed, [48, 128], q.weight.absmax, 64, bias, *q.nested))
+    torch.library.opcheck(
+        torch.ops.nf4.dequantize.default, (q.packed, [48, 128], q.weight.absmax, 64, torch.bfloat16, *q.nested)
+    )
+    torch.library.opcheck(torch.ops.nf4.linear_bf16w.default, (x, torch.randn(8, 128).to(torch.bfloat16)))
+
+
+def test_a_compiled_function_gives_what_the_eager_one_gives() -> None:
+    q = quantized((48, 128), 64, True, seed=2)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.nf4.linear(x * 2, q.packed, [48, 128], q.weight.absmax, 64, None, *q.nested) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (1, 5, 9):
+        x = torch.randn(rows, 128)
+        assert torch.equal(compiled(x), layer(x))
+
+
+def test_the_public_functions_take_bitsandbytes_states() -> None:
+    q = quantized((48, 128), 64, True, seed=3, dtype=torch.bfloat16)
+    assert torch.equal(nf4_kernels.dequantize_4bit(q.packed, q.state), dequantize_4bit(q.packed, q.state))
+    x = torch.randn(2, 128)
+    expected = reference.linear(x, q.packed, (48, 128), q.weight.absmax, 64, None, *q.nested)
+    assert torch.allclose(nf4_kernels.linear_4bit(x, q.packed, q.state), expected, atol=1e-5)
+    q.state.quant_type = "fp4"
+    with pytest.raises(ValueError, match="fp4"):
+        nf4_kernels.linear_4bit(x, q.packed, q.state)
+
+
+def test_capabilities_say_what_runs_and_why_not() -> None:
+    found = nf4_kernels.capabilities()
+    assert found["cpu"] in {"portable", "avx2", "avx512", "amx"}
+    assert found["cuda"].startswith("sm_" if torch.cuda.is_available() else "unavailable: ")
+
+
+def test_a_missing_library_is_said_once_and_the_oracle_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    q = quantized((48, 128), 64, True, seed=4)
+    x = torch.randn(2, 128)
+    arguments = (x, q.packed, [48, 128], q.weight.absmax, 64, None, *q.nested)
+    expected = torch.ops.nf4.linear(*arguments)
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "libnf4_cpu.so")
+    monkeypatch.setattr(ops, "_warned", set())
+    cpu.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            first, second = torch.ops.nf4.linear(*arguments), torch.ops.nf4.linear(*arguments)
+        assert nf4_kernels.capabilities()["cpu"].startswith("unavailable: ")
+        (tmp_path / "libnf4_cpu.so").write_bytes(b"no library")
+        cpu.library.cache_clear()
+        assert "cannot be loaded" in str(cpu.load_error())
+    finally:
+        monkeypatch.undo()
+        cpu.library.cache_clear()
+    assert torch.allclose(first, expected, atol=1e-5)
+    assert torch.equal(first, second)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "does not exist" in warnings[0]
+    assert "plain torch" in warnings[0]
