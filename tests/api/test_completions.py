@@ -86,4 +86,14 @@ def test_options_change_the_text(http: httpx.Client) -> None:
     assert text(temperature=2, min_p=1, seed=3) == greedy
     assert text(temperature=2, seed=3) == text(temperature=2, seed=3) != greedy
     assert text(repetition_penalty=3.0) != greedy
-    assert text(frequency_penalty=2, presence_penalty=2, logit_bias={}) != greedy
+
+
+def test_penalties_on_generated_tokens_end_a_repetition(http: httpx.Client) -> None:
+    def text(**options: object) -> str:
+        answer = http.post("/v1/completions", json=body(prompt="1 1 1 1 1 1 1", max_tokens=8, **options))
+        return str(answer.json()["choices"][0]["text"])
+
+    assert text() == " 1 1 1 1"
+    assert text(frequency_penalty=2).count("1") < 4
+    assert text(presence_penalty=2).count("1") < 4
+    assert text(presence_penalty=-2, frequency_penalty=-2) == " 1 1 1 1"

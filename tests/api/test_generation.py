@@ -1,0 +1,198 @@
+"""Sequences from outputs of the engine to deltas, with outputs that the real engine cannot be brought to give at will."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from server.api.admission import Admission
+from server.api.errors import ApiError
+from server.api.generation import Delta, Generation, SequenceRun
+from server.engine.client import EngineClient, EngineUnavailableError
+from server.observability.metrics import Metrics
+from server.observability.timeline import RequestTimeline
+from server.text.output import OutputText
+from server.text.tokenizer import Tokenizer
+from server.types import GenerateRequest, RequestOutput, RequestTimings, SamplingParams, TokenLogprob
+
+
+class ScriptedEngine:
+    """Gives each request the outputs of a script; None in a script waits for ever."""
+
+    def __init__(self, *scripts: list[RequestOutput | Exception | None]) -> None:
+        self._scripts = scripts
+        self.closed: list[str] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
+        try:
+            for step in self._scripts[int(request.request_id)]:
+                await asyncio.sleep(0)
+                if isinstance(step, Exception):
+                    raise step
+                if step is None:
+                    await asyncio.Event().wait()
+                else:
+                    yield step
+        finally:
+            self.closed.append(request.request_id)
+
+
+def output(*token_ids: int, **fields: Any) -> RequestOutput:
+    return RequestOutput("0", list(token_ids), **fields)
+
+
+def generation(
+    engine: ScriptedEngine, tokenizer: Tokenizer, count: int = 1, *, stop: tuple[str, ...] = (), **sampling: Any
+) -> tuple[Generation, Metrics, Admission]:
+    metrics, admission = Metrics("m"), Admission(8)
+    runs = [
+        SequenceRun(
+            index,
+            GenerateRequest(str(index), [5, 6], SamplingParams(max_tokens=99, **sampling)),
+            OutputText(tokenizer.detokenizer(), stop),
+            RequestTimeline(),
+        )
+        for index in range(count)
+    ]
+    return Generation(runs, cast(EngineClient, engine), metrics, admission.acquire(count)), metrics, admission
+
+
+async def collect(generation: Generation) -> list[Delta]:
+    return [delta async for delta in generation.deltas()]
+
+
+def sample(metrics: Metrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(name, {"model_name": "m", **labels}) or 0.0
+
+
+async def test_several_tokens_in_one_output_stop_in_the_middle(byte_tokenizer: Tokenizer) -> None:
+    ids = byte_tokenizer.encode("one two three four five")
+    logprobs = [TokenLogprob(token_id, -1.0) for token_id in ids]
+    engine = ScriptedEngine([output(*ids, logprobs=logprobs), None])
+    work, metrics, admission = generation(engine, byte_tokenizer, stop=(" three",))
+    (delta,) = await collect(work)
+    assert delta.text == "one two"
+    assert (delta.finish_reason, delta.stop_reason) == ("stop", " three")
+    assert [entry.token_id for entry in delta.logprobs] == ids[:3]
+    assert work.usage().completion_tokens == 3
+    assert engine.closed == ["0"]
+    assert admission.held == 0
+    assert sample(metrics, "nf4_request_success_total", finished_reason="stop") == 1
+
+
+@pytest.mark.parametrize(("custom", "reason"), [((), None), ((2,), 2)])
+async def test_stop_token_counts_but_is_not_text(
+    byte_tokenizer: Tokenizer, custom: tuple[int, ...], reason: int | None
+) -> None:
+    (word,) = byte_tokenizer.encode(" cat")
+    engine = ScriptedEngine([output(word), output(2, finish_reason="stop", stop_token_id=2)])
+    work, _, _ = generation(engine, byte_tokenizer, stop_token_ids=custom)
+    deltas = await collect(work)
+    assert [delta.text for delta in deltas] == [" cat", ""]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", reason)
+    assert work.usage().completion_tokens == 2
+
+
+async def test_text_that_is_held_back_keeps_its_logprobs(byte_tokenizer: Tokenizer) -> None:
+    first, second = byte_tokenizer.encode(" of")[0], byte_tokenizer.encode(" cat")[0]
+    script = [
+        output(first, logprobs=[TokenLogprob(first, -0.5)]),
+        output(second, logprobs=[TokenLogprob(second, -0.7)], finish_reason="length"),
+    ]
+    work, _, _ = generation(ScriptedEngine(script), byte_tokenizer, stop=(" office",))
+    (delta,) = await collect(work)
+    assert delta.text == " of cat"
+    assert [entry.token_id for entry in delta.logprobs] == [first, second]
+    assert delta.finish_reason == "length"
+
+
+async def test_unfinished_character_is_shown_at_the_end(byte_tokenizer: Tokenizer) -> None:
+    ids = byte_tokenizer.encode("😀")
+    script = [output(token_id) for token_id in ids[:-1]]
+    script[-1] = output(ids[-2], finish_reason="length")
+    work, _, _ = generation(ScriptedEngine(script), byte_tokenizer)
+    assert [delta.text for delta in await collect(work)] == ["\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "code"),
+    [
+        (output(finish_reason="error", error="out of memory"), 500, "engine_error"),
+        (output(finish_reason="abort"), 503, "shutting_down"),
+        (EngineUnavailableError("the engine is restarting"), 503, "engine_unavailable"),
+    ],
+)
+async def test_engine_that_gives_up(
+    byte_tokenizer: Tokenizer, last: RequestOutput | Exception, status: int, code: str
+) -> None:
+    engine = ScriptedEngine([output(50), last])
+    work, metrics, admission = generation(engine, byte_tokenizer)
+    with pytest.raises(ApiError) as raised:
+        await collect(work)
+    assert (raised.value.status, raised.value.code) == (status, code)
+    assert admission.held == 0
+    assert sample(metrics, "nf4_request_success_total", finished_reason="error") == 1
+
+
+async def test_one_failing_choice_ends_all(byte_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine([output(50), None], [output(50), output(finish_reason="error", error="x")], [None])
+    work, metrics, admission = generation(engine, byte_tokenizer, 3)
+    with pytest.raises(ApiError):
+        await collect(work)
+    assert sorted(engine.closed) == ["0", "1", "2"]
+    assert admission.held == 0
+    assert sample(metrics, "nf4_request_success_total", finished_reason="abort") == 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_reader_that_leaves_aborts_everything(byte_tokenizer: Tokenizer, count: int) -> None:
+    engine = ScriptedEngine(*([output(50), None] for _ in range(count)))
+    work, metrics, admission = generation(engine, byte_tokenizer, count)
+    reader = asyncio.create_task(collect(work))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert len(engine.closed) == count
+    assert admission.held == 0
+    assert sample(metrics, "nf4_request_success_total", finished_reason="abort") == count
+
+
+async def test_choices_are_merged_in_order_of_arrival(byte_tokenizer: Tokenizer) -> None:
+    cat = byte_tokenizer.encode(" cat")[0]
+    slow = [output(cat) for _ in range(5)] + [output(cat, finish_reason="length")]
+    fast = [output(cat, finish_reason="length")]
+    work, _, _ = generation(ScriptedEngine(slow, fast), byte_tokenizer, 2)
+    deltas = await collect(work)
+    assert [delta.index for delta in deltas if delta.finish_reason] == [1, 0]
+    assert "".join(delta.text for delta in deltas if delta.index == 0) == " cat" * 6
+    assert work.usage().completion_tokens == 7
+    assert work.usage().prompt_tokens == 4
+
+
+async def test_the_engines_timings_become_histograms(byte_tokenizer: Tokenizer) -> None:
+    timings = RequestTimings(0.1, 0.2, 0.3, 1e-5, 2e-5, 3e-5, 4e-5)
+    work, metrics, _ = generation(ScriptedEngine([output(50, finish_reason="length", timings=timings)]), byte_tokenizer)
+    await collect(work)
+    for name, value in (("queue", 0.1), ("prefill", 0.2), ("decode", 0.3)):
+        assert sample(metrics, f"nf4_request_{name}_time_seconds_sum") == value
+    assert sample(metrics, "nf4_request_dequant_seconds_sum", phase="prefill") == 1e-5
+    assert sample(metrics, "nf4_request_linear_seconds_sum", phase="decode") == 4e-5
+    assert sample(metrics, "nf4_request_dequant_seconds_bucket", phase="prefill", le="1e-05") == 1
+
+
+def test_admission() -> None:
+    admission = Admission(3)
+    first = admission.acquire(2)
+    with pytest.raises(ApiError) as full:
+        admission.acquire(2)
+    assert full.value.status == 429
+    assert full.value.headers["Retry-After"] == "1"
+    first.release()
+    first.release()
+    assert admission.held == 0
+    assert admission.acquire(3)

@@ -1,0 +1,89 @@
+"""The metrics' names, buckets and arithmetic."""
+
+from __future__ import annotations
+
+import time
+
+from server.observability.metrics import KERNEL_BUCKETS, TOKEN_BUCKETS, Metrics
+from server.observability.timeline import RequestTimeline
+from server.types import EngineStats, RequestOutput, StepOutputs
+
+MODEL = {"model_name": "m"}
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, MODEL | labels)
+
+
+def test_engine_state_is_read_when_scraped() -> None:
+    metrics = Metrics("m")
+    assert value(metrics, "nf4_engine_up") == 0
+    stats = EngineStats(
+        running=3, waiting=2, kv_blocks_used=5, kv_blocks_total=20, preemptions=1, step_batch=3, step_tokens=40,
+        step_seconds=0.002, dequant_seconds_total=1.5, linear_seconds_total=2.5,
+    )  # fmt: skip
+    metrics.step_done(StepOutputs([], stats))
+    metrics.watch_engine(lambda: ("ready", 4))
+    assert value(metrics, "nf4_num_requests_running") == 3
+    assert value(metrics, "nf4_num_requests_waiting") == 2
+    assert value(metrics, "nf4_kv_cache_usage_perc") == 0.25
+    assert value(metrics, "nf4_num_preemptions_total") == 1
+    assert value(metrics, "nf4_engine_up") == 1
+    assert value(metrics, "nf4_engine_restarts_total") == 4
+    assert value(metrics, "nf4_dequant_seconds_total") == 1.5
+    assert value(metrics, "nf4_linear_seconds_total") == 2.5
+    assert value(metrics, "nf4_engine_step_seconds_sum") == 0.002
+    assert value(metrics, "nf4_iteration_tokens_total_sum") == 40
+    metrics.engine_ended()
+    assert value(metrics, "nf4_num_requests_running") == 0
+
+
+def test_a_sequence_from_first_token_to_last() -> None:
+    metrics, timeline = Metrics("m"), RequestTimeline(prompt_tokens=7)
+    metrics.tokens_received(timeline, RequestOutput("0", [1], num_cached_tokens=4))
+    time.sleep(0.01)
+    metrics.tokens_received(timeline, RequestOutput("0", [2, 3]))
+    metrics.tokens_received(timeline, RequestOutput("0", []))
+    timeline.finish_reason = "length"
+    metrics.sequence_finished(timeline)
+    assert value(metrics, "nf4_prompt_tokens_total") == 7
+    assert value(metrics, "nf4_prompt_tokens_cached_total") == 4
+    assert value(metrics, "nf4_generation_tokens_total") == 3
+    assert value(metrics, "nf4_time_to_first_token_seconds_count") == 1
+    # Two tokens at once share the time since the token before them.
+    assert value(metrics, "nf4_inter_token_latency_seconds_count") == 2
+    assert 0.01 <= (value(metrics, "nf4_inter_token_latency_seconds_sum") or 0) < 0.1
+    assert value(metrics, "nf4_request_generation_tokens_sum") == 3
+    assert value(metrics, "nf4_request_success_total", finished_reason="length") == 1
+    assert timeline.total is not None
+    assert timeline.tokens_per_second is not None
+    assert value(metrics, "nf4_e2e_request_latency_seconds_count") == 1
+
+
+def test_latencies_of_aborted_sequences_are_left_out() -> None:
+    metrics, timeline = Metrics("m"), RequestTimeline(finish_reason="abort")
+    metrics.sequence_finished(timeline)
+    assert value(metrics, "nf4_request_success_total", finished_reason="abort") == 1
+    assert value(metrics, "nf4_e2e_request_latency_seconds_count") == 0
+    assert value(metrics, "nf4_request_queue_time_seconds_count") == 0
+
+
+def test_buckets_resolve_what_they_must() -> None:
+    around = [bucket for bucket in TOKEN_BUCKETS if 0.001 <= bucket <= 0.004]
+    assert len(around) >= 6
+    assert KERNEL_BUCKETS[0] == 1e-6
+    for buckets in (TOKEN_BUCKETS, KERNEL_BUCKETS):
+        assert list(buckets) == sorted(set(buckets))
+
+
+def test_two_servers_in_one_process_do_not_share_metrics() -> None:
+    first, second = Metrics("m"), Metrics("m")
+    first.rejected("queue_full")
+    assert first.registry.get_sample_value("nf4_request_rejections_total", {"reason": "queue_full"}) == 1
+    assert second.registry.get_sample_value("nf4_request_rejections_total", {"reason": "queue_full"}) is None
+
+
+def test_names_have_the_prefix() -> None:
+    names = [family.name for family in Metrics("m").registry.collect()]
+    assert all(name.startswith(("nf4_", "process_")) for name in names)
+    assert len(names) == len(set(names))
