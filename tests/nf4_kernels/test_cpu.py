@@ -37,13 +37,13 @@ def test_dequantize_is_bitsandbytes_bit_for_bit(isa: str, blocksize: int, nested
         q = quantized(shape, blocksize, nested, seed)
         for dtype in DTYPES:
             q.state.dtype = dtype
-            # bitsandbytes' own exact expression; its fused CPU kernel is checked to agree where it takes the shape.
             expected = reference.dequantize(q.packed, shape, q.weight.absmax, blocksize, dtype, *q.nested)
             got = cpu.dequantize(q.packed, shape, q.weight.absmax, blocksize, dtype, *q.nested)
             assert got.dtype == dtype
             assert got.shape == shape
             assert torch.equal(got, expected), (shape, dtype)
-            if len(shape) == 2:
+            if len(shape) == 2 and (shape[1] % blocksize == 0 or shape[1] % 2 or blocksize >= 2048):
+                # Elsewhere bitsandbytes' fused CPU kernel reads the wrong scale for blocks that span rows.
                 assert torch.equal(got, dequantize_4bit(q.packed, q.state)), (shape, dtype)
 
 
@@ -61,8 +61,8 @@ def test_linear_is_no_further_from_float64_than_bitsandbytes(isa: str, rows: int
         generator = torch.Generator().manual_seed(rows)
         x = torch.randn(rows, k, generator=generator).to(dtype)
         bias = torch.randn(n, generator=generator).to(dtype) if seed % 2 else None
-        q.state.dtype = torch.float32
-        exact = x.double() @ dequantize_4bit(q.packed, q.state).double().T + (0 if bias is None else bias.double())
+        expanded = reference.dequantize(q.packed, (n, k), q.weight.absmax, blocksize, torch.float32, *q.nested)
+        exact = x.double() @ expanded.double().T + (0 if bias is None else bias.double())
         theirs = reference.linear(x, q.packed, (n, k), q.weight.absmax, blocksize, bias, *q.nested)
         ours = cpu.linear(x, q.packed, (n, k), q.weight.absmax, blocksize, bias, *q.nested)
         assert ours.dtype == dtype
@@ -76,7 +76,6 @@ def test_shapes_whose_rows_do_not_begin_with_a_block(isa: str, n: int, k: int) -
     for rows in (1, 6, 40):
         q = quantized((n, k), 64, True, seed=n)
         x = torch.randn(rows, k)
-        q.state.dtype = torch.float32
         exact = (
             x.double()
             @ reference.dequantize(q.packed, (n, k), q.weight.absmax, 64, torch.float32, *q.nested).double().T
