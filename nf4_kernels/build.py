@@ -74,6 +74,7 @@ def build_cpu(force: bool = False) -> Path:
         "-fopenmp",
         "-fvisibility=hidden",
         "-fno-math-errno",
+        "-ffp-contract=off",  # dequantizing must round as bitsandbytes does; kernels name their FMAs
         "-Wall",
         "-Wextra",
     ]

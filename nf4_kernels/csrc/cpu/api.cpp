@@ -1,0 +1,54 @@
+/* The exported functions that are not products: dequantizing, the choice of instruction set, the clocks. */
+#include <omp.h>
+#include <string.h>
+
+#include "cpu.h"
+#include "isa.h"
+#include "linear.h"
+#include "parallel.h"
+
+namespace nf4 {
+
+std::atomic<int64_t> dequant_ns{0}, linear_ns{0};
+
+bool valid_weight(const Nf4Weight* w) {
+  if (!w || !w->packed || !w->absmax || w->n < 1 || w->k < 1) return false;
+  if (w->blocksize < 2 || w->blocksize % 2) return false;
+  return !w->absmax_8bit || (w->absmax_code && w->absmax_offset);
+}
+
+}  // namespace nf4
+
+using namespace nf4;
+
+extern "C" {
+
+int nf4_cpu_dequantize(const Nf4Weight* w, void* out, int32_t dtype, int32_t threads) {
+  if (!valid_weight(w) || !out || dtype < NF4_FLOAT32 || dtype > NF4_BFLOAT16) return 1;
+  Stopwatch watch(dequant_ns);
+  const Kernels* kernels = active_kernels();
+  const int64_t total = w->n * w->k, chunk = 16384;
+  const int64_t chunks = (total + chunk - 1) / chunk;
+  const int64_t width = dtype == NF4_FLOAT32 ? 4 : 2;
+  if (threads > chunks) threads = (int32_t)chunks;
+  if (threads < 1) threads = 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    Share share(chunks, omp_get_thread_num(), omp_get_num_threads());
+    int64_t begin = share.begin * chunk, end = share.end * chunk;
+    if (end > total) end = total;
+    if (begin < end) kernels->decode(w, begin, end, (char*)out + begin * width, dtype);
+  }
+  return 0;
+}
+
+const char* nf4_cpu_isa(void) { return active_kernels()->name; }
+
+int nf4_cpu_set_isa(const char* name) { return name && select_kernels(name) ? 0 : 1; }
+
+void nf4_cpu_clock(double* dequant_seconds, double* linear_seconds) {
+  if (dequant_seconds) *dequant_seconds = (double)dequant_ns.load() * 1e-9;
+  if (linear_seconds) *linear_seconds = (double)linear_ns.load() * 1e-9;
+}
+
+}  // extern "C"

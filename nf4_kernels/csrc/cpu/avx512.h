@@ -1,0 +1,104 @@
+/* Helpers of the AVX-512 and AMX kernel files; static for the reason given in kernels.h. */
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+/* The undefined vectors inside GCC 12's own intrinsics set this off. */
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+
+namespace nf4 {
+
+/* out[0 .. count) = scales of blocks first ..., sixteen at a time; writes up to 15 floats behind them. */
+static inline void load_scales(const Nf4Weight* w, int64_t first, int64_t count, float* out) {
+  if (!w->absmax_8bit) {
+    memcpy(out, w->absmax + first, (size_t)count * sizeof(float));
+    return;
+  }
+  const __m512 offset = _mm512_set1_ps(*w->absmax_offset);
+  int64_t i = 0;
+  while (i < count) {
+    /* Up to the end of the 256 scales that share one outer scale. */
+    int64_t stop = ((first + i) / 256 + 1) * 256 - first;
+    if (stop > count) stop = count;
+    const __m512 outer = _mm512_set1_ps(w->absmax[(first + i) / 256]);
+    for (; i < stop; i += 16) {
+      int64_t left = stop - i;
+      __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1);
+      __m128i codes = _mm_maskz_loadu_epi8(mask, w->absmax_8bit + first + i);
+      __m512 value = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(codes), w->absmax_code, 4);
+      _mm512_storeu_ps(out + i, _mm512_add_ps(_mm512_mul_ps(value, outer), offset));
+    }
+    i = stop;
+  }
+}
+
+/* Scales of rows [row0, row0 + rows), one for each 64 columns, row stride k / 64. k and blocksize are multiples of
+ * 64, so that no 64 columns hold two scales. */
+static inline void load_scales_of_rows(const Nf4Weight* w, int64_t row0, int rows, float* out) {
+  const int64_t groups = w->k / 64, wide = w->blocksize / 64;
+  const int64_t first = row0 * groups, count = rows * groups;
+  if (wide == 1) {
+    load_scales(w, first, count, out);
+    return;
+  }
+  float scale = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i == 0 || (first + i) % wide == 0) scale = scale_of(w, (first + i) / wide);
+    out[i] = scale;
+  }
+}
+
+/* In-place transpose of sixteen rows of sixteen 32-bit values. */
+static inline void transpose16(__m512i r[16]) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
+  }
+}
+
+/* Sums of the four 128-bit quarters' lanes of four vectors: element i of `low` is the sum of v[i]'s lanes 0..7, of
+ * `high` that of its lanes 8..15. */
+static inline void reduce4(const __m512 v[4], __m128* low, __m128* high) {
+  __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  __m512 sum = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+  *low = _mm_add_ps(_mm512_castps512_ps128(sum), _mm512_extractf32x4_ps(sum, 1));
+  *high = _mm_add_ps(_mm512_extractf32x4_ps(sum, 2), _mm512_extractf32x4_ps(sum, 3));
+}
+
+/* rows.. of the products (rows_avx512.cpp) */
+void fused_order_avx512(const Prepared* x, float* order);
+void fused_avx512(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, float* sums);
+void bf16_order_avx512(const Prepared* x, float* order);
+void bf16_rows_avx512(const uint16_t* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows,
+                      float* sums);
+void dot_avx512(const float* panel, int rows, const Prepared* x, int64_t m0, int count, float* sums);
+
+}  // namespace nf4

@@ -1,0 +1,31 @@
+/* The C interface of libnf4_cpu.so. Every function but the last three returns 0, or 1 for a bad argument. */
+#pragma once
+
+#include <stdint.h>
+
+#include "params.h"
+
+#define NF4_EXPORT extern "C" __attribute__((visibility("default")))
+
+/* out[n * k] in dtype: code * scale in float32, then rounded to nearest even where dtype is a 16-bit one. */
+NF4_EXPORT int nf4_cpu_dequantize(const Nf4Weight* w, void* out, int32_t dtype, int32_t threads);
+
+NF4_EXPORT int nf4_cpu_linear(const Nf4Linear* p, int32_t threads);
+
+/* Products that share x, m, k and dtype, in one threaded region: x is prepared once. */
+NF4_EXPORT int nf4_cpu_linear_group(const Nf4Linear* ps, int32_t count, int32_t threads);
+
+/* out[m, n] = x[m, k] w[n, k]^T + bias; w is stored as bfloat16, the rest float32. bias may be null. */
+NF4_EXPORT int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const float* bias, float* out, int64_t m,
+                                    int64_t n, int64_t k, int32_t threads);
+
+/* The instruction set in use: "portable", "avx2", "avx512" or "amx". */
+NF4_EXPORT const char* nf4_cpu_isa(void);
+
+/* Uses that instruction set from now on; nonzero, and no change, if this CPU cannot run it. */
+NF4_EXPORT int nf4_cpu_set_isa(const char* name);
+
+/* Seconds since the library was loaded. linear: wall time inside the linear calls. dequant: wall time of the
+ * dequantize calls, plus what the first thread spent decoding weight panels inside linear calls. The kernels for few
+ * rows decode in registers between multiplications; that share cannot be measured and is not in dequant. */
+NF4_EXPORT void nf4_cpu_clock(double* dequant_seconds, double* linear_seconds);

@@ -1,0 +1,57 @@
+/* What the drivers of the products share: argument checks, the prepared x and the cutting of work into tasks. */
+#pragma once
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace nf4 {
+
+/* How a product runs: decoded in registers, through float32 panels in L1, or through bfloat16 matrix tiles. */
+enum class Path { kFused, kPanel, kTiles };
+
+bool valid_weight(const Nf4Weight* w);
+
+inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+/* Scratch memory of the calling thread: `shared` is what it prepares for all threads of a product. */
+struct ThreadScratch {
+  Scratch x, order;
+  Scratch panel, small;
+  static ThreadScratch& mine();
+};
+
+/* x in float32 with a padded row stride. Uses x itself where it already is. */
+class XInput {
+ public:
+  XInput(const void* x, int32_t dtype, int64_t m, int64_t k, Scratch& scratch);
+  /* This thread's part of the conversion. */
+  void convert(int id, int threads) const;
+  bool copies() const { return copy_ != nullptr; }
+  Prepared prepared;
+
+ private:
+  const void* from_;
+  int32_t dtype_;
+  float* copy_ = nullptr;
+};
+
+/* Work is cut into tasks of kUnit rows of a weight by a range of x's rows. The second cut is only made where there
+ * are fewer units than threads, because each range decodes the weights again. */
+struct Tasks {
+  int64_t units, ranges, rows_per_range, m;
+  Tasks(int64_t units, int64_t m, int64_t threads, int64_t step);
+  int64_t count() const { return units * ranges; }
+  int64_t unit(int64_t task) const { return task / ranges; }
+  int64_t m_begin(int64_t task) const { return task % ranges * rows_per_range; }
+  int64_t m_end(int64_t task) const {
+    int64_t end = m_begin(task) + rows_per_range;
+    return end < m ? end : m;
+  }
+};
+
+/* Bytes of x as the tile kernels want it: 16 rows a tile column, two parts where split. */
+inline size_t tile_order_bytes(int64_t m, int64_t k, bool split) {
+  return (size_t)(round_up(m, 16) * round_up(k, 32)) * (split ? 4 : 2);
+}
+
+}  // namespace nf4

@@ -1,0 +1,246 @@
+/* Products for many rows of x with AMX bfloat16 tiles.
+ *
+ * float32 operands are kept as two bfloat16 parts, high = bf16(v) and low = bf16(v - high), which hold 16 bits of the
+ * significand; high * high + high * low + low * high, summed in float32, misses the product by about 2^-17. With
+ * bfloat16 x one product of the high parts is enough.
+ *
+ * The weights are the left operand, because a tile of those is plain rows: 16 rows of w by 32 columns. x is the right
+ * one: 16 pairs of columns by 16 rows of x, ordered once per call. The result is out transposed.
+ *
+ * Within 64 columns, tile 0 holds the odd ones and tile 1 the even ones, which is how the nibbles come out of the
+ * packed bytes; tiles_order gives x the same order. */
+#include "avx512.h"
+
+namespace nf4 {
+namespace {
+
+constexpr int kTileBytes = 1024;
+
+struct alignas(64) TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes_per_row[16];
+  uint8_t rows[16];
+};
+
+/* Static: GCC's intrinsic names only the first bytes as its input, and drops the initialization of a local one. */
+__attribute__((used)) const TileConfig kConfig = {
+    1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+void begin() { _tile_loadconfig(&kConfig); }
+
+void end() { _tile_release(); }
+
+__m512i high_part(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+
+/* bf16 parts of v minus its high part; v's order is [a, b]. */
+__m512i low_part(__m512 a, __m512 b, __m512i high) {
+  __m512i first = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16);
+  __m512i second = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(high, 1)), 16);
+  return high_part(_mm512_sub_ps(a, _mm512_castsi512_ps(first)), _mm512_sub_ps(b, _mm512_castsi512_ps(second)));
+}
+
+void store_tile(__m512i rows[16], void* tile) {
+  transpose16(rows);
+  for (int i = 0; i < 16; ++i) _mm512_store_si512((char*)tile + i * 64, rows[i]);
+}
+
+void order(const Prepared* x, int64_t t, bool split, bool natural, void* out) {
+  const int parts = split ? 2 : 1;
+  const int64_t tiles = x->k / 32;
+  char* to = (char*)out + t * tiles * parts * kTileBytes;
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    __m512i high[16], low[16];
+    for (int i = 0; i < 16; ++i) {
+      high[i] = low[i] = _mm512_setzero_si512();
+      if (t * 16 + i >= x->m) continue;
+      const float* row = x->x + (t * 16 + i) * x->stride;
+      __m512 a, b;
+      if (natural) {
+        a = _mm512_loadu_ps(row + tile * 32);
+        b = _mm512_loadu_ps(row + tile * 32 + 16);
+      } else {
+        const float* from = row + tile / 2 * 64;
+        const __m512i pick = tile % 2 ? even : odd;
+        a = _mm512_permutex2var_ps(_mm512_loadu_ps(from), pick, _mm512_loadu_ps(from + 16));
+        b = _mm512_permutex2var_ps(_mm512_loadu_ps(from + 32), pick, _mm512_loadu_ps(from + 48));
+      }
+      high[i] = high_part(a, b);
+      if (split) low[i] = low_part(a, b, high[i]);
+    }
+    store_tile(high, to + tile * parts * kTileBytes);
+    if (split) store_tile(low, to + (tile * 2 + 1) * kTileBytes);
+  }
+}
+
+/* A panel is kUnit rows: for each 32 columns the tiles of rows 0..15 and 16..31, each followed by its low part. */
+template <bool kSplit>
+void decode(const Nf4Weight* w, int64_t row0, int rows, float* scratch, char* panel) {
+  constexpr int kParts = kSplit ? 2 : 1;
+  constexpr int64_t kStep = 2 * kParts * kTileBytes; /* from 32 columns to the next */
+  const __m512 codes = _mm512_load_ps(kCodes);
+  const int64_t groups = w->k / 64;
+  load_scales_of_rows(w, row0, rows, scratch);
+  for (int r = 0; r < rows; ++r) {
+    const uint8_t* from = w->packed + (row0 + r) * (w->k / 2);
+    const float* scales = scratch + r * groups;
+    char* to = panel + r / 16 * kParts * kTileBytes + r % 16 * 64;
+    for (int64_t g = 0; g < groups; ++g, from += 32, to += 2 * kStep) {
+      /* The block's sixteen products, twice, because vpermw reads five bits of an index: the fifth may be anything. */
+      const __m512 scaled = _mm512_mul_ps(codes, _mm512_set1_ps(scales[g]));
+      const __m512i high = high_part(scaled, scaled);
+      const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+      const __m512i upper = _mm512_srli_epi16(bytes, 4);
+      _mm512_store_si512(to, _mm512_permutexvar_epi16(bytes, high));
+      _mm512_store_si512(to + kStep, _mm512_permutexvar_epi16(upper, high));
+      if (kSplit) {
+        __m512 half = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16));
+        const __m512 rest = _mm512_sub_ps(scaled, half);
+        const __m512i low = high_part(rest, rest);
+        _mm512_store_si512(to + kTileBytes, _mm512_permutexvar_epi16(bytes, low));
+        _mm512_store_si512(to + kStep + kTileBytes, _mm512_permutexvar_epi16(upper, low));
+      }
+    }
+  }
+}
+
+void tiles_decode(const Nf4Weight* w, int64_t row0, int rows, bool split, float* scratch, void* panel) {
+  split ? decode<true>(w, row0, rows, scratch, (char*)panel) : decode<false>(w, row0, rows, scratch, (char*)panel);
+}
+
+/* out[16 rows of x][16 rows of w] of a result tile. */
+void store_sums(const float* tile, float* sums) {
+  __m512i rows[16];
+  for (int i = 0; i < 16; ++i) rows[i] = _mm512_load_si512(tile + i * 16);
+  transpose16(rows);
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(sums + i * kUnit, rows[i]);
+}
+
+template <int kColumns>
+void store_results(float* sums) {
+  alignas(64) float tile[4][256];
+  _tile_stored(0, tile[0], 64);
+  _tile_stored(1, tile[1], 64);
+  if (kColumns == 2) _tile_stored(2, tile[2], 64);
+  if (kColumns == 2) _tile_stored(3, tile[3], 64);
+  for (int c = 0; c < kColumns; ++c) {
+    store_sums(tile[2 * c], sums + c * 16 * kUnit);
+    store_sums(tile[2 * c + 1], sums + c * 16 * kUnit + 16);
+  }
+}
+
+void clear_results() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+/* Results 0, 1: both row tiles by column t; 2, 3: by column t + 1. Operands: 4, 5 of w, 6, 7 of x. */
+template <bool kSplit, int kColumns>
+void multiply(const char* a, const char* b, int64_t tiles, float* sums) {
+  constexpr int kParts = kSplit ? 2 : 1;
+  const int64_t column = tiles * kParts * kTileBytes;
+  clear_results();
+  for (int64_t i = 0; i < tiles; ++i, a += 2 * kParts * kTileBytes, b += kParts * kTileBytes) {
+    const char* a1 = a + kParts * kTileBytes;
+    const char* b1 = b + column;
+    if (kSplit) {
+      /* low(w) * high(x) first, so that the high part of x stays for high(w) */
+      _tile_loadd(4, a + kTileBytes, 64);
+      _tile_loadd(6, b, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, a1 + kTileBytes, 64);
+      _tile_dpbf16ps(1, 5, 6);
+      if (kColumns == 2) {
+        _tile_loadd(7, b1, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_loadd(4, a, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, a1, 64);
+      _tile_dpbf16ps(1, 5, 6);
+      if (kColumns == 2) {
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_loadd(6, b + kTileBytes, 64);
+      if (kColumns == 2) _tile_loadd(7, b1 + kTileBytes, 64);
+    } else {
+      _tile_loadd(4, a, 64);
+      _tile_loadd(5, a1, 64);
+      _tile_loadd(6, b, 64);
+      if (kColumns == 2) _tile_loadd(7, b1, 64);
+    }
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 5, 6);
+    if (kColumns == 2) {
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  store_results<kColumns>(sums);
+}
+
+void tiles_multiply(const void* panel, const Prepared* x, int64_t t, int columns, bool split, float* sums) {
+  const int64_t tiles = x->k / 32;
+  const char* a = (const char*)panel;
+  const char* b = (const char*)x->order + t * tiles * (split ? 2 : 1) * kTileBytes;
+  if (split) {
+    columns == 2 ? multiply<true, 2>(a, b, tiles, sums) : multiply<true, 1>(a, b, tiles, sums);
+  } else {
+    columns == 2 ? multiply<false, 2>(a, b, tiles, sums) : multiply<false, 1>(a, b, tiles, sums);
+  }
+}
+
+/* bfloat16 weights are left tiles as they lie in memory, with no low part. */
+template <int kColumns>
+void multiply_bf16(const char* a, int64_t row_bytes, const char* b, int64_t tiles, float* sums) {
+  const int64_t column = tiles * 2 * kTileBytes;
+  clear_results();
+  for (int64_t i = 0; i < tiles; ++i, a += 64, b += 2 * kTileBytes) {
+    _tile_loadd(4, a, row_bytes);
+    _tile_loadd(5, a + 16 * row_bytes, row_bytes);
+    for (int part = 0; part < 2; ++part) {
+      _tile_loadd(6, b + part * kTileBytes, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 5, 6);
+      if (kColumns == 2) {
+        _tile_loadd(7, b + column + part * kTileBytes, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+  }
+  store_results<kColumns>(sums);
+}
+
+void tiles_bf16(const uint16_t* w, const Prepared* x, int64_t t, int columns, float* sums) {
+  const int64_t tiles = x->k / 32;
+  const char* b = (const char*)x->order + t * tiles * 2 * kTileBytes;
+  columns == 2 ? multiply_bf16<2>((const char*)w, x->k * 2, b, tiles, sums)
+               : multiply_bf16<1>((const char*)w, x->k * 2, b, tiles, sums);
+}
+
+}  // namespace
+
+const Kernels* amx_kernels() {
+  static const Kernels kernels = [] {
+    Kernels k = *avx512_kernels();
+    k.name = "amx";
+    k.tiles_from = 9;
+    k.bf16_tiles_from = 9;
+    k.tiles_begin = begin;
+    k.tiles_end = end;
+    k.tiles_order = order;
+    k.tiles_decode = tiles_decode;
+    k.tiles_multiply = tiles_multiply;
+    k.tiles_bf16 = tiles_bf16;
+    return k;
+  }();
+  return &kernels;
+}
+
+}  // namespace nf4
