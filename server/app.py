@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from server.api import chat, completions, operations
 from server.api.errors import ApiError, answer_api_error, answer_http_exception
 from server.api.middleware import RequestLayer
+from server.api.openapi import describe
 from server.api.service import Service
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.source import resolve_checkpoint
@@ -53,6 +54,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
 
     app = FastAPI(title="NF4 server", version="0.1.0", lifespan=lifespan, redoc_url=None)
     app.state.service = service
+    app.openapi = describe(app)  # type: ignore[method-assign]
     for room in (chat, completions, operations):
         app.include_router(room.router)
     app.add_exception_handler(ApiError, answer_api_error)

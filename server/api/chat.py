@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.conversation import conversation
+from server.api.conversation import MESSAGES_SCHEMA, conversation
 from server.api.errors import bad_request
 from server.api.generation import Delta, Generation, closing
 from server.api.launch import admit, launch, new_id
@@ -65,7 +65,7 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
 class ChatCompletionRequest(GenerationOptions):
     """Body of POST /v1/chat/completions. The messages are checked by server.api.conversation."""
 
-    messages: Annotated[list[Any], Field(min_length=1)]
+    messages: Annotated[list[Any], Field(min_length=1), WithJsonSchema(MESSAGES_SCHEMA)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_COUNT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

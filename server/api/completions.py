@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -40,13 +40,28 @@ UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "chat_template_kwargs": ({},),
 }
 
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "description": "A text or its token ids, or several of either",
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string", "minLength": 1}, _TOKEN_IDS]}},
+    ],
+}
+
 
 class CompletionRequest(GenerationOptions):
     """Body of POST /v1/completions. The prompt is checked by prompts_of."""
 
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
+
+
+def prompt_count(prompt: Any) -> int:
+    """How many prompts the field holds, before they are looked at one by one."""
+    return len(prompt) if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else 1
 
 
 def prompts_of(prompt: Any, vocab_size: int) -> list[str | list[int]]:
@@ -93,9 +108,9 @@ def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
     )
 
 
-def _encode(options: CompletionRequest, prompts: Sequence[str | list[int]], backend: Backend) -> list[list[int]]:
+def _encode(options: CompletionRequest, backend: Backend) -> list[list[int]]:
     encoded = []
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(prompts_of(options.prompt, backend.limits.vocab_size)):
         if isinstance(prompt, str):
             ids = backend.tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens is not False)
             if not ids:
@@ -117,10 +132,10 @@ async def completions(request: Request) -> Response:
     options.check()
     service.check_model(options.model)
     backend = service.backend()
-    prompts = prompts_of(options.prompt, backend.limits.vocab_size)
-    ticket = admit(service, len(prompts) * (options.n or 1), "n" if len(prompts) == 1 else "prompt")
+    count = prompt_count(options.prompt)
+    ticket = admit(service, count * (options.n or 1), "n" if count == 1 else "prompt")
     try:
-        encoded = await backend.tokenizer.off_loop(size, lambda: _encode(options, prompts, backend))
+        encoded = await backend.tokenizer.off_loop(size, lambda: _encode(options, backend))
         answer = _Answer(options, backend, service.model_name)
         generation = launch(
             service,

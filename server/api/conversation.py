@@ -18,6 +18,36 @@ UNSUPPORTED_PARTS = frozenset(
     {"image_url", "input_audio", "file", "refusal", "video_url", "audio_url", "image", "video"}
 )
 
+MESSAGES_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "additionalProperties": False,
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "text"],
+                            "additionalProperties": False,
+                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        },
+                    },
+                ]
+            },
+            "name": {"type": ["string", "null"]},
+        },
+    },
+}
+"""For the OpenAPI document; what is checked below."""
+
 
 def conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages with role, content as one string, and name where given. Raises ApiError that names what is wrong."""

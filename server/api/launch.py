@@ -78,8 +78,7 @@ def launch(
     runs: list[SequenceRun] = []
     for prompt in prompts:
         max_tokens = resolve_max_tokens(backend, len(prompt), requested_tokens, default_tokens, param)
-        for choice in range(options.n or 1):
-            sampling = options.sampling(max_tokens, backend.limits.vocab_size, choice, logprobs)
+        for sampling in options.sampling(max_tokens, backend.limits.vocab_size, logprobs):
             text = OutputText(
                 backend.tokenizer.detokenizer(
                     skip_special_tokens=options.skip_special_tokens is not False, at_start=at_start

@@ -26,6 +26,7 @@ def service_of(request: Request) -> Service:
     return service
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Whether the server can generate", responses={503: {"description": "Not now"}})
 async def health(request: Request) -> Response:
     """200 when it can; 503 while the model loads (stage, fraction), or when the engine is gone (error)."""

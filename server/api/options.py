@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from server.api.errors import bad_request
 from server.types import SamplingParams
@@ -13,6 +14,7 @@ from server.types import SamplingParams
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 512
+MAX_LOGIT_BIASES = 1024
 MAX_TOKEN_COUNT = 2**31 - 1
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -63,6 +65,12 @@ def _checked_stop(value: Any) -> Any:
     return value
 
 
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_STOP = WithJsonSchema(
+    {"anyOf": [_STOP_STRING, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP_STRING}]}
+)
+
+
 class StreamOptions(BaseModel):
     """What a stream carries beside the text."""
 
@@ -95,8 +103,10 @@ class GenerationOptions(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: Annotated[list[str], BeforeValidator(_checked_stop), Field(max_length=MAX_STOP_STRINGS)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] | None
+    ) = None
+    stop: Annotated[list[str], BeforeValidator(_checked_stop), Field(max_length=MAX_STOP_STRINGS), _STOP] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -114,10 +124,10 @@ class GenerationOptions(BaseModel):
                 "'stream_options' is only allowed when 'stream' is true.", "stream_options", "invalid_value"
             )
 
-    def sampling(self, max_tokens: int, vocab_size: int, choice: int, logprobs: int | None) -> SamplingParams:
-        """Parameters of the choice-th sequence. Raises ApiError for token ids outside the vocabulary.
+    def sampling(self, max_tokens: int, vocab_size: int, logprobs: int | None) -> list[SamplingParams]:
+        """Parameters of each of the n sequences. Raises ApiError for token ids outside the vocabulary.
 
-        Choices of a seeded request get the seeds seed, seed + 1, ...
+        Sequences of a seeded request get the seeds seed, seed + 1, ...
         """
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
@@ -129,14 +139,14 @@ class GenerationOptions(BaseModel):
         for token_id in self.stop_token_ids or ():
             _check_token_id(token_id, vocab_size, "stop_token_ids")
         top_p = 1.0 if self.top_p is None else self.top_p
-        return SamplingParams(
+        first = SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             # OpenAI takes 0 and means the most likely token alone, which the smallest positive number says as well.
             top_p=max(top_p, 1e-9),
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else _wrapped(self.seed + choice),
+            seed=self.seed,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
@@ -146,6 +156,10 @@ class GenerationOptions(BaseModel):
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
             logprobs=logprobs,
         )
+        count = self.n or 1
+        if self.seed is None or count == 1:
+            return [first] * count
+        return [msgspec.structs.replace(first, seed=_wrapped(self.seed + choice)) for choice in range(count)]
 
 
 def _wrapped(seed: int) -> int:

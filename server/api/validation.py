@@ -174,7 +174,7 @@ def _from_pydantic(found: ErrorDetails, where: str) -> ApiError:
             )
         case "too_long":
             return bad_request(
-                f"Invalid '{param}': expected an array with at most {context['max_length']} element(s).",
+                f"Invalid '{param}': expected at most {context['max_length']} element(s).",
                 param,
                 "array_above_max_length",
             )

@@ -64,6 +64,7 @@ VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"9" * 400: 1}}, "logit_bias", "value_out_of_range"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "value_out_of_range"),
     ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "array_above_max_length"),
     ({"stop": ""}, "stop", "invalid_value"),
     ({"stop": ["a", ""]}, "stop", "invalid_value"),
     ({"stop": 5}, "stop", "invalid_type"),

@@ -1,0 +1,114 @@
+"""The OpenAPI document. Bodies are read and answers written by hand, so their schemas are put in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from server.api.chat import ChatCompletionRequest
+from server.api.completions import CompletionRequest
+from server.api.protocol import ChatCompletion, ChatCompletionChunk, Completion
+
+REF = "#/components/schemas/{model}"
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+_GENERATION_ERRORS = {
+    "400": "The request is malformed, or asks for what this server does not do; param names the option",
+    "404": "No such model",
+    "413": "The body is larger than http.max_body_bytes",
+    "415": "The body is not application/json",
+    "429": "Too many requests under way; Retry-After says when to come back",
+    "500": "The engine could not finish the request",
+    "503": "The model is loading, restarting or shutting down",
+}
+
+_ENDPOINTS: dict[str, tuple[type[BaseModel], type[msgspec.Struct], type[msgspec.Struct], dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        ChatCompletionRequest,
+        ChatCompletion,
+        ChatCompletionChunk,
+        {
+            "model": "smollm2-135m-instruct",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 64,
+        },
+    ),
+    "/v1/completions": (
+        CompletionRequest,
+        Completion,
+        Completion,
+        {"model": "smollm2-135m-instruct", "prompt": "The capital of France is", "max_tokens": 8},
+    ),
+}
+
+
+def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """A replacement for app.openapi that knows the bodies and answers of the generating endpoints."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    return openapi
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    structs = [struct for _, whole, chunk, _ in _ENDPOINTS.values() for struct in (whole, chunk)]
+    _, answers = msgspec.json.schema_components(structs, ref_template=REF.replace("{model}", "{name}"))
+    schemas: dict[str, Any] = {**answers, "Error": _ERROR}
+    for path, (request, whole, chunk, example) in _ENDPOINTS.items():
+        body = request.model_json_schema(ref_template=REF)
+        schemas |= body.pop("$defs", {})
+        schemas[request.__name__] = body
+        operation = document["paths"][path]["post"]
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(request.__name__), "example": example}},
+        }
+        operation["responses"] = {
+            "200": {
+                "description": "The answer; with stream, one event per step",
+                "content": {
+                    "application/json": {"schema": _ref(whole.__name__)},
+                    "text/event-stream": {"schema": {"type": "string", "description": f"data: {chunk.__name__}"}},
+                },
+            },
+            **{status: _error(text) for status, text in _GENERATION_ERRORS.items()},
+        }
+    # The validation error that FastAPI would give; ours are 400s of the shape above.
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    document.setdefault("components", {})["schemas"] = dict(sorted(schemas.items()))
+    return document
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": REF.format(model=name)}
+
+
+def _error(description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": _ref("Error")}}}
