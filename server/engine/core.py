@@ -11,11 +11,12 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
+from server.engine.runtime.graphs import Launched
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling import Sampled
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
-from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.sequence import Phase, Sequence
 from server.types import EngineStats, FinishReason, GenerateRequest, RequestOutput, StepOutputs
 
 logger = logging.getLogger(__name__)
@@ -35,12 +36,13 @@ class Engine:
         self._clocks: dict[str, RequestClock] = {}
         self._step_clock = StepClock()
         self._rejected: list[RequestOutput] = []
+        self._unread: Launched | None = None
         self._random = random.SystemRandom()
 
     @property
     def has_work(self) -> bool:
         """Whether step() has something to do."""
-        return self._scheduler.has_work or bool(self._rejected)
+        return self._scheduler.has_work or self._unread is not None or bool(self._rejected)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; one that cannot run gets its error as the output of the next step."""
@@ -63,14 +65,27 @@ class Engine:
     def step(self) -> StepOutputs:
         """Run one step. A sequence whose computation fails ends with finish_reason "error"; the others go on."""
         outputs, self._rejected = self._rejected, []
-        if not self._scheduler.has_work:
-            return StepOutputs(outputs, self.stats())
+        # Where the runner can, the next step is on the device before the last one's tokens are read.
+        unread, self._unread = self._unread, None
         step = self._scheduler.schedule()
-        self._step_clock.start()
+        launched = self._runner.launch(step, unread) if step.chunks else None
+        if unread is None:
+            self._step_clock.start()
         for chunk in step.chunks:
             self._clocks[chunk.sequence.request_id].schedule(self._step_clock.started)
-        outputs += self._compute(step)
-        return StepOutputs(outputs, self.stats(step))
+        ran = step
+        if unread is not None:
+            ran = unread.step
+            outputs += self._account(ran, unread.read(), {})
+            self._step_clock.start()
+        if launched is not None:
+            self._scheduler.advance(step)
+            self._unread = launched
+        else:
+            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+            if step.chunks:
+                outputs += self._compute(step)
+        return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
@@ -118,6 +133,13 @@ class Engine:
     def _compute(self, step: Step) -> list[RequestOutput]:
         """Execute a scheduled step, account for it, and say what each of its requests got."""
         results, failures = self._execute(step)
+        self._scheduler.advance(step)
+        return self._account(step, results, failures)
+
+    def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
+        """What each request of a step that was advanced got; requests that ended while it ran get nothing."""
+        results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
+        step = Step([chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED])
         self._step_clock.stop()
         self._step_clock.share(
             {chunk.sequence.request_id: (chunk.length, chunk.is_decode) for chunk in step.chunks}, self._clocks
@@ -128,7 +150,7 @@ class Engine:
                 failures[chunk.sequence.request_id] = result.error
         for request_id in failures:
             self._scheduler.finish(request_id, "error")
-        self._scheduler.complete(step, [result.token for result in results])
+        self._scheduler.resolve(step, [result.token for result in results])
         outputs = [self._failed(request_id, reason) for request_id, reason in failures.items()]
         for chunk, result in zip(sampled, results, strict=True):
             if chunk.sequence.request_id not in failures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.sampling import Sampled
+from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.sequence import UNKNOWN
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,29 @@ class _Graph:
     inputs: torch.Tensor
     """int64 [3, size]: token ids, positions, cache slots."""
     logits: torch.Tensor
+    greedy: torch.Tensor
+    """float32 [2, size]: the best logit of each row, and which token has it (exact: vocabularies are below 2**24)."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A decode step on the device whose tokens have not been read."""
+
+    step: Step
+    tokens: torch.Tensor
+    """int64, on the device: the greedy token of each of step.sampled."""
+    copied: torch.Tensor
+    """float32 [2, sequences] in host memory: what _Graph.greedy says, once done has happened."""
+    done: torch.cuda.Event
+
+    def read(self) -> list[Sampled]:
+        """Wait for the tokens."""
+        self.done.synchronize()
+        best, tokens = self.copied.tolist()
+        return [
+            Sampled(int(token)) if math.isfinite(value) else Sampled(0, error="the model's logits are not numbers")
+            for value, token in zip(best, tokens, strict=True)
+        ]
 
 
 class DecodeGraphs:
@@ -46,6 +73,7 @@ class DecodeGraphs:
         self._scratch_slot = backend.scratch_block * block_size
         self._graphs: dict[int, _Graph] = {}
         self._largest = 0
+        self._planned = torch.cuda.Event()
 
     def capture(self, sizes: list[int], progress: Progress) -> None:
         """Compile and capture for each of sizes. The largest comes first: the others share its memory."""
@@ -62,28 +90,52 @@ class DecodeGraphs:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [sequences, vocabulary], valid until the next run."""
+        return self._replay(batch, batch.ids).logits[: len(batch.spans)]
+
+    def launch(self, step: Step, batch: Batch, previous: Launched | None) -> Launched:
+        """Start a decode step of greedy sequences; ids that are UNKNOWN come from the step before it, on the device."""
+        ids = batch.ids
+        if previous is not None:
+            rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
+            source = torch.tensor([rows.get(id(chunk.sequence), 0) for chunk in step.chunks])
+            ids = torch.where(ids == UNKNOWN, previous.tokens[source.to(ids.device, non_blocking=True)], ids)
+        # The plan's host memory may be written again only when its copies to the device are over.
+        self._planned.synchronize()
+        captured = self._replay(batch, ids)
+        count = len(batch.spans)
+        greedy = captured.greedy[:, :count]
+        copied = torch.empty(2, count, dtype=torch.float32, pin_memory=True)
+        copied.copy_(greedy, non_blocking=True)
+        tokens = greedy[1].long()
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(step, tokens, copied, done)
+
+    def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
         size = min(s for s in self._graphs if s >= count)
         captured = self._graphs[size]
         self._backend.plan_graph(list(batch.spans), size)
-        for row, values in zip(captured.inputs, (batch.ids, batch.positions, batch.slots), strict=True):
+        for row, values in zip(captured.inputs, (ids, batch.positions, batch.slots), strict=True):
             row[:count].copy_(values)
         captured.inputs[2, count:] = self._scratch_slot
+        self._planned.record()
         captured.graph.replay()
-        return captured.logits[:count]
+        return captured
 
     def _capture_one(self, size: int, pool: Any) -> _Graph:
         inputs = torch.zeros(3, size, dtype=torch.int64, device=self._model.device)
         inputs[2] = self._scratch_slot
         self._backend.plan_graph([], size)
 
-        def forward() -> torch.Tensor:
+        def forward() -> tuple[torch.Tensor, torch.Tensor]:
             self._backend.begin_graph(inputs[2])
             with attending(self._backend):
                 logits: torch.Tensor = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False
                 ).logits[0]
-            return logits
+            best, tokens = logits.float().max(dim=-1)
+            return logits, torch.stack((best, tokens.float()))
 
         with _compiled_layers(self._model):
             stream = torch.cuda.Stream()
@@ -94,8 +146,8 @@ class DecodeGraphs:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = forward()
-        return _Graph(graph, inputs, logits)
+                logits, greedy = forward()
+        return _Graph(graph, inputs, logits, greedy)
 
 
 @contextmanager

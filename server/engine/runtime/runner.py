@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,22 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape, attending
 from server.engine.runtime.attention.factory import create_backend
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
+from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.attention.probe import probe_layers
-from server.engine.runtime.batch import build_batch
-from server.engine.runtime.graphs import DecodeGraphs, ladder
-from server.engine.runtime.sampling import Sampled, sample
+from server.engine.runtime.batch import Batch, Span, build_batch
+from server.engine.runtime.compiled import CompileError, compile_layers
+from server.engine.runtime.cpu_linear import use_cpu_kernels
+from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
+from server.engine.runtime.projections import replace_projections
+from server.engine.runtime.sampling import Sampled, is_greedy, sample
 from server.engine.scheduling.scheduler import Step
 
+logger = logging.getLogger(__name__)
+
+# Compiled layers are tried on so many tokens, and may differ from the model's own code by rounding only.
+TRIALS = (1, 7)
+TRIAL_TOLERANCE = 1e-3
+LEAST_MODEL_LEN = 16
 CPU_CACHE_BYTES = 2**30
 CUDA_CACHE_SHARE = 0.9
 
@@ -65,10 +76,9 @@ class ModelRunner:
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._block_size = config.block_size
-        if self._device.type == "cuda":
-            from server.engine.runtime.projections import replace_projections
-
-            replace_projections(model)
+        replace_projections(model)
+        if self._device.type == "cpu":
+            use_cpu_kernels(model)
         shapes, options = probe_layers(model)
         self.limits = _limits(model, shapes, config, self._device, self._dtype)
         self._backend = create_backend(
@@ -77,12 +87,39 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
 
     def prepare(self, config: EngineConfig, progress: Progress) -> None:
-        """Compile and capture decode steps where the device has CUDA graphs (engine.enforce_eager: not)."""
-        if isinstance(self._backend, FlashInferBackend) and not config.enforce_eager:
-            graphs = DecodeGraphs(self._model, self._backend, self._block_size)
-            with torch.inference_mode():
-                graphs.capture(ladder(config.max_num_seqs), progress)
-            self._graphs = graphs
+        """Compile the layers (CPU), compile and capture decode steps (CUDA); engine.enforce_eager leaves that out."""
+        if config.enforce_eager:
+            return
+        with torch.inference_mode():
+            if isinstance(self._backend, FlashInferBackend):
+                self._graphs = DecodeGraphs(self._model, self._backend, self._block_size)
+                self._graphs.capture(ladder(config.max_num_seqs), progress)
+            elif isinstance(self._backend, PagedCpuBackend):
+                self._compile_layers(progress)
+
+    def _compile_layers(self, progress: Progress) -> None:
+        """Run compiled layers if they can be compiled and compute what the model's own code computes."""
+        layers = list(self._model.get_decoder().layers)
+        plain = [self._trial(count) for count in TRIALS]
+        try:
+            undo = compile_layers(layers, self._trial, progress)
+        except CompileError as e:
+            logger.warning("the model's layers run without torch.compile, about half as fast: %s", e)
+            return
+        for count, expected in zip(TRIALS, plain, strict=True):
+            error = float((self._trial(count) - expected).abs().max() / expected.abs().max())
+            if not error < TRIAL_TOLERANCE:
+                undo()
+                logger.error(
+                    "compiled layers are off by %.1e with %d tokens; the model runs without them", error, count
+                )
+                return
+
+    def _trial(self, count: int) -> torch.Tensor:
+        """Logits [count, vocabulary] of a first chunk of count tokens, in the cache's first blocks."""
+        ids = torch.arange(count, device=self._device)
+        blocks = tuple(range(-(-count // self._block_size)))
+        return self._run(Batch(ids, ids, ids, ids, (Span(0, 0, count, blocks),), int(count == 1)))
 
     @property
     def device(self) -> torch.device:
@@ -105,6 +142,28 @@ class ModelRunner:
         batch = build_batch(step, self._block_size, self._device)
         if self._graphs is not None and self._graphs.fits(batch):
             return self._graphs.run(batch).float()
+        return self._run(batch)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> list[Sampled]:
+        """Compute a step: one result for each of step.sampled, in order."""
+        logits = self.forward(step)
+        sampled = step.sampled
+        return sample(logits, [chunk.sequence for chunk in sampled]) if sampled else []
+
+    @torch.inference_mode()
+    def launch(self, step: Step, previous: Launched | None) -> Launched | None:
+        """Start a step without waiting for its tokens, or None where that cannot be: it needs execute() then.
+
+        It can for a decode step of a CUDA graph in which every sequence is plainly greedy. previous is the step before
+        it where that has not been read yet.
+        """
+        if self._graphs is None or not all(c.samples and c.length == 1 and is_greedy(c.sequence) for c in step.chunks):
+            return None
+        batch = build_batch(step, self._block_size, self._device)
+        return self._graphs.launch(step, batch, previous) if self._graphs.fits(batch) else None
+
+    def _run(self, batch: Batch) -> torch.Tensor:
         self._backend.begin(batch)
         with attending(self._backend):
             output: Any = self._model(
@@ -115,13 +174,6 @@ class ModelRunner:
             )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
-
-    @torch.inference_mode()
-    def execute(self, step: Step) -> list[Sampled]:
-        """Compute a step: one result for each of step.sampled, in order."""
-        logits = self.forward(step)
-        sampled = step.sampled
-        return sample(logits, [chunk.sequence for chunk in sampled]) if sampled else []
 
 
 def _limits(
@@ -142,8 +194,8 @@ def _limits(
             f"engine.max_model_len is {wanted}, the KV cache of {budget / 2**20:.0f} MiB holds {cached_tokens} tokens"
         )
     max_model_len = wanted or min(own or cached_tokens, cached_tokens)
-    if max_model_len < 2:
-        raise EngineConfigError(f"a KV cache of {budget} bytes does not hold one block of {per_block} bytes")
+    if max_model_len < LEAST_MODEL_LEN:
+        raise EngineConfigError(f"a KV cache of {budget} bytes does not hold {LEAST_MODEL_LEN} tokens of this model")
     # More than every sequence at full length can never be used.
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
     return ModelLimits(max_model_len, min(num_blocks, most), text.vocab_size, _eos_token_ids(model))

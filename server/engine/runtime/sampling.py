@@ -59,6 +59,12 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
     ]
 
 
+def is_greedy(sequence: Sequence) -> bool:
+    """Whether the sequence's next token is the best of the model's own logits and nothing else is asked for."""
+    sampling = sequence.sampling
+    return sampling.temperature == 0 and sampling.logprobs is None and not _is_adjusted(sequence)
+
+
 def _is_adjusted(sequence: Sequence) -> bool:
     sampling = sequence.sampling
     return (

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.sequence import Phase, Sequence
+from server.engine.scheduling.sequence import UNKNOWN, Phase, Sequence
 from server.types import FinishReason
 
 
@@ -102,7 +102,7 @@ class Scheduler:
         """The next step. Blocks for its tokens are taken; call complete() (or finish() each sequence) afterwards."""
         step = Step()
         budget = self._budget
-        for sequence in [s for s in self._running if s.num_pending == 1]:
+        for sequence in [s for s in self._running if s.num_pending == 1 and not self._is_ending(s)]:
             if sequence.phase is Phase.RUNNING and self._make_room(sequence, step):
                 step.chunks.append(Chunk(sequence, sequence.num_computed, 1, samples=True))
                 budget -= 1
@@ -121,19 +121,31 @@ class Scheduler:
 
         Sequences that this ends are finished here: their blocks are free and their finish_reason is set.
         """
-        sampled = step.sampled
-        if len(sampled) != len(tokens):
-            raise ValueError(f"{len(sampled)} sequences sampled, {len(tokens)} tokens given")
+        if len(step.sampled) != len(tokens):
+            raise ValueError(f"{len(step.sampled)} sequences sampled, {len(tokens)} tokens given")
+        self.advance(step)
+        self.resolve(step, tokens)
+
+    def advance(self, step: Step) -> None:
+        """Account for a step that was launched, so that the next one can be scheduled; resolve() has to follow.
+
+        The tokens that it samples are UNKNOWN until then.
+        """
         for chunk in step.chunks:
             if chunk.sequence.phase is Phase.RUNNING:
                 chunk.sequence.num_computed = chunk.start + chunk.length
-        for chunk, token in zip(sampled, tokens, strict=True):
+                if chunk.samples:
+                    chunk.sequence.tokens.append(UNKNOWN)
+
+    def resolve(self, step: Step, tokens: list[int]) -> None:
+        """Fill in the tokens of a step that advance() was called for; ends sequences as complete() does."""
+        for chunk, token in zip(step.sampled, tokens, strict=True):
             sequence = chunk.sequence
-            if sequence.phase is not Phase.RUNNING:  # aborted while the step ran
-                continue
-            sequence.append(token, self._max_model_len)
-            if sequence.finish_reason is not None:
-                self._remove(sequence)
+            # Otherwise it ended while the step ran. It may have been preempted since; then it still waits.
+            if sequence.phase is not Phase.FINISHED and sequence.has_unknown:
+                sequence.resolve(token, self._max_model_len)
+                if sequence.finish_reason is not None:
+                    self._remove(sequence)
 
     def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
         """End a sequence now, whatever its phase, and free its blocks; None when the id is unknown."""
@@ -142,6 +154,9 @@ class Scheduler:
             sequence.finish_reason = reason
             self._remove(sequence)
         return sequence
+
+    def _is_ending(self, sequence: Sequence) -> bool:
+        return sequence.has_unknown and sequence.ends_by_length(self._max_model_len)
 
     def _admit(self, sequence: Sequence) -> bool:
         if len(self._running) >= self._max_num_seqs:

@@ -7,6 +7,9 @@ from collections import Counter
 
 from server.types import FinishReason, GenerateRequest
 
+UNKNOWN = -1
+"""Stands in a sequence's tokens for one that the device has sampled and the host has not read yet."""
+
 
 class Phase(enum.Enum):
     """Where a sequence is in its life."""
@@ -58,6 +61,20 @@ class Sequence:
         """Tokens still to be computed before the next one can be sampled; 1 while decoding."""
         return len(self.tokens) - self.num_computed
 
+    @property
+    def has_unknown(self) -> bool:
+        """Whether the last token has not been read from the device yet."""
+        return self.tokens[-1] == UNKNOWN
+
+    def ends_by_length(self, max_model_len: int) -> bool:
+        """Whether the present last token, whatever it is, is the last one."""
+        return self.num_generated >= self.sampling.max_tokens or len(self.tokens) >= max_model_len
+
+    def resolve(self, token: int, max_model_len: int) -> None:
+        """Put a token in the place of the unknown one; as append()."""
+        self.tokens.pop()
+        self.append(token, max_model_len)
+
     def append(self, token: int, max_model_len: int) -> None:
         """Take a sampled token and decide whether it is the last one (finish_reason is set then)."""
         self.tokens.append(token)
@@ -68,5 +85,5 @@ class Sequence:
         if token in self.stop_ids and self.num_generated > self.sampling.min_tokens:
             self.finish_reason = "stop"
             self.stop_token_id = token
-        elif self.num_generated >= self.sampling.max_tokens or len(self.tokens) >= max_model_len:
+        elif self.ends_by_length(max_model_len):
             self.finish_reason = "length"
