@@ -15,7 +15,7 @@ from starlette.responses import Response
 from server.api.conversation import MESSAGES_SCHEMA, conversation
 from server.api.errors import bad_request
 from server.api.generation import Delta, Generation, closing
-from server.api.launch import admit, launch, new_id
+from server.api.launch import admit, check_length, launch, new_id
 from server.api.operations import json_response, service_of
 from server.api.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
 from server.api.protocol import (
@@ -101,7 +101,7 @@ class ChatCompletionRequest(GenerationOptions):
         """Token ids of the conversation. Raises ApiError."""
         continues = bool(self.continue_final_message)
         try:
-            return backend.tokenizer.encode_chat(
+            text = backend.tokenizer.chat_template.render(
                 conversation(self.messages),
                 add_generation_prompt=not continues and self.add_generation_prompt is not False,
                 continue_final_message=continues,
@@ -109,6 +109,9 @@ class ChatCompletionRequest(GenerationOptions):
             )
         except PromptError as e:
             raise bad_request(str(e), "messages", "invalid_prompt") from e
+        check_length(backend, text, "messages")
+        # The template writes the special tokens itself.
+        return backend.tokenizer.encode(text, add_special_tokens=False)
 
 
 @router.post("/v1/chat/completions", summary="Answer a conversation")

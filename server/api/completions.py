@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from server.api.errors import ApiError, bad_request
 from server.api.generation import Delta, Generation, closing
-from server.api.launch import admit, launch, new_id
+from server.api.launch import admit, check_length, launch, new_id
 from server.api.operations import json_response, service_of
 from server.api.options import UNSUPPORTED, GenerationOptions
 from server.api.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionLogprobsBuilder
@@ -112,6 +112,7 @@ def _encode(options: CompletionRequest, backend: Backend) -> list[list[int]]:
     encoded = []
     for i, prompt in enumerate(prompts_of(options.prompt, backend.limits.vocab_size)):
         if isinstance(prompt, str):
+            check_length(backend, prompt, "prompt")
             ids = backend.tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens is not False)
             if not ids:
                 where = "prompt" if isinstance(options.prompt, str) else f"prompt[{i}]"

@@ -27,6 +27,19 @@ def admit(service: Service, count: int, param: str) -> Ticket:
     return service.admission.acquire(count)
 
 
+def check_length(backend: Backend, text: str, param: str) -> None:
+    """Raise ApiError (context_length_exceeded) for a text that is too long whatever its tokens are."""
+    limit = backend.limits.max_model_len
+    fewest = backend.tokenizer.fewest_tokens(text)
+    if fewest >= limit:
+        raise bad_request(
+            f"This model's maximum context length is {limit} tokens, and the prompt alone has at least {fewest}. "
+            f"Reduce the length of the {param}.",
+            param,
+            "context_length_exceeded",
+        )
+
+
 def resolve_max_tokens(
     backend: Backend, prompt_tokens: int, requested: int | None, default: int | None, param: str
 ) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,7 @@ class Tokenizer:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
+        self._longest_token = _longest_token(self._backend)
         self.vocabulary = Vocabulary(tokenizer)
         self.chat_template = ChatTemplate(tokenizer)
         self._tables = {skip: TokenBytes(self.vocabulary, skip_special_tokens=skip) for skip in (False, True)}
@@ -44,6 +47,8 @@ class Tokenizer:
 
         Raises TokenizerError with one line that names the folder.
         """
+        # Texts are encoded one at a time; the Rust thread pool would only make processes started later complain.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
 
         try:
@@ -56,17 +61,15 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; add_special_tokens puts the tokenizer's own (a BOS, most often) around it."""
         if self._backend is not None:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of the backend's methods, those for batches let other threads run meanwhile; "fast" leaves out offsets.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return ids
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation in the model's chat format (options: see ChatTemplate.render).
-
-        Raises PromptError.
-        """
-        return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens, found without encoding; 0 where nothing can be said."""
+        return -(-len(text) // self._longest_token) if self._longest_token else 0
 
     async def off_loop(self, characters: int, call: Callable[[], T]) -> T:
         """Run an encoding call: here for a short text, in the tokenizer's thread for a long one."""
@@ -104,3 +107,20 @@ class Tokenizer:
     def close(self) -> None:
         """End the tokenizer's thread; encodings that have not begun are dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _longest_token(backend: Any) -> int | None:
+    """Characters in the longest token; None when the tokenizer may shorten a text before it splits it."""
+    if backend is None:
+        return None
+    if backend.normalizer is not None:
+        state = json.loads(backend.normalizer.__getstate__())
+        stages = state["normalizers"] if state["type"] == "Sequence" else [state]
+        if any(stage["type"] not in ("Prepend", "NFC") and not _keeps_length(stage) for stage in stages):
+            return None
+    return max(map(len, backend.get_vocab(with_added_tokens=True)), default=None)
+
+
+def _keeps_length(stage: dict[str, Any]) -> bool:
+    pattern = stage.get("pattern", {})
+    return stage["type"] == "Replace" and len(pattern.get("String", "")) == len(stage.get("content", "")) == 1
