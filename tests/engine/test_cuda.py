@@ -1,0 +1,78 @@
+"""The engine on a GPU: FlashInfer attention, CUDA graphs over compiled layers, late tokens, against transformers' forward."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.checkpoint.dummy import dummy_model
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.runtime.attention.flashinfer import FlashInferBackend
+from server.engine.runtime.runner import ModelRunner
+from server.types import GenerateRequest, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+MODELS = Path(__file__).parents[2] / "bench" / "models"
+VOCABULARY = 2000
+SMALL = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 7, "num_attention_heads": 8, "head_dim": 128,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# bfloat16 logits of these models are multiples of about 0.008 where they are decided.
+NEAR_TIE = 0.02
+
+
+@pytest.mark.parametrize("blocks", [None, 60])
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-27b", "llama-3.3-70b"])
+def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
+    name: str, blocks: int | None, tmp_path: Path
+) -> None:
+    settings = json.loads((MODELS / name / "config.json").read_text()) | SMALL
+    if "sliding_window" in settings:
+        settings["sliding_window"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    device = torch.device("cuda", 0)
+    reference, model = (
+        dummy_model(tmp_path, device, torch.bfloat16, lambda *_: None, seed=0) for _ in range(2)
+    )  # fmt: skip
+    bytes_per_block = 16 * 7 * 2 * 2 * 128 * 2
+    config = EngineConfig(
+        device="cuda",
+        max_num_seqs=8,
+        max_num_batched_tokens=100,
+        max_model_len=512,
+        kv_cache_bytes=(blocks or 2000) * bytes_per_block,
+    )
+    runner = ModelRunner(model, config)
+    assert isinstance(runner._backend, FlashInferBackend)
+    runner.prepare(config, lambda *_: None)
+    engine = Engine(runner, config)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230)]
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+        engine.add(GenerateRequest(str(index), prompt, sampling))
+    answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            assert output.error is None
+            answers[output.request_id] += output.new_token_ids
+    assert blocks is None or engine.stats().preemptions > 0
+    for index, prompt in enumerate(prompts):
+        answer = torch.tensor(answers[str(index)], device=device)
+        assert len(answer) == 60
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + answer.tolist()], device=device)).logits[0]
+        expected = logits[len(prompt) - 1 : -1].float()
+        behind = expected.amax(-1) - expected.gather(1, answer.unsqueeze(1)).squeeze(1)
+        assert behind.max() <= NEAR_TIE
+        assert (behind == 0).float().mean() > 0.9
