@@ -11,16 +11,15 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class ConsoleFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.123 INFO  server.api [request id] message`."""
-
-    default_msec_format = "%s.%03d"
+    """`2026-01-31 12:00:00,123 INFO server.api: [request id] message`; without the id, as the engine writes it."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(name)s%(request)s %(message)s")
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter.format."""
         current = request_id.get()
-        record.request = f" [{current}]" if current else ""
+        record.request = f"[{current}] " if current else ""
         return super().format(record)
 
 

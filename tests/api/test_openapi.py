@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from server.api.chat import ChatCompletionRequest
+from server.api.completions import CompletionRequest
 from tests.api.conftest import chat_body
 
 
@@ -42,6 +45,13 @@ def test_examples_work(document: dict[str, Any], http: httpx.Client) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert http.post(path, json=content["example"] | {"max_tokens": 1}).status_code == 200
+
+
+def test_every_option_is_documented() -> None:
+    text = Path("docs/api.md").read_text()
+    for request in (ChatCompletionRequest, CompletionRequest):
+        for name in set(request.model_fields) - {"model", "messages", "prompt"}:
+            assert f"`{name}`" in text, name
 
 
 def test_options_are_those_that_are_accepted(document: dict[str, Any], http: httpx.Client) -> None:

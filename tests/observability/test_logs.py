@@ -30,8 +30,8 @@ def test_console_line_with_request_id(capsys: pytest.CaptureFixture[str]) -> Non
     request_id.reset(token)
     logging.getLogger("uvicorn.error").warning("bye")
     first, second = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO    server\.x \[abc\] hello 5", first)
-    assert second.endswith("WARNING uvicorn.error bye")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO server\.x: \[abc\] hello 5", first)
+    assert second.endswith("WARNING uvicorn.error: bye")
 
 
 def test_levels(capsys: pytest.CaptureFixture[str]) -> None:

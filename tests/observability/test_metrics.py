@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from server.observability.metrics import KERNEL_BUCKETS, TOKEN_BUCKETS, Metrics
 from server.observability.timeline import RequestTimeline
@@ -81,6 +82,14 @@ def test_two_servers_in_one_process_do_not_share_metrics() -> None:
     first.rejected("queue_full")
     assert first.registry.get_sample_value("nf4_request_rejections_total", {"reason": "queue_full"}) == 1
     assert second.registry.get_sample_value("nf4_request_rejections_total", {"reason": "queue_full"}) is None
+
+
+def test_every_metric_is_documented() -> None:
+    text = Path("docs/metrics.md").read_text()
+    for family in Metrics("m").registry.collect():
+        if not family.name.startswith("process_"):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            assert f"`{name}" in text, name
 
 
 def test_names_have_the_prefix() -> None:
