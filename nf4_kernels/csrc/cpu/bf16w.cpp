@@ -51,16 +51,16 @@ void run_rows(const Product& p, int64_t row0, int rows, int64_t m_begin, int64_t
 
 /* Whole units are matrix tiles as they lie in memory. */
 void run_tiles(const Product& p, int64_t row0, int64_t m_begin, int64_t m_end) {
-  alignas(64) float sums[32 * kUnit];
-  for (int64_t m0 = m_begin; m0 < m_end; m0 += 32) {
-    int count = (int)(m_end - m0 < 32 ? m_end - m0 : 32);
+  alignas(64) float sums[kTileRows * kUnit];
+  for (int64_t m0 = m_begin; m0 < m_end; m0 += kTileRows) {
+    int count = (int)(m_end - m0 < kTileRows ? m_end - m0 : kTileRows);
     p.kernels->tiles_bf16(p.w + row0 * p.x->k, p.x, m0 / 16, count > 16 ? 2 : 1, sums);
     emit(p, sums, m0, count, row0, kUnit);
   }
 }
 
 void linear_bf16w(Product p, Path path, const float* from, int64_t m, int64_t k, int threads) {
-  Tasks tasks(round_up(p.n, kUnit) / kUnit, m, threads, 32);
+  Tasks tasks(round_up(p.n, kUnit) / kUnit, m, threads, kTileRows);
   if (threads > tasks.count()) threads = (int)tasks.count();
   ThreadScratch& shared = ThreadScratch::mine();
   XInput input(from, NF4_FLOAT32, m, k, shared.x);

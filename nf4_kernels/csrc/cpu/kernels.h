@@ -19,6 +19,9 @@ constexpr int kPanelRows = 8;
 /* Rows of x per call of `dot`. */
 constexpr int kDotRows = 48;
 
+/* Rows of x that the results in tile registers hold. */
+constexpr int kTileRows = 32;
+
 /* x as the kernels of one instruction set want it. */
 struct Prepared {
   const float* x;     /* float32, row stride `stride`, zeros behind column k */
@@ -63,6 +66,9 @@ struct Kernels {
   void (*tiles_decode)(const Nf4Weight* w, int64_t row0, int rows, bool split, float* scratch, void* panel);
   /* Tile columns [t, t + columns), columns <= 2, times a decoded panel or kUnit rows of bfloat16 weights. */
   void (*tiles_multiply)(const void* panel, const Prepared* x, int64_t t, int columns, bool split, float* sums);
+  /* Both at once for m <= kTileRows; panel is room for 16 KiB. */
+  void (*tiles_fused)(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, bool split, float* scratch,
+                      void* panel, float* sums);
   void (*tiles_bf16)(const uint16_t* w, const Prepared* x, int64_t t, int columns, float* sums);
 };
 

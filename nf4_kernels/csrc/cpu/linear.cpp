@@ -98,14 +98,19 @@ void run_panel(const Kernels* kernels, const Prepared& x, const Unit& u, ThreadS
 }
 
 void run_tiles(const Kernels* kernels, const Prepared& x, const Unit& u, bool split, ThreadScratch& scratch) {
-  alignas(64) float sums[32 * kUnit];
+  alignas(64) float sums[kTileRows * kUnit];
   float* small = scratch.small.floats((size_t)(kUnit * (x.k / 64) + 64));
+  if (x.m <= kTileRows) {
+    kernels->tiles_fused(&u.p->weight, &x, u.row0, u.rows, split, small, scratch.panel.reserve(16384), sums);
+    emit(kernels, u, sums, 0, (int)x.m, u.row0, u.rows);
+    return;
+  }
   void* panel = scratch.panel.reserve((size_t)(kUnit * x.k) * (split ? 4 : 2));
   int64_t start = u.timed ? now_ns() : 0;
   kernels->tiles_decode(&u.p->weight, u.row0, u.rows, split, small, panel);
   if (u.timed) dequant_ns.fetch_add(now_ns() - start, std::memory_order_relaxed);
-  for (int64_t m0 = u.m_begin; m0 < u.m_end; m0 += 32) {
-    int count = (int)(u.m_end - m0 < 32 ? u.m_end - m0 : 32);
+  for (int64_t m0 = u.m_begin; m0 < u.m_end; m0 += kTileRows) {
+    int count = (int)(u.m_end - m0 < kTileRows ? u.m_end - m0 : kTileRows);
     kernels->tiles_multiply(panel, &x, m0 / 16, count > 16 ? 2 : 1, split, sums);
     emit(kernels, u, sums, m0, count, u.row0, u.rows);
   }
@@ -155,7 +160,7 @@ void linear_group(const Nf4Linear* ps, int count, int threads) {
   const bool split = ps->dtype != NF4_BFLOAT16;
   int64_t units = 0;
   for (int i = 0; i < count; ++i) units += round_up(ps[i].weight.n, kUnit) / kUnit;
-  Tasks tasks(units, ps->m, path == Path::kFused ? 1 : threads, 32);
+  Tasks tasks(units, ps->m, path == Path::kFused ? 1 : threads, kTileRows);
   if (threads > tasks.count()) threads = (int)tasks.count();
 
   ThreadScratch& shared = ThreadScratch::mine();

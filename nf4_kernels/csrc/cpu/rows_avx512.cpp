@@ -22,10 +22,11 @@ void fused_order_avx512(const Prepared* x, float* order) {
 
 namespace {
 
-/* M rows of x times 2 P rows of w: pair r is rows r and P + r. */
+/* M rows of x times 2 P rows of w: pair r is rows r and P + r. The rows after them start `ahead`
+ * bytes behind rows[0]. */
 template <int M, int P>
 void rows_times(const uint8_t* const rows[2 * P], const float* const scales[2 * P], const float* x, int64_t k,
-                float* sums) {
+                int64_t ahead, float* sums) {
   const __m512 codes = _mm512_load_ps(kCodes);
   /* Scaling a block's sum is cheaper than scaling its weights while few rows of x share them, but needs registers
    * for the sums of the block. */
@@ -38,6 +39,9 @@ void rows_times(const uint8_t* const rows[2 * P], const float* const scales[2 * 
   for (int64_t g = 0; g < groups; ++g) {
     __m512i nibbles[P];
     __m512 scale[P];
+    /* The next 2 P rows follow in memory, but hardware sees 2 P short streams: fetch them in order from here. */
+#pragma GCC unroll 8
+    for (int r = 0; r < P; ++r) _mm_prefetch((const char*)rows[0] + ahead + (g * P + r) * 64, _MM_HINT_T0);
 #pragma GCC unroll 8
     for (int r = 0; r < P; ++r) {
       __m256i low = _mm256_loadu_si256((const __m256i*)(rows[r] + g * 32));
@@ -109,7 +113,7 @@ void fused(const Nf4Weight* w, const float* order, int64_t row0, int count, floa
       rows[r] = w->packed + (row0 + row) * (k / 2);
       scales[r] = scratch + row * groups;
     }
-    rows_times<M, P>(rows, scales, order, k, sums + first);
+    rows_times<M, P>(rows, scales, order, k, P * k, sums + first);
   }
 }
 

@@ -76,32 +76,47 @@ void order(const Prepared* x, int64_t t, bool split, bool natural, void* out) {
 
 /* A panel is kUnit rows: for each 32 columns the tiles of rows 0..15 and 16..31, each followed by its low part. */
 template <bool kSplit>
-void decode(const Nf4Weight* w, int64_t row0, int rows, float* scratch, char* panel) {
-  constexpr int kParts = kSplit ? 2 : 1;
-  constexpr int64_t kStep = 2 * kParts * kTileBytes; /* from 32 columns to the next */
+constexpr int64_t kStep = (kSplit ? 4 : 2) * kTileBytes; /* from 32 columns to the next */
+
+/* 64 columns of one row, into tile rows that start at `to`. */
+template <bool kSplit>
+inline void decode_block(const uint8_t* from, float scale, __m512 codes, char* to) {
+  /* The block's sixteen products, twice, because vpermw reads five bits of an index: the fifth may be anything. */
+  const __m512 scaled = _mm512_mul_ps(codes, _mm512_set1_ps(scale));
+  const __m512i high = high_part(scaled, scaled);
+  const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+  const __m512i upper = _mm512_srli_epi16(bytes, 4);
+  _mm512_store_si512(to, _mm512_permutexvar_epi16(bytes, high));
+  _mm512_store_si512(to + kStep<kSplit>, _mm512_permutexvar_epi16(upper, high));
+  if (kSplit) {
+    __m512 half = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16));
+    const __m512 rest = _mm512_sub_ps(scaled, half);
+    const __m512i low = high_part(rest, rest);
+    _mm512_store_si512(to + kTileBytes, _mm512_permutexvar_epi16(bytes, low));
+    _mm512_store_si512(to + kStep<kSplit> + kTileBytes, _mm512_permutexvar_epi16(upper, low));
+  }
+}
+
+/* Columns 64 g .. 64 g + 63 of the rows of a panel. `ahead` bytes on lies what the next panel will read. */
+template <bool kSplit>
+void decode_columns(const Nf4Weight* w, int64_t row0, int rows, int64_t g, const float* scales, int64_t ahead,
+                    char* to) {
   const __m512 codes = _mm512_load_ps(kCodes);
-  const int64_t groups = w->k / 64;
-  load_scales_of_rows(w, row0, rows, scratch);
+  const int64_t row_bytes = w->k / 2, groups = w->k / 64;
+  const uint8_t* from = w->packed + row0 * row_bytes + g * 32;
+  const uint8_t* later = w->packed + row0 * row_bytes + ahead + g * kUnit * 32;
   for (int r = 0; r < rows; ++r) {
-    const uint8_t* from = w->packed + (row0 + r) * (w->k / 2);
-    const float* scales = scratch + r * groups;
-    char* to = panel + r / 16 * kParts * kTileBytes + r % 16 * 64;
-    for (int64_t g = 0; g < groups; ++g, from += 32, to += 2 * kStep) {
-      /* The block's sixteen products, twice, because vpermw reads five bits of an index: the fifth may be anything. */
-      const __m512 scaled = _mm512_mul_ps(codes, _mm512_set1_ps(scales[g]));
-      const __m512i high = high_part(scaled, scaled);
-      const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
-      const __m512i upper = _mm512_srli_epi16(bytes, 4);
-      _mm512_store_si512(to, _mm512_permutexvar_epi16(bytes, high));
-      _mm512_store_si512(to + kStep, _mm512_permutexvar_epi16(upper, high));
-      if (kSplit) {
-        __m512 half = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16));
-        const __m512 rest = _mm512_sub_ps(scaled, half);
-        const __m512i low = high_part(rest, rest);
-        _mm512_store_si512(to + kTileBytes, _mm512_permutexvar_epi16(bytes, low));
-        _mm512_store_si512(to + kStep + kTileBytes, _mm512_permutexvar_epi16(upper, low));
-      }
-    }
+    if (ahead && r % 2 == 0) _mm_prefetch((const char*)later + r * 32, _MM_HINT_T0);
+    decode_block<kSplit>(from + r * row_bytes, scales[r * groups + g], codes,
+                         to + r / 16 * (kStep<kSplit> / 2) + r % 16 * 64);
+  }
+}
+
+template <bool kSplit>
+void decode(const Nf4Weight* w, int64_t row0, int rows, float* scratch, char* panel) {
+  load_scales_of_rows(w, row0, rows, scratch);
+  for (int64_t g = 0; g < w->k / 64; ++g) {
+    decode_columns<kSplit>(w, row0, rows, g, scratch, 0, panel + g * 2 * kStep<kSplit>);
   }
 }
 
@@ -137,51 +152,92 @@ void clear_results() {
   _tile_zero(3);
 }
 
-/* Results 0, 1: both row tiles by column t; 2, 3: by column t + 1. Operands: 4, 5 of w, 6, 7 of x. */
+/* Adds 32 columns. Results 0, 1: both row tiles by column t; 2, 3: by column t + 1, which lies `column` bytes behind
+ * column t. Operands: 4, 5 of w, 6, 7 of x. */
 template <bool kSplit, int kColumns>
-void multiply(const char* a, const char* b, int64_t tiles, float* sums) {
-  constexpr int kParts = kSplit ? 2 : 1;
-  const int64_t column = tiles * kParts * kTileBytes;
-  clear_results();
-  for (int64_t i = 0; i < tiles; ++i, a += 2 * kParts * kTileBytes, b += kParts * kTileBytes) {
-    const char* a1 = a + kParts * kTileBytes;
-    const char* b1 = b + column;
-    if (kSplit) {
-      /* low(w) * high(x) first, so that the high part of x stays for high(w) */
-      _tile_loadd(4, a + kTileBytes, 64);
-      _tile_loadd(6, b, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(5, a1 + kTileBytes, 64);
-      _tile_dpbf16ps(1, 5, 6);
-      if (kColumns == 2) {
-        _tile_loadd(7, b1, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_loadd(4, a, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(5, a1, 64);
-      _tile_dpbf16ps(1, 5, 6);
-      if (kColumns == 2) {
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_loadd(6, b + kTileBytes, 64);
-      if (kColumns == 2) _tile_loadd(7, b1 + kTileBytes, 64);
-    } else {
-      _tile_loadd(4, a, 64);
-      _tile_loadd(5, a1, 64);
-      _tile_loadd(6, b, 64);
-      if (kColumns == 2) _tile_loadd(7, b1, 64);
-    }
+inline void multiply_step(const char* a, const char* b, int64_t column) {
+  const char* a1 = a + (kSplit ? 2 : 1) * kTileBytes;
+  const char* b1 = b + column;
+  if (kSplit) {
+    /* low(w) * high(x) first, so that the high part of x stays for high(w) */
+    _tile_loadd(4, a + kTileBytes, 64);
+    _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a1 + kTileBytes, 64);
+    _tile_dpbf16ps(1, 5, 6);
+    if (kColumns == 2) {
+      _tile_loadd(7, b1, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_loadd(4, a, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a1, 64);
     _tile_dpbf16ps(1, 5, 6);
     if (kColumns == 2) {
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
+    _tile_loadd(6, b + kTileBytes, 64);
+    if (kColumns == 2) _tile_loadd(7, b1 + kTileBytes, 64);
+  } else {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(5, a1, 64);
+    _tile_loadd(6, b, 64);
+    if (kColumns == 2) _tile_loadd(7, b1, 64);
+  }
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 5, 6);
+  if (kColumns == 2) {
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+template <bool kSplit, int kColumns>
+void multiply(const char* a, const char* b, int64_t tiles, float* sums) {
+  constexpr int kPart = (kSplit ? 2 : 1) * kTileBytes;
+  clear_results();
+  for (int64_t i = 0; i < tiles; ++i) {
+    multiply_step<kSplit, kColumns>(a + i * kStep<kSplit>, b + i * kPart, tiles * kPart);
   }
   store_results<kColumns>(sums);
+}
+
+/* Up to 32 rows of x: the results stay in their tiles while 64 columns after 64 are decoded into one of two small
+ * panels in L1 and multiplied. Two, so that decoding overlaps with the multiplication of the columns before. */
+template <bool kSplit, int kColumns>
+void fused(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, char* panel, float* sums) {
+  constexpr int kPart = (kSplit ? 2 : 1) * kTileBytes;
+  const int64_t groups = w->k / 64, column = w->k / 32 * kPart;
+  const int64_t ahead = row0 + 2 * kUnit <= w->n ? kUnit * w->k / 2 : 0;
+  const char* b = (const char*)x->order;
+  load_scales_of_rows(w, row0, rows, scratch);
+  clear_results();
+  decode_columns<kSplit>(w, row0, rows, 0, scratch, ahead, panel);
+  for (int64_t g = 0; g < groups; ++g, b += 2 * kPart) {
+    const char* a = panel + g % 2 * (2 * kStep<kSplit>);
+    multiply_step<kSplit, kColumns>(a, b, column);
+    multiply_step<kSplit, kColumns>(a + kStep<kSplit>, b + kPart, column);
+    if (g + 1 < groups) {
+      decode_columns<kSplit>(w, row0, rows, g + 1, scratch, ahead, panel + (g + 1) % 2 * (2 * kStep<kSplit>));
+    }
+    /* GCC's tile loads do not say what they read: keeps the stores above before the next ones. */
+    __asm__ volatile("" : : : "memory");
+  }
+  store_results<kColumns>(sums);
+}
+
+void tiles_fused(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, bool split, float* scratch,
+                 void* panel, float* sums) {
+  char* to = (char*)panel;
+  if (split) {
+    x->m > 16 ? fused<true, 2>(w, x, row0, rows, scratch, to, sums)
+              : fused<true, 1>(w, x, row0, rows, scratch, to, sums);
+  } else {
+    x->m > 16 ? fused<false, 2>(w, x, row0, rows, scratch, to, sums)
+              : fused<false, 1>(w, x, row0, rows, scratch, to, sums);
+  }
 }
 
 void tiles_multiply(const void* panel, const Prepared* x, int64_t t, int columns, bool split, float* sums) {
@@ -230,13 +286,15 @@ const Kernels* amx_kernels() {
   static const Kernels kernels = [] {
     Kernels k = *avx512_kernels();
     k.name = "amx";
-    k.tiles_from = 9;
+    k.fused_rows = 6; /* from 7 rows on, tiles are faster */
+    k.tiles_from = 7;
     k.bf16_tiles_from = 9;
     k.tiles_begin = begin;
     k.tiles_end = end;
     k.tiles_order = order;
     k.tiles_decode = tiles_decode;
     k.tiles_multiply = tiles_multiply;
+    k.tiles_fused = tiles_fused;
     k.tiles_bf16 = tiles_bf16;
     return k;
   }();
