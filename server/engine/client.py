@@ -208,7 +208,7 @@ class EngineClient:
         """Run one engine process to its end: (why it ended, whether another start is pointless, was it ready)."""
         config = self._config
         try:
-            process = await EngineProcess.start(self._folder, config.engine, config.log_level, config.cache_dir)
+            process = await EngineProcess.start(self._folder, config.engine, config.log_level)
         except OSError as e:
             return f"it could not be started: {e}", False, False
         self._process = process

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nf4_kernels import timing
 from server.types import RequestTimings
 
 
@@ -57,6 +58,7 @@ class StepClock:
         self.stopped = 0.0
         self.dequant_total = 0.0
         self.linear_total = 0.0
+        self._before = (0.0, 0.0)
         self._dequant = 0.0
         self._linear = 0.0
 
@@ -67,11 +69,16 @@ class StepClock:
 
     def start(self) -> None:
         """A step begins."""
+        self._before = timing.read()
         self.started = time.perf_counter()
 
     def stop(self) -> None:
         """The step has ended; its results are on the host."""
         self.stopped = time.perf_counter()
+        dequant, linear = timing.read()
+        self._dequant, self._linear = dequant - self._before[0], linear - self._before[1]
+        self.dequant_total += self._dequant
+        self.linear_total += self._linear
 
     def share(self, taken: Mapping[str, tuple[int, bool]], clocks: Mapping[str, RequestClock]) -> None:
         """Divide the step's kernel times among its requests: request id to (tokens, whether it was decoding)."""

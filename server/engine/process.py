@@ -22,6 +22,10 @@ import zmq.asyncio
 from server.config import EngineConfig
 from server.types import FromEngine, ToEngine
 
+# OpenMP threads spin this often before they sleep. GNU's default (milliseconds) makes every step many times slower when
+# another process, the API's own among them, takes one of the cores.
+GOMP_SPINCOUNT = "1000"
+
 
 class Launch(msgspec.Struct, frozen=True):
     """First line of the engine's standard input, whose end means that the API process is gone."""
@@ -32,7 +36,6 @@ class Launch(msgspec.Struct, frozen=True):
     """Address where the engine sends FromEngine messages."""
     checkpoint_folder: str
     log_level: str
-    cache_dir: str
     engine: dict[str, Any]
     """EngineConfig, dumped."""
 
@@ -59,9 +62,7 @@ class EngineProcess:
             socket.bind(_address(folder, name))
 
     @classmethod
-    async def start(
-        cls, checkpoint_folder: Path, config: EngineConfig, log_level: str, cache_dir: Path
-    ) -> EngineProcess:
+    async def start(cls, checkpoint_folder: Path, config: EngineConfig, log_level: str) -> EngineProcess:
         """Start the process; it reports on the sockets from here on. Raises OSError when it cannot be started."""
         folder = Path(tempfile.mkdtemp(prefix="nf4-engine-"))
         try:
@@ -72,7 +73,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.PIPE,
                 # A terminal's Ctrl-C must reach the API only, which then ends the engine in order.
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={"GOMP_SPINCOUNT": GOMP_SPINCOUNT, **os.environ, "PYTHONUNBUFFERED": "1"},
             )
             process = cls(child, folder, zmq.Context())
         except BaseException:
@@ -83,7 +84,6 @@ class EngineProcess:
             from_engine=_address(folder, "from-engine"),
             checkpoint_folder=str(checkpoint_folder),
             log_level=log_level,
-            cache_dir=str(cache_dir),
             engine=config.model_dump(mode="json"),
         )
         assert child.stdin is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from server.checkpoint.base import Progress
 from server.checkpoint.dummy import dummy_model
 from server.checkpoint.loading import load_model
-from server.config import EngineConfig
+from server.config import EngineConfig, default_cache_dir
 from server.engine.runtime.runner import ModelRunner, resolve_device, usable_threads
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ def load_runner(folder: Path, config: EngineConfig, progress: Progress) -> Model
     Raises CheckpointError, UnsupportedModelError or EngineConfigError when that cannot succeed.
     """
     device, dtype = resolve_device(config)
+    # torch's own default is a temporary folder, whose loss would make the next start a slow one.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "compiled"))
     if device.type == "cpu":
         torch.set_num_threads(usable_threads(config))
     if config.load_format == "dummy":

@@ -55,7 +55,8 @@ def test_compiled_layers_give_the_same_logits(
     with caplog.at_level(logging.WARNING):
         runner.prepare(CONFIG, lambda stage, fraction: None)
     assert not caplog.records
-    assert len(compilations) == kinds
+    # For few tokens and for many.
+    assert len(compilations) == 2 * kinds
     for found, wanted in zip(logits(runner), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 

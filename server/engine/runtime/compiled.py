@@ -21,6 +21,8 @@ from server.checkpoint.base import Progress
 
 logger = logging.getLogger(__name__)
 
+# Up to so many tokens the fused operations are too small to be worth waking a second thread for.
+FEW_TOKENS = 16
 _Path = tuple[int | str, ...]
 
 
@@ -44,18 +46,20 @@ def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progre
     Raises CompileError, with the layers as they were, when that cannot be done. Call in inference mode.
     """
     signatures = _observe(layers, run)
-    functions: dict[Any, Callable[..., Any]] = {}
+    functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
     kinds = [(_structure(layer), signature) for layer, signature in zip(layers, signatures, strict=True)]
     for done, kind in enumerate(dict.fromkeys(kinds)):
         progress("compiling layers", done / len(set(kinds)))
         layer = layers[kinds.index(kind)]
         try:
-            functions[kind] = _compile(layer, kind[1])
+            with torch._inductor.config.patch({"cpp.threads": 1}):
+                few = _compile(layer, kind[1])
+            functions[kind] = few, _compile(layer, kind[1])
         except Exception as e:
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise CompileError(f"{type(layer).__name__}: {reason}") from e
     for layer, kind in zip(layers, kinds, strict=True):
-        layer.forward = _call(functions[kind], kind[1], _tensors(layer))
+        layer.forward = _call(*functions[kind], kind[1], _tensors(layer))
 
     def undo() -> None:
         for layer in layers:
@@ -185,8 +189,13 @@ def _compile(layer: nn.Module, signature: _Signature) -> Callable[..., Any]:
     return function
 
 
-def _call(function: Callable[..., Any], signature: _Signature, own: list[torch.Tensor]) -> Callable[..., Any]:
-    """A layer's forward: picks the tensors out of the arguments; the rest of them are known to be constant."""
+def _call(
+    few: Callable[..., Any], many: Callable[..., Any], signature: _Signature, own: list[torch.Tensor]
+) -> Callable[..., Any]:
+    """A layer's forward: picks the tensors out of the arguments; the rest of them are known to be constant.
+
+    few serves up to FEW_TOKENS, many more than that.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensors = []
@@ -194,6 +203,8 @@ def _call(function: Callable[..., Any], signature: _Signature, own: list[torch.T
             key = path[0]
             value = args[key] if isinstance(key, int) else kwargs[key]
             tensors.append(value if len(path) == 1 else value[path[1]])
+        # The first tensor is the hidden states, [1, tokens, width].
+        function = few if tensors[0].shape[1] <= FEW_TOKENS else many
         return function(*tensors, *own)
 
     return forward

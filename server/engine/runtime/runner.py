@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+import nf4_kernels
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape, attending
@@ -28,9 +29,9 @@ from server.engine.scheduling.scheduler import Step
 logger = logging.getLogger(__name__)
 
 # Compiled layers are tried on so many tokens, and may differ from the model's own code by rounding only.
-TRIALS = (1, 7)
+TRIALS = (1, 7, 17)
 TRIAL_TOLERANCE = 1e-3
-LEAST_MODEL_LEN = 16
+LEAST_MODEL_LEN = 32
 CPU_CACHE_BYTES = 2**30
 CUDA_CACHE_SHARE = 0.9
 
@@ -134,7 +135,7 @@ class ModelRunner:
     @property
     def kernels(self) -> str:
         """Which NF4 kernels run, in words."""
-        return "bitsandbytes"
+        return f"nf4_kernels {nf4_kernels.capabilities()[self._device.type]}"
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
