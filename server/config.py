@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
+KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
+"""Environment variables with our prefix that belong to nf4_kernels."""
 
 
 class ConfigError(Exception):
@@ -72,6 +74,11 @@ class Config(_Section):
     http: HttpConfig = HttpConfig()
     engine: EngineConfig = EngineConfig()
 
+    @field_validator("cache_dir")
+    @classmethod
+    def _expand_user(cls, value: Path) -> Path:
+        return value.expanduser()
+
     @property
     def model_name(self) -> str:
         """The name clients use for the model."""
@@ -96,7 +103,7 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> C
             raise ConfigError(f"{path}: expected a mapping at the top, got {type(loaded).__name__}")
         data = loaded or {}
     for key, value in os.environ.items():
-        if key.startswith("NF4_") and value:
+        if key.startswith("NF4_") and key not in KERNEL_VARIABLES and value:
             _set(data, key.removeprefix("NF4_").lower().replace("__", "."), value)
     for key, value in (overrides or {}).items():
         if value is not None:

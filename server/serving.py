@@ -116,7 +116,8 @@ class Terminal:
         if self._interactive:
             if status.stage != self._stage:
                 self._end_line()
-            sys.stderr.write(f"\r\x1b[K{line}")
+            # The cursor goes back, so that a log line, of the engine too, overwrites this one.
+            sys.stderr.write(f"\x1b[K{line}\r")
             sys.stderr.flush()
             self._open_line = True
         elif status.stage != self._stage:

@@ -58,7 +58,7 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     error = ApiError(413, f"The request body is larger than {max_bytes} bytes.", code="request_too_large")
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > max_bytes:
+    if announced.isdecimal() and int(announced) > max_bytes:
         raise error
     chunks, size = [], 0
     try:

@@ -1,0 +1,67 @@
+"""Configuration: file, environment, flags; the last one wins, and nothing unknown gets through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from server.config import Config, ConfigError, load_config
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith("NF4_")]:
+        monkeypatch.delenv(name)
+
+
+def test_the_files_values_are_the_defaults_and_it_has_every_field() -> None:
+    path = Path("config.yaml")
+    assert load_config(path) == Config()
+    text = path.read_text()
+
+    def fields(section: dict[str, Any], values: dict[str, Any]) -> None:
+        for name in section:
+            assert name in values or f"# {name}:" in text, name
+
+    values = yaml.safe_load(text)
+    fields(Config.model_fields, values)
+    for section in ("http", "engine"):
+        fields(getattr(Config(), section).model_fields, values[section])
+
+
+def test_flags_win_over_variables_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: a\nhttp: {port: 1, host: h}\nlog_level: error")
+    monkeypatch.setenv("NF4_HTTP__PORT", "2")
+    monkeypatch.setenv("NF4_MODEL", "b")
+    monkeypatch.setenv("NF4_CPU_ISA", "avx2")
+    config = load_config(path, {"model": "c", "http.host": None})
+    assert (config.model, config.http.port, config.http.host, config.log_level) == ("c", 2, "h", "error")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("htp: {}", "htp"),
+        ("http: {prt: 1}", "http.prt"),
+        ("http: {port: 70000}", "http.port"),
+        ("engine: {device: tpu}", "engine.device"),
+        ("- a", "expected a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_errors_name_the_field_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason) as raised:
+        load_config(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_home_is_expanded() -> None:
+    assert load_config(None, {"cache_dir": "~/x"}).cache_dir == Path.home() / "x"
