@@ -8,6 +8,7 @@ bitsandbytes as before.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,14 +22,21 @@ from nf4_kernels.format import Weight
 
 logger = logging.getLogger(__name__)
 
-_PREPARED = "_nf4_prepared"
+# Names in a layer's __dict__, which state_dict does not see.
+_WEIGHT = "_nf4_weight"
+_CALL = "_nf4_call"
 _original_forward = Linear4bit.forward
 _overrides: torch.library.Library | None = None
+_layers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that keep something under these names
 _said: set[str] = set()
 
 
 def enable() -> None:
-    """Run every Linear4bit layer of this process, present and future, on the nf4 ops. Calling it again changes nothing."""
+    """Run every Linear4bit layer of this process, present and future, on the nf4 ops. Calling it again changes nothing.
+
+    On the CPU, layers that accelerate has already wrapped in hooks (offloaded models) keep the forward they were wrapped
+    with, bitsandbytes'.
+    """
     global _overrides  # noqa: PLW0603 - the registration lives as long as this object
     if Linear4bit.forward is _forward:
         return
@@ -45,6 +53,11 @@ def disable() -> None:
     if _overrides is not None:
         _overrides._destroy()
         _overrides = None
+    for layer in _layers:
+        # bitsandbytes may now replace the weight; what was kept would hold on to the old one.
+        layer.__dict__.pop(_WEIGHT, None)
+        layer.__dict__.pop(_CALL, None)
+    _layers.clear()
 
 
 class _Linear(torch.autograd.Function):
@@ -70,8 +83,81 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_bias, None
 
 
+class _Source:
+    """The parts of a layer that something was made from, to tell later whether they are still the same ones."""
+
+    def __init__(self, layer: Any) -> None:
+        self._packed = layer.weight
+        self._state = self._packed.quant_state
+        self._absmax = self._state.absmax
+        self._pointer = self._packed.data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """None: a copied layer has tensors of its own."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None, for the same reason."""
+        return type(None), ()
+
+    def is_of(self, layer: Any) -> bool:
+        packed = layer._parameters.get("weight")
+        return (
+            packed is self._packed
+            and packed.quant_state is self._state
+            and self._state.absmax is self._absmax
+            and packed.data_ptr() == self._pointer
+        )
+
+
+class _KeptWeight(_Source):
+    """A layer's weight for the ops; None where bitsandbytes' own path has to run."""
+
+    def __init__(self, layer: Any, weight: Weight | None) -> None:
+        super().__init__(layer)
+        self.weight = weight
+
+
+class _KeptCall(_Source):
+    """A layer's product on the CPU kernels without the dispatcher in between, which costs more than a small product."""
+
+    def __init__(self, layer: Any, weight: Weight) -> None:
+        super().__init__(layer)
+        self.bias: Tensor | None = layer.bias
+        self.dtype: torch.dtype = layer.compute_dtype
+        self._bias_pointer = 0 if self.bias is None else self.bias.data_ptr()
+        self.run = cpu.PreparedLinear(
+            weight.packed, weight.shape, weight.absmax, weight.blocksize, self.bias, *_nested(weight)
+        )
+
+    def is_of(self, layer: Any) -> bool:
+        bias = layer._parameters.get("bias")
+        return (
+            bias is self.bias
+            and (bias is None or bias.data_ptr() == self._bias_pointer)
+            and layer.compute_dtype is self.dtype
+            and super().is_of(layer)
+        )
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether x is an ordinary CPU tensor that nothing but the result is wanted of: no compiler, tracer or mode looks on."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and torch._C._get_tracing_state() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 def _forward(self: Any, x: Tensor) -> Tensor:
     """Linear4bit.forward on the nf4 ops: x in the layer's compute dtype, the result in x's own."""
+    if not torch.compiler.is_compiling():
+        kept: _KeptCall | None = self.__dict__.get(_CALL)
+        if kept is not None and _is_plain(x) and not _wants_gradient(x, kept.bias) and kept.is_of(self):
+            if x.dtype is kept.dtype:
+                return kept.run(x)
+            return kept.run(x.to(kept.dtype)).to(x.dtype)
     fix_4bit_weight_quant_state_from_module(self)
     weight = _weight_of(self)
     if weight is None:
@@ -86,11 +172,29 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     bias = self.bias
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if _wants_gradient(x, bias):
         result: Tensor = _Linear.apply(x, bias, weight)  # type: ignore[no-untyped-call]
     else:
         result = _call(x, bias, weight)
+    _keep_call(self, weight)
     return result if result.dtype == given else result.to(given)
+
+
+def _wants_gradient(x: Tensor, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def _keep_call(layer: Any, weight: Weight) -> None:
+    """Prepare the layer's next call, where the CPU kernels can take it directly and nothing is prepared yet."""
+    bias, dtype = layer.bias, layer.compute_dtype
+    if torch.compiler.is_compiling() or layer.weight.device.type != "cpu" or cpu.load_error() is not None:
+        return
+    if dtype not in cpu.DTYPES or (bias is not None and (bias.dtype is not dtype or not bias.is_contiguous())):
+        return
+    kept: _KeptCall | None = layer.__dict__.get(_CALL)
+    if kept is None or not kept.is_of(layer):
+        layer.__dict__[_CALL] = _KeptCall(layer, weight)
+        _layers.add(layer)
 
 
 def _call(x: Tensor, bias: Tensor | None, weight: Weight) -> Tensor:
@@ -102,20 +206,24 @@ def _call(x: Tensor, bias: Tensor | None, weight: Weight) -> Tensor:
 
 def _weight_of(layer: Any) -> Weight | None:
     """The layer's weight for the ops, kept with the layer; None where bitsandbytes' own path has to run."""
-    packed, state = layer.weight, layer.weight.quant_state
-    kept = layer.__dict__.get(_PREPARED)
-    if kept is not None and kept[0] is state and kept[1] is packed and kept[2] == packed.device:
-        weight: Weight | None = kept[3]
-        return weight
+    if torch.compiler.is_compiling():
+        return _make_weight(layer)  # traced into the graph once
+    kept: _KeptWeight | None = layer.__dict__.get(_WEIGHT)
+    if kept is None or not kept.is_of(layer):
+        kept = layer.__dict__[_WEIGHT] = _KeptWeight(layer, _make_weight(layer))
+        _layers.add(layer)
+    return kept.weight
+
+
+def _make_weight(layer: Any) -> Weight | None:
     try:
-        weight = Weight.from_quant_state(packed, state)
+        weight = Weight.from_quant_state(layer.weight, layer.weight.quant_state)
         _check_shape(weight)
     except ValueError as e:
         if str(e) not in _said:
             _said.add(str(e))
             logger.warning("a Linear4bit layer stays on bitsandbytes' own kernels: %s", e)
-        weight = None
-    layer.__dict__[_PREPARED] = (state, packed, packed.device, weight)
+        return None
     return weight
 
 

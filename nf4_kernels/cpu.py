@@ -18,7 +18,8 @@ from torch import Tensor
 from nf4_kernels.format import check
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cpu.so"
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""What the kernels compute with, and its number in csrc/params.h."""
 
 
 class _Weight(ctypes.Structure):
@@ -36,22 +37,6 @@ class _Weight(ctypes.Structure):
     )
 
 
-class _Linear(ctypes.Structure):
-    """Nf4Linear of csrc/params.h; workspace, counters and stream are for the GPU."""
-
-    _fields_ = (
-        ("weight", _Weight),
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
-        ("m", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("stream", ctypes.c_void_p),
-    )
-
-
 class KernelError(RuntimeError):
     """The library is missing, or refused its arguments."""
 
@@ -65,7 +50,7 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(LIBRARY))
         integer, pointer = ctypes.c_int64, ctypes.c_void_p
         loaded.nf4_cpu_dequantize.argtypes = (ctypes.POINTER(_Weight), pointer, ctypes.c_int32, ctypes.c_int32)
-        loaded.nf4_cpu_linear.argtypes = (ctypes.POINTER(_Linear), ctypes.c_int32)
+        loaded.nf4_cpu_linear_at.argtypes = (*[pointer] * 4, integer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_linear_bf16w.argtypes = (*[pointer] * 4, *[integer] * 3, ctypes.c_int32)
         loaded.nf4_cpu_isa.restype = ctypes.c_char_p
         loaded.nf4_cpu_set_isa.argtypes = (ctypes.c_char_p,)
@@ -109,7 +94,7 @@ def clock() -> tuple[float, float]:
 class PreparedLinear:
     """A linear layer whose arguments have been checked and laid out once, for the cheapest possible calls.
 
-    Keeps the tensors alive. Not for concurrent calls from several threads.
+    Keeps the tensors alive. Any number of threads may call it at once.
     """
 
     def __init__(
@@ -125,33 +110,36 @@ class PreparedLinear:
     ) -> None:
         if len(shape) != 2:
             raise ValueError(f"shape must be [N, K], got {list(shape)}")
-        self._keep = (packed, absmax, bias, absmax_8bit, absmax_code, absmax_offset)
         self.n, self.k = int(shape[0]), int(shape[1])
-        self._bias = bias
-        self._call = _Linear()
-        self._call.weight = _weight(
-            packed, self.n, self.k, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset
-        )  # fmt: skip
-        self._call.bias = None if bias is None else bias.data_ptr()
-        self._reference = ctypes.byref(self._call)
-        self._run = _usable().nf4_cpu_linear
+        if bias is not None and (bias.dtype not in DTYPES or bias.numel() != self.n):
+            raise ValueError(
+                f"bias must be float32, bfloat16 or float16 with {self.n} elements, got {bias.dtype} with {bias.numel()}"
+            )
+        given = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
+        self._keep = tuple(None if t is None else t.contiguous() for t in given)
+        self._weight = ctypes.byref(_weight(self.n, self.k, blocksize, *self._keep))  # type: ignore[arg-type]
+        self.bias = None if bias is None else bias.contiguous()
+        self._bias_pointer = None if self.bias is None else self.bias.data_ptr()
+        self._run = _usable().nf4_cpu_linear_at
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] of float32, bfloat16 or float16 to [..., N]."""
-        if x.shape[-1] != self.k or x.dtype not in _DTYPES:
+        dtype = DTYPES.get(x.dtype)
+        if dtype is None or x.shape[-1] != self.k or not x.is_cpu:
             raise ValueError(
-                f"x must end in {self.k} and be float32, bfloat16 or float16, got {list(x.shape)} {x.dtype}"
+                f"x must end in {self.k} and be float32, bfloat16 or float16 on the CPU,"
+                f" got {list(x.shape)} {x.dtype} on {x.device}"
             )
-        if self._bias is not None and self._bias.dtype != x.dtype:
-            raise ValueError(f"bias must be {x.dtype}, got {self._bias.dtype}")
+        if self.bias is not None and self.bias.dtype is not x.dtype:
+            raise ValueError(f"bias must be {x.dtype}, got {self.bias.dtype}")
         if not x.is_contiguous():
             x = x.contiguous()
-        out = torch.empty((*x.shape[:-1], self.n), dtype=x.dtype)
-        call = self._call
-        call.x, call.out = x.data_ptr(), out.data_ptr()
-        call.m, call.dtype = x.numel() // self.k, _DTYPES[x.dtype]
-        if call.m and self.n and self._run(self._reference, torch.get_num_threads()):
-            raise KernelError(f"nf4_cpu_linear refused M={call.m}, N={self.n}, K={self.k}")
+        out = x.new_empty((*x.shape[:-1], self.n))
+        m = x.numel() // self.k
+        if m and self._run(
+            self._weight, self._bias_pointer, x.data_ptr(), out.data_ptr(), m, dtype, torch.get_num_threads()
+        ):
+            raise KernelError(f"nf4_cpu_linear_at refused M={m}, N={self.n}, K={self.k}")
         return out
 
 
@@ -167,7 +155,6 @@ def linear(
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
     """x [..., K] times the transposed weight plus bias: [..., N] in x's dtype, accumulated in float32."""
-    bias = None if bias is None else bias.contiguous()
     return PreparedLinear(packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset)(x)
 
 
@@ -182,13 +169,16 @@ def dequantize(
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
     """The weight in dtype (float32, bfloat16, float16), bit for bit as bitsandbytes gives it."""
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     count = check(packed, shape, absmax, blocksize, absmax_8bit)
-    keep = tuple(None if t is None else t.contiguous() for t in (packed, absmax, absmax_8bit, absmax_code))
-    weight = _weight(keep[0], 1, count, keep[1], blocksize, keep[2], keep[3], absmax_offset)  # type: ignore[arg-type]
+    given = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
+    keep = tuple(None if t is None else t.contiguous() for t in given)
+    weight = _weight(1, count, blocksize, *keep)  # type: ignore[arg-type]
     out = torch.empty([int(size) for size in shape], dtype=dtype)
-    if count and _usable().nf4_cpu_dequantize(weight, out.data_ptr(), _DTYPES[dtype], torch.get_num_threads()):
+    if count and _usable().nf4_cpu_dequantize(
+        ctypes.byref(weight), out.data_ptr(), DTYPES[dtype], torch.get_num_threads()
+    ):
         raise KernelError(f"nf4_cpu_dequantize refused {count} elements in blocks of {blocksize}")
     return out
 
@@ -211,11 +201,11 @@ def linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _weight(
-    packed: Tensor,
     n: int,
     k: int,
-    absmax: Tensor,
     blocksize: int,
+    packed: Tensor,
+    absmax: Tensor,
     absmax_8bit: Tensor | None,
     absmax_code: Tensor | None,
     absmax_offset: Tensor | None,
@@ -225,8 +215,14 @@ def _weight(
         return _Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, n, k, blocksize)
     if absmax_code is None or absmax_offset is None:
         raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
-    pointers = (t.data_ptr() for t in (packed, absmax, absmax_8bit, absmax_code, absmax_offset))
-    return _Weight(*pointers, n, k, blocksize)
+    if absmax_code.dtype != torch.float32 or absmax_code.numel() != 256:
+        raise ValueError(f"absmax_code must be float32 with 256 elements, got {absmax_code.dtype}")
+    if absmax_offset.dtype != torch.float32 or absmax_offset.numel() != 1:
+        raise ValueError(f"absmax_offset must be one float32, got {absmax_offset.dtype} with {absmax_offset.numel()}")
+    tensors = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
+    if not all(tensor.is_cpu for tensor in tensors):
+        raise ValueError("the weight's tensors must all be on the CPU")
+    return _Weight(*(tensor.data_ptr() for tensor in tensors), n, k, blocksize)
 
 
 def _usable() -> ctypes.CDLL:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.functional import quantize_4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import nf4_kernels
@@ -152,3 +156,97 @@ def test_lora_beside_the_kernels_forward_and_backward(tmp_path: Path) -> None:
     assert torch.allclose(ours, logits, atol=1e-4)
     for name, gradient in gradients.items():
         assert torch.allclose(our_gradients[name], gradient, rtol=1e-3, atol=1e-6), name
+
+
+def oracle(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = Weight.from_quant_state(layer.weight, layer.weight.quant_state)
+    return reference.linear(
+        x, weight.packed, weight.shape, weight.absmax, weight.blocksize, layer.bias,
+        weight.absmax_8bit, weight.absmax_code, weight.absmax_offset,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def test_a_layer_that_has_run_sees_its_parts_replaced(tmp_path: Path, enabled: None) -> None:
+    layer, other = (tiny(tmp_path).model.layers[i].self_attn.q_proj for i in (0, 1))
+    x = torch.randn(2, 128)
+    first = layer(x)
+    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    layer.bias = torch.nn.Parameter(torch.randn(128), requires_grad=False)
+    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    layer.bias.data = torch.randn(128)
+    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    layer.bias.mul_(2)
+    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    layer.weight = other.weight
+    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    packed, state = quantize_4bit(torch.randn(128, 128), quant_type="nf4", compress_statistics=True)
+    layer.weight.data, layer.weight.quant_state = packed, state
+    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    layer.weight.data = packed.flip(0)
+    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    layer.compute_dtype = torch.bfloat16
+    assert not torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert layer(x).dtype == torch.float32
+    assert not torch.allclose(layer(x), first, atol=1e-2)
+
+
+@torch.inference_mode()
+def test_layers_that_have_run_are_copied_and_pickled(tmp_path: Path, enabled: None) -> None:
+    layer = tiny(tmp_path).model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 128)
+    expected = layer(x)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(again(x), expected)
+        again.weight.data.zero_()
+        assert not torch.equal(again(x), expected)
+    assert torch.equal(layer(x), expected)
+
+
+@torch.inference_mode()
+def test_one_layer_in_several_threads_at_once(tmp_path: Path, enabled: None) -> None:
+    layer = tiny(tmp_path).model.layers[0].mlp.up_proj
+    inputs = [torch.randn(1 + i % 3, 128) for i in range(8)]
+    expected = [layer(x) for x in inputs]
+
+    def many(index: int) -> bool:
+        with torch.inference_mode():
+            return all(torch.equal(layer(inputs[index]), expected[index]) for _ in range(100))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(many, range(8)))
+
+
+@torch.inference_mode()
+def test_tracers_see_the_op(tmp_path: Path, enabled: None) -> None:
+    layer = tiny(tmp_path).model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 128)
+    layer(x)
+    graph = make_fx(layer)(x).graph
+    assert any(node.target is torch.ops.nf4.linear.default for node in graph.nodes)
+
+
+def test_a_layer_that_bitsandbytes_repacked_stays_on_its_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = tiny(tmp_path).model.layers[0].self_attn.q_proj
+    if not layer.support_avx512bf16_for_cpu:
+        pytest.skip("bitsandbytes repacks weights only on CPUs with AVX512-BF16")
+    monkeypatch.setattr(bnb, "_said", set())
+    x = torch.randn(2, 128)
+    with torch.inference_mode(), caplog.at_level(logging.WARNING):
+        nf4_kernels.enable()
+        ours = [layer(x) for _ in range(2)]
+        nf4_kernels.disable()
+        theirs = layer(x)
+        assert layer.weight.quant_state.packing_format_for_cpu
+        nf4_kernels.enable()
+        try:
+            again = [layer(x) for _ in range(2)]
+        finally:
+            nf4_kernels.disable()
+    assert torch.equal(again[0], theirs)
+    assert torch.equal(again[1], theirs)
+    assert torch.allclose(ours[1], theirs, rtol=0.05, atol=0.05)
+    assert sum("repacked" in record.getMessage() for record in caplog.records) == 1
+    assert isinstance(layer.weight, Params4bit)
