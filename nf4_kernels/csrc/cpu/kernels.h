@@ -63,12 +63,17 @@ struct Kernels {
   void (*tiles_end)();
   /* Tile column t (16 rows of x) of the prepared operand. natural: columns in order, as bfloat16 weights need. */
   void (*tiles_order)(const Prepared* x, int64_t t, bool split, bool natural, void* order);
-  void (*tiles_decode)(const Nf4Weight* w, int64_t row0, int rows, bool split, float* scratch, void* panel);
-  /* Tile columns [t, t + columns), columns <= 2, times a decoded panel or kUnit rows of bfloat16 weights. */
-  void (*tiles_multiply)(const void* panel, const Prepared* x, int64_t t, int columns, bool split, float* sums);
+  /* Columns 64 begin .. 64 end - 1 of up to kUnit rows into a panel; begin = 0 also fills `scales`, for all. */
+  void (*tiles_decode)(const Nf4Weight* w, int64_t row0, int rows, int64_t begin, int64_t end, bool split,
+                       float* scales, void* panel);
+  /* Adds the panel times tile columns t, t + 1 (columns: 1 or 2) of x to `results`, four tiles; begin = 0 sets it. */
+  void (*tiles_multiply)(const void* panel, const Prepared* x, int64_t t, int columns, int64_t begin, int64_t end,
+                         bool split, float* results);
+  void (*tiles_sums)(const float* results, int columns, float* sums);
   /* Both at once for m <= kTileRows; panel is room for 16 KiB. */
   void (*tiles_fused)(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, bool split, float* scratch,
                       void* panel, float* sums);
+  /* Tile columns t, t + 1 times kUnit rows of bfloat16 weights. */
   void (*tiles_bf16)(const uint16_t* w, const Prepared* x, int64_t t, int columns, float* sums);
 };
 

@@ -97,22 +97,41 @@ void run_panel(const Kernels* kernels, const Prepared& x, const Unit& u, ThreadS
   }
 }
 
-void run_tiles(const Kernels* kernels, const Prepared& x, const Unit& u, bool split, ThreadScratch& scratch) {
+void run_tiles_fused(const Kernels* kernels, const Prepared& x, const Unit& u, bool split, ThreadScratch& scratch) {
   alignas(64) float sums[kTileRows * kUnit];
   float* small = scratch.small.floats((size_t)(kUnit * (x.k / 64) + 64));
-  if (x.m <= kTileRows) {
-    kernels->tiles_fused(&u.p->weight, &x, u.row0, u.rows, split, small, scratch.panel.reserve(16384), sums);
-    emit(kernels, u, sums, 0, (int)x.m, u.row0, u.rows);
-    return;
-  }
-  void* panel = scratch.panel.reserve((size_t)(kUnit * x.k) * (split ? 4 : 2));
-  int64_t start = u.timed ? now_ns() : 0;
-  kernels->tiles_decode(&u.p->weight, u.row0, u.rows, split, small, panel);
-  if (u.timed) dequant_ns.fetch_add(now_ns() - start, std::memory_order_relaxed);
-  for (int64_t m0 = u.m_begin; m0 < u.m_end; m0 += kTileRows) {
-    int count = (int)(u.m_end - m0 < kTileRows ? u.m_end - m0 : kTileRows);
-    kernels->tiles_multiply(panel, &x, m0 / 16, count > 16 ? 2 : 1, split, sums);
-    emit(kernels, u, sums, m0, count, u.row0, u.rows);
+  kernels->tiles_fused(&u.p->weight, &x, u.row0, u.rows, split, small, scratch.panel.reserve(16384), sums);
+  emit(kernels, u, sums, 0, (int)x.m, u.row0, u.rows);
+}
+
+/* 64 kGroups columns of a unit are decoded at a time: that panel (24 KiB) stays in L1 while kBlock rows of x pass by,
+ * whose results (64 KiB) wait in L2 for the next columns. */
+void run_tiles(const Kernels* kernels, const Prepared& x, const Unit& u, bool split, ThreadScratch& scratch) {
+  constexpr int64_t kGroups = 3, kBlock = 512, kResult = 4 * 256;
+  alignas(64) float sums[kTileRows * kUnit];
+  float* small = scratch.small.floats((size_t)(kUnit * (x.k / 64) + 64));
+  float* results = scratch.panel.floats(kGroups * 64 * kUnit + kBlock / kTileRows * kResult);
+  float* panel = results + kBlock / kTileRows * kResult;
+  const int64_t groups = x.k / 64;
+  for (int64_t first = u.m_begin; first < u.m_end; first += kBlock) {
+    const int64_t last = first + kBlock < u.m_end ? first + kBlock : u.m_end;
+    auto columns = [&](int64_t m0) { return last - m0 > 16 ? 2 : 1; };
+    for (int64_t begin = 0; begin < groups; begin += kGroups) {
+      const int64_t end = begin + kGroups < groups ? begin + kGroups : groups;
+      int64_t start = u.timed ? now_ns() : 0;
+      kernels->tiles_decode(&u.p->weight, u.row0, u.rows, begin, end, split, small, panel);
+      if (u.timed) dequant_ns.fetch_add(now_ns() - start, std::memory_order_relaxed);
+      float* to = results;
+      for (int64_t m0 = first; m0 < last; m0 += kTileRows, to += kResult) {
+        kernels->tiles_multiply(panel, &x, m0 / 16, columns(m0), begin, end, split, to);
+      }
+    }
+    const float* from = results;
+    for (int64_t m0 = first; m0 < last; m0 += kTileRows, from += kResult) {
+      int count = (int)(last - m0 < kTileRows ? last - m0 : kTileRows);
+      kernels->tiles_sums(from, columns(m0), sums);
+      emit(kernels, u, sums, m0, count, u.row0, u.rows);
+    }
   }
 }
 
@@ -138,7 +157,8 @@ void run_tasks(const Kernels* kernels, Path path, const Nf4Linear* ps, const Pre
     Unit u{p, row0, (int)(left < kUnit ? left : kUnit), tasks.m_begin(t), tasks.m_end(t), id == 0};
     if (path == Path::kFused) run_fused(kernels, x, u, scratch);
     if (path == Path::kPanel) run_panel(kernels, x, u, scratch);
-    if (path == Path::kTiles) run_tiles(kernels, x, u, split, scratch);
+    if (path == Path::kTiles && x.m <= kTileRows) run_tiles_fused(kernels, x, u, split, scratch);
+    if (path == Path::kTiles && x.m > kTileRows) run_tiles(kernels, x, u, split, scratch);
   }
 }
 

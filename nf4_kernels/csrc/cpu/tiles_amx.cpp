@@ -112,16 +112,19 @@ void decode_columns(const Nf4Weight* w, int64_t row0, int rows, int64_t g, const
   }
 }
 
-template <bool kSplit>
-void decode(const Nf4Weight* w, int64_t row0, int rows, float* scratch, char* panel) {
-  load_scales_of_rows(w, row0, rows, scratch);
-  for (int64_t g = 0; g < w->k / 64; ++g) {
-    decode_columns<kSplit>(w, row0, rows, g, scratch, 0, panel + g * 2 * kStep<kSplit>);
+void tiles_decode(const Nf4Weight* w, int64_t row0, int rows, int64_t begin, int64_t end, bool split, float* scales,
+                  void* panel) {
+  if (begin == 0) load_scales_of_rows(w, row0, rows, scales);
+  char* to = (char*)panel;
+  for (int64_t g = begin; g < end; ++g) {
+    if (split) {
+      decode_columns<true>(w, row0, rows, g, scales, 0, to);
+      to += 2 * kStep<true>;
+    } else {
+      decode_columns<false>(w, row0, rows, g, scales, 0, to);
+      to += 2 * kStep<false>;
+    }
   }
-}
-
-void tiles_decode(const Nf4Weight* w, int64_t row0, int rows, bool split, float* scratch, void* panel) {
-  split ? decode<true>(w, row0, rows, scratch, (char*)panel) : decode<false>(w, row0, rows, scratch, (char*)panel);
 }
 
 /* out[16 rows of x][16 rows of w] of a result tile. */
@@ -132,17 +135,34 @@ void store_sums(const float* tile, float* sums) {
   for (int i = 0; i < 16; ++i) _mm512_storeu_si512(sums + i * kUnit, rows[i]);
 }
 
+void tiles_sums(const float* results, int columns, float* sums) {
+  for (int c = 0; c < columns; ++c) {
+    store_sums(results + 512 * c, sums + c * 16 * kUnit);
+    store_sums(results + 512 * c + 256, sums + c * 16 * kUnit + 16);
+  }
+}
+
+template <int kColumns>
+void save_results(float* results) {
+  _tile_stored(0, results, 64);
+  _tile_stored(1, results + 256, 64);
+  if (kColumns == 2) _tile_stored(2, results + 512, 64);
+  if (kColumns == 2) _tile_stored(3, results + 768, 64);
+}
+
+template <int kColumns>
+void load_results(const float* results) {
+  _tile_loadd(0, results, 64);
+  _tile_loadd(1, results + 256, 64);
+  if (kColumns == 2) _tile_loadd(2, results + 512, 64);
+  if (kColumns == 2) _tile_loadd(3, results + 768, 64);
+}
+
 template <int kColumns>
 void store_results(float* sums) {
-  alignas(64) float tile[4][256];
-  _tile_stored(0, tile[0], 64);
-  _tile_stored(1, tile[1], 64);
-  if (kColumns == 2) _tile_stored(2, tile[2], 64);
-  if (kColumns == 2) _tile_stored(3, tile[3], 64);
-  for (int c = 0; c < kColumns; ++c) {
-    store_sums(tile[2 * c], sums + c * 16 * kUnit);
-    store_sums(tile[2 * c + 1], sums + c * 16 * kUnit + 16);
-  }
+  alignas(64) float results[1024];
+  save_results<kColumns>(results);
+  tiles_sums(results, kColumns, sums);
 }
 
 void clear_results() {
@@ -195,13 +215,30 @@ inline void multiply_step(const char* a, const char* b, int64_t column) {
 }
 
 template <bool kSplit, int kColumns>
-void multiply(const char* a, const char* b, int64_t tiles, float* sums) {
+void multiply(const char* a, const Prepared* x, int64_t t, int64_t begin, int64_t end, float* results) {
   constexpr int kPart = (kSplit ? 2 : 1) * kTileBytes;
-  clear_results();
-  for (int64_t i = 0; i < tiles; ++i) {
-    multiply_step<kSplit, kColumns>(a + i * kStep<kSplit>, b + i * kPart, tiles * kPart);
+  const int64_t column = x->k / 32 * kPart;
+  const char* b = (const char*)x->order + t * column;
+  if (begin == 0) {
+    clear_results();
+  } else {
+    load_results<kColumns>(results);
   }
-  store_results<kColumns>(sums);
+  for (int64_t i = 2 * begin; i < 2 * end; ++i, a += kStep<kSplit>) {
+    multiply_step<kSplit, kColumns>(a, b + i * kPart, column);
+  }
+  save_results<kColumns>(results);
+}
+
+void tiles_multiply(const void* panel, const Prepared* x, int64_t t, int columns, int64_t begin, int64_t end,
+                    bool split, float* results) {
+  const char* a = (const char*)panel;
+  if (split) {
+    columns == 2 ? multiply<true, 2>(a, x, t, begin, end, results) : multiply<true, 1>(a, x, t, begin, end, results);
+  } else {
+    columns == 2 ? multiply<false, 2>(a, x, t, begin, end, results)
+                 : multiply<false, 1>(a, x, t, begin, end, results);
+  }
 }
 
 /* Up to 32 rows of x: the results stay in their tiles while 64 columns after 64 are decoded into one of two small
@@ -237,17 +274,6 @@ void tiles_fused(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, 
   } else {
     x->m > 16 ? fused<false, 2>(w, x, row0, rows, scratch, to, sums)
               : fused<false, 1>(w, x, row0, rows, scratch, to, sums);
-  }
-}
-
-void tiles_multiply(const void* panel, const Prepared* x, int64_t t, int columns, bool split, float* sums) {
-  const int64_t tiles = x->k / 32;
-  const char* a = (const char*)panel;
-  const char* b = (const char*)x->order + t * tiles * (split ? 2 : 1) * kTileBytes;
-  if (split) {
-    columns == 2 ? multiply<true, 2>(a, b, tiles, sums) : multiply<true, 1>(a, b, tiles, sums);
-  } else {
-    columns == 2 ? multiply<false, 2>(a, b, tiles, sums) : multiply<false, 1>(a, b, tiles, sums);
   }
 }
 
@@ -294,6 +320,7 @@ const Kernels* amx_kernels() {
     k.tiles_order = order;
     k.tiles_decode = tiles_decode;
     k.tiles_multiply = tiles_multiply;
+    k.tiles_sums = tiles_sums;
     k.tiles_fused = tiles_fused;
     k.tiles_bf16 = tiles_bf16;
     return k;
