@@ -1,0 +1,210 @@
+"""CPU speed on the embedded model, side by side: this engine, transformers + bitsandbytes NF4, transformers in bfloat16.
+
+    python -m bench.cpu        # table, and bench/results/cpu.json; wants quiet cores
+
+Every contender runs in a process of its own. Decode: prompts of 128 tokens, the median interval between tokens; prefill:
+the median time of 512 tokens to the first logits. Greedy, the same random prompts for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
+PROMPT = 128
+TOKENS = 65
+PREFILL = 512
+PREFILL_RUNS = 7
+RESULT = Path(__file__).resolve().parent / "results" / "cpu.json"
+# (what, at least, aim), in tokens per second
+TARGETS = {"decode 1": (60, 135), "decode 8": (200, 350), "prefill 512": (1600, 2300)}
+
+
+def main() -> int:
+    """Run all contenders, or one of them (a child process), which prints its figures as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        print(json.dumps(_measure(options.only, options.threads)))
+        return 0
+    rows: dict[str, dict[str, float]] = {}
+    for contender in CONTENDERS:
+        print(f"bench: {contender} ...", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "bench.cpu", "--only", contender, "--threads", str(options.threads)]
+        environment = {"GOMP_SPINCOUNT": "1000", **os.environ} if contender == "ours" else dict(os.environ)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        rows[contender] = json.loads(done.stdout.splitlines()[-1])
+    report = {"device": _cpu_name(), "threads": options.threads, "versions": _versions(), "rows": _rows(rows)}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    _print(report)
+    return 0
+
+
+def _measure(contender: str, threads: int) -> dict[str, float]:
+    from server.checkpoint.source import EMBEDDED, resolve_checkpoint
+    from server.config import default_cache_dir
+
+    folder = resolve_checkpoint(EMBEDDED, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
+    if contender == "ours":
+        return _measure_engine(folder, threads)
+    return _measure_transformers(folder, contender, threads)
+
+
+def _prompt(index: int, length: int) -> list[int]:
+    return [10 + (index * 7919 + i * 104729) % 40000 for i in range(length)]
+
+
+def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
+    from server.config import EngineConfig
+    from server.engine.core import Engine
+    from server.engine.start import load_runner
+    from server.types import GenerateRequest, SamplingParams
+
+    config = EngineConfig(device="cpu", threads=threads)
+    engine = Engine(load_runner(folder, config, lambda stage, fraction: None), config)
+
+    def run(batch: int, length: int, tokens: int) -> tuple[list[float], list[float]]:
+        """Seconds of the steps that prefilled and of those that only decoded, all sequences in each."""
+        for i in range(batch):
+            sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+            engine.add(GenerateRequest(str(i), _prompt(i, length), sampling))
+        prefill: list[float] = []
+        decode: list[float] = []
+        while engine.has_work:
+            started = time.perf_counter()
+            stats = engine.step().stats
+            (prefill if stats.step_prefill_tokens else decode).append(time.perf_counter() - started)
+        return prefill, decode
+
+    run(1, PREFILL, 4)
+    return {
+        "decode 1": 1 / statistics.median(run(1, PROMPT, TOKENS)[1]),
+        "decode 8": 8 / statistics.median(run(8, PROMPT, TOKENS)[1]),
+        "prefill 512": PREFILL / statistics.median(sum(run(1, PREFILL, 1)[0]) for _ in range(PREFILL_RUNS)),
+    }
+
+
+def _measure_transformers(folder: Path, contender: str, threads: int) -> dict[str, float]:
+    import torch
+    from bitsandbytes.nn import Linear4bit
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    dtype = torch.float32 if contender == "bnb-float32" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if contender == "bfloat16":
+        model = model.dequantize(dtype=dtype)
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.compute_dtype = dtype
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+    def decode(batch: int) -> float:
+        ids = torch.tensor([_prompt(i, PROMPT) for i in range(batch)])
+        moments: list[float] = []
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            do_sample=False,
+            stopping_criteria=[_noting(moments)],
+        )
+        return batch / statistics.median(b - a for a, b in itertools.pairwise(moments))
+
+    def prefill() -> float:
+        ids = torch.tensor([_prompt(0, PREFILL)])
+        started = time.perf_counter()
+        model(ids, use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - started
+
+    with torch.inference_mode():
+        prefill()
+        return {
+            "decode 1": decode(1),
+            "decode 8": decode(8),
+            "prefill 512": PREFILL / statistics.median(prefill() for _ in range(PREFILL_RUNS)),
+        }
+
+
+def _noting(moments: list[float]) -> Callable[..., Any]:
+    """A stopping criterion that stops nothing and notes when each token was there."""
+    import torch
+
+    def criterion(ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
+        moments.append(time.perf_counter())
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    return criterion
+
+
+def _rows(measured: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    rows = []
+    for what, (least, aim) in TARGETS.items():
+        bnb = {dtype: measured[f"bnb-{dtype}"][what] for dtype in ("float32", "bfloat16")}
+        faster = max(bnb, key=lambda dtype: bnb[dtype])
+        rows.append(
+            {
+                "what": what,
+                "ours": round(measured["ours"][what], 1),
+                "transformers_bnb_nf4": round(bnb[faster], 1),
+                "transformers_bnb_dtype": faster,
+                "transformers_bf16": round(measured["bfloat16"][what], 1),
+                "at_least": least,
+                "aim": aim,
+            }
+        )
+    return rows
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "transformers", "bitsandbytes")
+    import nf4_kernels
+
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        "nf4_kernels": nf4_kernels.capabilities()["cpu"],
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"\n{report['device']}, {report['threads']} threads, {report['versions']}\ntokens per second:\n")
+    print(
+        "| | ours | transformers + bitsandbytes NF4 | transformers bf16 | at least | aim |\n|---|---|---|---|---|---|"
+    )
+    for row in report["rows"]:
+        bnb = f"{row['transformers_bnb_nf4']} ({row['transformers_bnb_dtype']})"
+        print(
+            f"| {row['what']} | {row['ours']} | {bnb} | {row['transformers_bf16']} | {row['at_least']} | {row['aim']} |"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
