@@ -1,4 +1,4 @@
-"""The engine on a GPU: FlashInfer attention, CUDA graphs over compiled layers, late tokens, against transformers' forward."""
+"""The engine on a GPU: FlashInfer, CUDA graphs over compiled layers, late tokens, against transformers' forward."""
 
 from __future__ import annotations
 
