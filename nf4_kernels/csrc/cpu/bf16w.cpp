@@ -60,7 +60,7 @@ void run_tiles(const Product& p, int64_t row0, int64_t m_begin, int64_t m_end) {
 }
 
 void linear_bf16w(Product p, Path path, const float* from, int64_t m, int64_t k, int threads) {
-  Tasks tasks(round_up(p.n, kUnit) / kUnit, m, threads, kTileRows);
+  Tasks tasks(round_up(p.n, kUnit) / kUnit, m, threads, k * 4);
   if (threads > tasks.count()) threads = (int)tasks.count();
   ThreadScratch& shared = ThreadScratch::mine();
   XInput input(from, NF4_FLOAT32, m, k, shared.x);

@@ -4,6 +4,12 @@
 extern "C" int nf4_cpu_linear_at(const Nf4Weight* w, const void* bias, const void* x, void* out, int64_t m,
                                  int32_t dtype, int32_t threads) {
   if (!w) return 1;
-  const Nf4Linear p{*w, x, bias, out, nullptr, nullptr, m, dtype, nullptr};
+  Nf4Linear p{};
+  p.weight = *w;
+  p.x = x;
+  p.bias = bias;
+  p.out = out;
+  p.m = m;
+  p.dtype = dtype;
   return nf4_cpu_linear_group(&p, 1, threads);
 }

@@ -36,9 +36,14 @@ void XInput::convert(int id, int threads) const {
   }
 }
 
-Tasks::Tasks(int64_t units_, int64_t m_, int64_t threads, int64_t step) : units(units_), m(m_) {
-  int64_t wanted = units < threads ? (threads + units - 1) / units : 1;
-  rows_per_range = round_up((m + wanted - 1) / wanted, step);
+Tasks::Tasks(int64_t units_, int64_t m_, int64_t threads, int64_t row_bytes) : units(units_), m(m_) {
+  constexpr int64_t kRangeBytes = 768 << 10;
+  constexpr int64_t kLeastRows = 4 * kTileRows; /* fewer would decode more than they multiply */
+  int64_t most = kRangeBytes / row_bytes / kTileRows * kTileRows;
+  if (most < kLeastRows) most = kLeastRows;
+  int64_t wanted = (m + most - 1) / most;
+  if (units * wanted < threads) wanted = (threads + units - 1) / units;
+  rows_per_range = round_up((m + wanted - 1) / wanted, kTileRows);
   ranges = (m + rows_per_range - 1) / rows_per_range;
 }
 
@@ -147,10 +152,10 @@ void run_tasks(const Kernels* kernels, Path path, const Nf4Linear* ps, const Pre
                bool split, int id, int threads) {
   ThreadScratch& scratch = ThreadScratch::mine();
   Share share(tasks.count(), id, threads);
-  int64_t first_unit = 0; /* of product p */
-  const Nf4Linear* p = ps;
   for (int64_t t = share.begin; t < share.end; ++t) {
-    int64_t unit = tasks.unit(t);
+    const int64_t unit = tasks.unit(t);
+    const Nf4Linear* p = ps;
+    int64_t first_unit = 0; /* of product p */
     for (int64_t units; unit >= first_unit + (units = round_up(p->weight.n, kUnit) / kUnit); ++p) first_unit += units;
     int64_t row0 = (unit - first_unit) * kUnit;
     int64_t left = p->weight.n - row0;
@@ -180,7 +185,7 @@ void linear_group(const Nf4Linear* ps, int count, int threads) {
   const bool split = ps->dtype != NF4_BFLOAT16;
   int64_t units = 0;
   for (int i = 0; i < count; ++i) units += round_up(ps[i].weight.n, kUnit) / kUnit;
-  Tasks tasks(units, ps->m, path == Path::kFused ? 1 : threads, kTileRows);
+  Tasks tasks(units, ps->m, path == Path::kFused ? 1 : threads, ps->weight.k * 4);
   if (threads > tasks.count()) threads = (int)tasks.count();
 
   ThreadScratch& shared = ThreadScratch::mine();

@@ -35,14 +35,15 @@ class XInput {
   float* copy_ = nullptr;
 };
 
-/* Work is cut into tasks of kUnit rows of a weight by a range of x's rows. The second cut is only made where there
- * are fewer units than threads, because each range decodes the weights again. */
+/* Work is cut into tasks of kUnit rows of a weight by a range of x's rows. Each range decodes the weights again, so
+ * there is one, unless units are fewer than threads or x is more than a core's L2 should hold: every unit reads all of
+ * its range. Tasks of one range follow each other. */
 struct Tasks {
   int64_t units, ranges, rows_per_range, m;
-  Tasks(int64_t units, int64_t m, int64_t threads, int64_t step);
+  Tasks(int64_t units, int64_t m, int64_t threads, int64_t row_bytes);
   int64_t count() const { return units * ranges; }
-  int64_t unit(int64_t task) const { return task / ranges; }
-  int64_t m_begin(int64_t task) const { return task % ranges * rows_per_range; }
+  int64_t unit(int64_t task) const { return task % units; }
+  int64_t m_begin(int64_t task) const { return task / units * rows_per_range; }
   int64_t m_end(int64_t task) const {
     int64_t end = m_begin(task) + rows_per_range;
     return end < m ? end : m;

@@ -172,6 +172,12 @@ void clear_results() {
   _tile_zero(3);
 }
 
+/* x comes from L2: asks for a tile while the one before is multiplied. */
+inline void fetch_tile(const char* tile) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm_prefetch(tile + i * 64, _MM_HINT_T0);
+}
+
 /* Adds 32 columns. Results 0, 1: both row tiles by column t; 2, 3: by column t + 1, which lies `column` bytes behind
  * column t. Operands: 4, 5 of w, 6, 7 of x. */
 template <bool kSplit, int kColumns>
@@ -189,9 +195,15 @@ inline void multiply_step(const char* a, const char* b, int64_t column) {
       _tile_loadd(7, b1, 64);
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
+      fetch_tile(b + 2 * kTileBytes);
+      fetch_tile(b + 3 * kTileBytes);
     }
     _tile_loadd(4, a, 64);
     _tile_dpbf16ps(0, 4, 6);
+    if (kColumns == 2) {
+      fetch_tile(b1 + 2 * kTileBytes);
+      fetch_tile(b1 + 3 * kTileBytes);
+    }
     _tile_loadd(5, a1, 64);
     _tile_dpbf16ps(1, 5, 6);
     if (kColumns == 2) {
