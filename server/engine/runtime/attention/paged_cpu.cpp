@@ -88,33 +88,49 @@ void soften(float* scores, int64_t count, const PagedAttention& a) {
   for (int64_t i = 0; i < count; ++i) scores[i] *= share;
 }
 
-// The query heads that share one key head of one sequence.
+// Calls row(index, cache row) for every key of a sequence that its query sees, block by block: a division for every key
+// would cost more than its product.
+template <typename Row>
+inline void for_each_key(const PagedAttention& a, int64_t single, int64_t begin, int64_t end, Row row) {
+  const int64_t* table = a.tables + single * a.table_width;
+  int64_t position = begin;
+  for (int64_t block = begin / a.block_size; position < end; ++block) {
+    const int64_t first = block * a.block_size, last = std::min(end, first + a.block_size);
+    const int64_t offset = table[block] * a.block_size - first;
+    for (; position < last; ++position) row(position - begin, (offset + position) * a.kv_heads);
+  }
+}
+
+// The query heads of one sequence that belong to the key heads [first_head, last_head). All key heads of a token are
+// read in turn, because they lie side by side.
 template <int kDim>
-void attend(const PagedAttention& a, int64_t single, int64_t kv_head, std::vector<float>& buffer) {
+void attend(const PagedAttention& a, int64_t single, int64_t first_head, int64_t last_head, std::vector<float>& buffer) {
   const int64_t group = a.heads / a.kv_heads, end = a.ends[single];
   const int64_t begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
   const int64_t count = end - begin;
-  const int64_t* table = a.tables + single * a.table_width;
-  const float* query = a.query + single * a.query_token + kv_head * group * a.query_head;
-  buffer.resize(group * count);
-  const auto row = [&](int64_t position) {
-    return (table[position / a.block_size] * a.block_size + position % a.block_size) * a.kv_heads + kv_head;
-  };
-  for (int64_t i = 0; i < count; ++i) {
-    const float* key = a.key_cache + row(begin + i) * a.key_dim;
-    for (int64_t g = 0; g < group; ++g) {
-      buffer[g * count + i] = dot<kDim>(query + g * a.query_head, key, a.key_dim);
+  const int64_t first = first_head * group, last = last_head * group;
+  if (static_cast<int64_t>(buffer.size()) < a.heads * count) buffer.resize(a.heads * count);
+  float* const scores = buffer.data();
+  const float* const query = a.query + single * a.query_token;
+  for_each_key(a, single, begin, end, [&](int64_t i, int64_t row) {
+    for (int64_t h = first_head; h < last_head; ++h) {
+      const float* key = a.key_cache + (row + h) * a.key_dim;
+      for (int64_t q = h * group; q < (h + 1) * group; ++q) {
+        scores[q * count + i] = dot<kDim>(query + q * a.query_head, key, a.key_dim);
+      }
     }
-  }
-  float* out = a.out + (single * a.heads + kv_head * group) * a.value_dim;
-  std::fill(out, out + group * a.value_dim, 0.0f);
-  for (int64_t g = 0; g < group; ++g) soften(buffer.data() + g * count, count, a);
-  for (int64_t i = 0; i < count; ++i) {
-    const float* value = a.value_cache + row(begin + i) * a.value_dim;
-    for (int64_t g = 0; g < group; ++g) {
-      add_scaled<kDim>(out + g * a.value_dim, value, buffer[g * count + i], a.value_dim);
+  });
+  float* const out = a.out + single * a.heads * a.value_dim;
+  std::fill(out + first * a.value_dim, out + last * a.value_dim, 0.0f);
+  for (int64_t q = first; q < last; ++q) soften(scores + q * count, count, a);
+  for_each_key(a, single, begin, end, [&](int64_t i, int64_t row) {
+    for (int64_t h = first_head; h < last_head; ++h) {
+      const float* value = a.value_cache + (row + h) * a.value_dim;
+      for (int64_t q = h * group; q < (h + 1) * group; ++q) {
+        add_scaled<kDim>(out + q * a.value_dim, value, scores[q * count + i], a.value_dim);
+      }
     }
-  }
+  });
 }
 
 template <int kDim>
@@ -122,10 +138,14 @@ void attend_all(const PagedAttention& a) {
   int64_t keys = 0;
   for (int64_t s = 0; s < a.singles; ++s) keys += a.window > 0 ? std::min(a.ends[s], a.window) : a.ends[s];
   const bool parallel = keys * a.heads * a.key_dim > kParallelWork;
+  // Whole sequences where there are enough to share out, else single key heads.
+  const int64_t parts = parallel && a.singles < 4 ? a.kv_heads : 1;
+  const int64_t heads = a.kv_heads / parts;
 #pragma omp parallel for schedule(dynamic) if (parallel)
-  for (int64_t i = 0; i < a.singles * a.kv_heads; ++i) {
+  for (int64_t i = 0; i < a.singles * parts; ++i) {
     static thread_local std::vector<float> buffer;
-    attend<kDim>(a, i / a.kv_heads, i % a.kv_heads, buffer);
+    const int64_t head = i % parts * heads;
+    attend<kDim>(a, i / parts, head, head + heads, buffer);
   }
 }
 
