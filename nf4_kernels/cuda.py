@@ -1,6 +1,7 @@
 """The CUDA kernels: loads libnf4_cuda.so and calls it with tensors' pointers on torch's current stream.
 
 Source: csrc/cuda/*.cu behind the C interface of csrc/params.h. load_error() says why when they cannot be used.
+The first product on a device allocates its workspaces; let it run once before capturing a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from nf4_kernels.plan import COUNTERS, WORKSPACE_BYTES, Rows, Slices, plan
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -49,6 +52,14 @@ class Linear(ctypes.Structure):
     )
 
 
+class RowsPlan(ctypes.Structure):
+    """RowsPlan of params.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("warps", "blocks", "tiles", "stages", "parts", "part_blocks", "grid")
+    )
+
+
 class KernelError(RuntimeError):
     """A kernel could not be launched; the message holds CUDA's."""
 
@@ -69,6 +80,7 @@ def library() -> ctypes.CDLL | str:
             ctypes.c_int32,
             ctypes.c_void_p,
         )
+        loaded.nf4_cuda_linear_rows.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
     except (OSError, AttributeError) as e:
         return f"{LIBRARY} cannot be loaded: {e}"
     return loaded
@@ -136,8 +148,105 @@ def linear(
         raise ValueError(f"x is on {x.device}, the weight on {packed.device}")
     if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype or bias.device != x.device):
         raise ValueError(f"bias must be {x.dtype} of shape ({n},) on {x.device}")
-    weight = dequantize(packed, (n, k), absmax, blocksize, x.dtype, absmax_8bit, absmax_code, absmax_offset)
-    return torch.nn.functional.linear(x, weight, bias)
+    with torch.cuda.device(x.device):
+        weight = _weight(packed, n, k, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+        rows = x.reshape(-1, k)
+        out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
+        if rows.shape[0] and n:
+            _multiply(out, rows, weight, bias)
+    return out.view(*x.shape[:-1], n)
+
+
+def _multiply(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    m, n, k = x.shape[0], weight.n, weight.k
+    choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None)
+    if isinstance(choice, Rows) and x.dtype != torch.float32:
+        workspace = _workspace(x.device)
+        aligned = all(
+            p % 16 == 0 for p in (weight.packed, weight.absmax, weight.absmax_8bit or 0, weight.absmax_code or 0)
+        )
+        if aligned and (choice.parts == 1 or workspace is not None):
+            _multiply_rows(out, _aligned(x), weight, bias, choice, workspace)
+            return
+    _multiply_slices(out, x, weight, bias, choice.rows if isinstance(choice, Slices) else n)
+
+
+def plan_on(device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True) -> Rows | Slices:
+    """plan() for a CUDA device of this machine (16-bit types)."""
+    arch, multiprocessors = _properties(device.index if device.index is not None else torch.cuda.current_device())
+    return _plan(m, n, k, arch, multiprocessors, blocksize, nested)
+
+
+_plan = functools.lru_cache(maxsize=4096)(plan)
+
+
+@functools.cache
+def _properties(index: int) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return 10 * properties.major + properties.minor, properties.multi_processor_count
+
+
+def _multiply_rows(
+    out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, choice: Rows, workspace: tuple[Tensor, Tensor] | None
+) -> None:
+    loaded = _usable()
+    partial, counters = (t.data_ptr() for t in workspace) if workspace else (None, None)
+    linear_ = Linear(
+        weight,
+        x.data_ptr(),
+        None if bias is None else bias.contiguous().data_ptr(),
+        out.data_ptr(),
+        partial,
+        counters,
+        x.shape[0],
+        _DTYPES[x.dtype],
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )
+    fields = (choice.warps, choice.blocks, choice.tiles, choice.stages, choice.parts, choice.part_blocks, choice.grid)
+    _raise_for(loaded, loaded.nf4_cuda_linear_rows(linear_, RowsPlan(*fields)), str(choice))
+
+
+def _multiply_slices(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, rows: int) -> None:
+    n, k = weight.n, weight.k
+    buffer = torch.empty((min(rows, n), k), dtype=x.dtype, device=x.device)
+    for first in range(0, n, rows):
+        last = min(first + rows, n)
+        dense = buffer[: last - first]
+        _dequantize_into(dense, weight, first * k, (last - first) * k)
+        if bias is None:
+            torch.mm(x, dense.t(), out=out[:, first:last])
+        else:
+            torch.addmm(bias[first:last], x, dense.t(), out=out[:, first:last])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+_workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+_CAPTURE = -1
+
+
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Partial sums and zeroed counters of the current stream. Captured graphs of a device share one of their own.
+
+    None while capturing on a device where no product has run yet: nothing can be zeroed then.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    capturing = torch.cuda.is_current_stream_capturing()
+    if not capturing and (index, _CAPTURE) not in _workspaces:
+        _workspaces[index, _CAPTURE] = _new_workspace(device)
+        torch.cuda.current_stream(device).synchronize()
+    key = (index, _CAPTURE if capturing else torch.cuda.current_stream(device).cuda_stream)
+    if key not in _workspaces and not capturing:
+        _workspaces[key] = _new_workspace(device)
+    return _workspaces.get(key)
+
+
+def _new_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    partial = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -32,3 +32,14 @@ typedef struct {
   int32_t dtype;
   void* stream;
 } Nf4Linear;
+
+/* The shape of a linear_rows launch; nf4_kernels/plan.py chooses it. */
+typedef struct {
+  int32_t warps;       /* that multiply */
+  int32_t blocks;      /* 64-wide k blocks of one of them */
+  int32_t tiles;       /* of 8 tokens */
+  int32_t stages;      /* of the shared-memory ring */
+  int32_t parts;       /* that k is split into */
+  int32_t part_blocks; /* 64-wide k blocks of a part */
+  int32_t grid;
+} RowsPlan;

@@ -9,26 +9,15 @@
 
 #define NF4_EXPORT extern "C" __attribute__((visibility("default")))
 
+#define NF4_CODEBOOK                                                                                         \
+  -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, \
+  -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f, \
+  0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f, \
+  0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f
+
 namespace nf4 {
 
-__device__ __constant__ const float kCodebook[16] = {
-    -1.0f,
-    -0.6961928009986877f,
-    -0.5250730514526367f,
-    -0.39491748809814453f,
-    -0.28444138169288635f,
-    -0.18477343022823334f,
-    -0.09105003625154495f,
-    0.0f,
-    0.07958029955625534f,
-    0.16093020141124725f,
-    0.24611230194568634f,
-    0.33791524171829224f,
-    0.44070982933044434f,
-    0.5626170039176941f,
-    0.7229568362236023f,
-    1.0f,
-};
+__device__ __constant__ const float kCodebook[16] = {NF4_CODEBOOK};
 
 // Scale of one block from its 8-bit code. Every operation is rounded by itself, as bitsandbytes does in two launches.
 __device__ __forceinline__ float nested_scale(float code, float absmax, float offset) {

@@ -18,6 +18,7 @@ namespace {
 constexpr int kThreads = NF4_DEQUANTIZE_THREADS;
 constexpr int kSteps = NF4_DEQUANTIZE_STEPS;
 constexpr int kPerStep = 8;  // weights of one thread and step: 4 bytes in
+constexpr int kMinBlocksize = 32;
 constexpr int64_t kPerBlock = int64_t{kThreads} * kSteps * kPerStep;
 
 struct Scales {
@@ -28,8 +29,7 @@ struct Scales {
   int shift;  // log2 of the blocksize
 
   template <bool kNested>
-  __device__ __forceinline__ float at(int64_t element) const {
-    int64_t block = element >> shift;
+  __device__ __forceinline__ float at(int64_t block) const {
     if constexpr (!kNested) return __ldg(absmax + block);
     return nested_scale(__ldg(code + __ldg(absmax_8bit + block)), __ldg(absmax + (block >> 8)), __ldg(offset));
   }
@@ -47,12 +47,16 @@ __device__ __forceinline__ void store8(T* out, const float (&v)[8]) {
 }
 
 // Elements [first, first + count) of the flattened weight into out[0, count). first is a multiple of 8.
+// Nested scales take three dependent reads: the block decodes each of its scales once, while the weights are on their way.
 template <typename T, bool kNested>
 __global__ void __launch_bounds__(kThreads)
     dequantize(const uint8_t* __restrict__ packed, Scales scales, int64_t first, int64_t count, T* __restrict__ out) {
+  constexpr int kMaxScales = static_cast<int>(kPerBlock / kMinBlocksize) + 1;
   __shared__ float table[16];
+  __shared__ float decoded[kNested ? kMaxScales : 1];
   if (threadIdx.x < 16) table[threadIdx.x] = kCodebook[threadIdx.x];
-  int64_t start = blockIdx.x * kPerBlock + threadIdx.x * kPerStep;
+  int64_t block_start = blockIdx.x * kPerBlock, start = block_start + threadIdx.x * kPerStep;
+  int64_t scale_start = (first + block_start) >> scales.shift;
   unsigned bytes[kSteps];
   float scale[kSteps];
 #pragma unroll
@@ -60,14 +64,20 @@ __global__ void __launch_bounds__(kThreads)
     int64_t i = start + int64_t{s} * kThreads * kPerStep;
     if (i + kPerStep <= count) {
       bytes[s] = __ldcs(reinterpret_cast<const unsigned*>(packed + ((first + i) >> 1)));
-      scale[s] = scales.at<kNested>(first + i);
+      if (!kNested) scale[s] = scales.at<false>((first + i) >> scales.shift);
     }
+  }
+  if (kNested) {
+    int64_t last = min(block_start + kPerBlock, count) - 1;
+    int decoding = static_cast<int>(((first + last) >> scales.shift) - scale_start) + 1;
+    for (int i = threadIdx.x; i < decoding; i += kThreads) decoded[i] = scales.at<true>(scale_start + i);
   }
   __syncthreads();
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     int64_t i = start + int64_t{s} * kThreads * kPerStep;
     if (i + kPerStep <= count) {
+      if (kNested) scale[s] = decoded[((first + i) >> scales.shift) - scale_start];
       float v[8];
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
@@ -78,8 +88,8 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       for (int64_t e = i; e < count; ++e) {
         unsigned byte = packed[(first + e) >> 1];
-        out[e] = from_float<T>(
-            __fmul_rn(table[((first + e) & 1) ? (byte & 15) : (byte >> 4)], scales.at<kNested>(first + e)));
+        float code = table[((first + e) & 1) ? (byte & 15) : (byte >> 4)];
+        out[e] = from_float<T>(__fmul_rn(code, scales.at<kNested>((first + e) >> scales.shift)));
       }
     }
   }
@@ -93,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_unaligned(const uint8_t* 
   if (e >= count) return;
   unsigned byte = packed[(first + e) >> 1];
   float code = kCodebook[((first + e) & 1) ? (byte & 15) : (byte >> 4)];
-  out[e] = from_float<T>(__fmul_rn(code, scales.at<kNested>(first + e)));
+  out[e] = from_float<T>(__fmul_rn(code, scales.at<kNested>((first + e) >> scales.shift)));
 }
 
 template <typename T, bool kNested>

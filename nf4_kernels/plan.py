@@ -1,0 +1,123 @@
+"""Which kernel multiplies a shape, as a pure function: (M, N, K, arch) -> a choice that prints itself.
+
+    >>> print(plan(8, 25600, 5120, 90, 132))
+    rows: 16 warps x 5 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132
+
+The costs are fitted to measurements on an H200; bench/results/ holds what each choice reaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP_ROWS = 16
+MAX_ROWS_TOKENS = 32
+WORKSPACE_BYTES = 32 << 20
+COUNTERS = 1 << 16
+# (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/linear_rows.cu.
+INSTANCES = (
+    *((16, blocks, 1) for blocks in range(1, 9)),
+    (14, 6, 1),
+    *((16, blocks, 2) for blocks in range(1, 5)),
+    (14, 3, 2),
+    (12, 4, 2),
+    (16, 1, 4),
+    (16, 2, 4),
+)
+_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+_SLICE_BYTES = 24 << 20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """linear_rows: weight rows stream past activations held in registers; the fields are RowsPlan of params.h."""
+
+    warps: int
+    blocks: int
+    tiles: int
+    stages: int
+    parts: int
+    part_blocks: int
+    grid: int
+
+    def __str__(self) -> str:
+        parts = "1 part" if self.parts == 1 else f"{self.parts} parts"
+        return (
+            f"rows: {self.warps} warps x {self.blocks} blocks, {self.tiles * 8} tokens, {self.stages} stages, "
+            f"k in {parts} of {self.part_blocks} blocks, grid {self.grid}"
+        )
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Dequantize `rows` weight rows at a time into a buffer that stays in L2, multiply each slice with cuBLAS."""
+
+    rows: int
+
+    def __str__(self) -> str:
+        return f"slices: dequantize {self.rows} rows, then cuBLAS"
+
+
+def plan(
+    m: int, n: int, k: int, arch: int, multiprocessors: int, blocksize: int = 64, nested: bool = True
+) -> Rows | Slices:
+    """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability."""
+    slices = Slices(_slice_rows(m, n, k, multiprocessors))
+    if not 1 <= m <= MAX_ROWS_TOKENS or k % 64 or blocksize < 64 or arch not in _SHARED_BYTES:
+        return slices
+    tiles = 1 if m <= 8 else 2 if m <= 16 else 4
+    best: Rows | None = None
+    best_cost = 0.0
+    for candidate in _rows_candidates(n, k, tiles, arch, multiprocessors, nested):
+        cost = _rows_cost(candidate, n)
+        if best is None or cost < best_cost:
+            best, best_cost = candidate, cost
+    return best or slices
+
+
+def _slice_rows(m: int, n: int, k: int, multiprocessors: int) -> int:
+    """As few weight rows as stay in L2, but enough for three waves of cuBLAS's 128 x 256 tiles."""
+    in_cache = _SLICE_BYTES // (2 * k)
+    waves = 3 * multiprocessors * 128 * 256 // max(m, 1)
+    rows = -(-max(in_cache, waves) // 256) * 256
+    return rows if rows < n else n
+
+
+def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int) -> int:
+    """How many ring stages fit: RowsLayout of csrc/cuda/linear_rows.cuh."""
+    stage_blocks = warps * blocks
+    scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
+    stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)
+    fixed = 65536 + 1024 + 2 * warps * tiles * 512 + 256
+    slots = 65536 // ((stage_blocks + 1) // 2 * 256)
+    return max(0, min(8, slots, (shared_bytes - fixed) // stage))
+
+
+def _rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
+    k_blocks, groups = k // 64, -(-n // GROUP_ROWS)
+    found = []
+    for warps, blocks, instance_tiles in INSTANCES:
+        stages = rows_stages(warps, blocks, tiles, nested, _SHARED_BYTES[arch])
+        if instance_tiles != tiles or stages < 2:
+            continue
+        # The fewest parts of the instance's width, and a few more where that fills the device better.
+        fewest = -(-k_blocks // (warps * blocks))
+        for parts in range(fewest, fewest + 4):
+            part_blocks = -(-k_blocks // parts)
+            if parts > 1:
+                part_blocks = -(-part_blocks // 4) * 4  # keeps rows' scales aligned
+            if part_blocks > warps * blocks or (parts - 1) * part_blocks >= k_blocks:
+                continue
+            if parts > 1 and (groups * parts * tiles * 512 > WORKSPACE_BYTES or groups > COUNTERS):
+                continue
+            grid = min(multiprocessors, groups * parts)
+            found.append(Rows(warps, blocks, tiles, stages, parts, part_blocks, grid))
+    return found
+
+
+def _rows_cost(rows: Rows, n: int) -> float:
+    """Microseconds, roughly: units of the busiest block, and the exchange of partial sums."""
+    groups = -(-n // GROUP_ROWS)
+    units = -(-groups * rows.parts // rows.grid)
+    unit = 0.6 + 0.19 * rows.blocks * rows.warps / 16 * (1 + 0.3 * (rows.tiles - 1))
+    return units * unit * (1.2 if rows.stages < 3 else 1.0) + (3.0 if rows.parts > 1 else 0.0)

@@ -1,0 +1,145 @@
+"""The CUDA kernels against the oracle in float64, on awkward shapes, on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from nf4_kernels import cuda, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}"),
+]
+DEVICE = torch.device("cuda")
+HALVES = (torch.bfloat16, torch.float16)
+# bfloat16 and float16: rounding of codes and outputs; far above it lies any wrong index.
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Random:
+    """Random codes and scales: any bit pattern is a valid NF4 weight."""
+
+    n: int
+    k: int
+    blocksize: int
+    packed: torch.Tensor
+    absmax: torch.Tensor
+    nested: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+    def exact(self) -> torch.Tensor:
+        """The weight in float64."""
+        shape = (self.n, self.k)
+        return reference.dequantize(
+            self.packed, shape, self.absmax, self.blocksize, torch.float32, *self.nested
+        ).double()
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return cuda.linear(x, self.packed, (self.n, self.k), self.absmax, self.blocksize, bias, *self.nested)
+
+
+def random_weight(n: int, k: int, blocksize: int = 64, nested: bool = True) -> Random:
+    """A fresh weight on the GPU."""
+    blocks = -(-n * k // blocksize)
+    packed = torch.randint(0, 256, ((n * k + 1) // 2, 1), dtype=torch.uint8, device=DEVICE)
+    if not nested:
+        return Random(n, k, blocksize, packed, torch.rand(blocks, device=DEVICE) + 0.01, (None, None, None))
+    codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=DEVICE)
+    table = torch.randn(256, device=DEVICE).sort().values
+    absmax = torch.rand(-(-blocks // 256), device=DEVICE)
+    return Random(n, k, blocksize, packed, absmax, (codes, table, torch.tensor(3.0, device=DEVICE)))
+
+
+def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512, 1024, 2048, 4096])
+def test_dequantize_is_the_oracle_bit_for_bit(blocksize: int, nested: bool) -> None:
+    for n, k in [(64, 192), (1, 1), (1, 64), (63, 65), (7, 4130), (1000, 4160)]:
+        w = random_weight(n, k, blocksize, nested)
+        for dtype in (torch.float32, *HALVES):
+            got = cuda.dequantize(w.packed, (n, k), w.absmax, blocksize, dtype, *w.nested)
+            expected = reference.dequantize(w.packed, (n, k), w.absmax, blocksize, dtype, *w.nested)
+            assert torch.equal(got, expected), (n, k, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 1024), (63, 192), (1000, 4160), (64, 64), (96, 8192), (48, 25600), (300, 5376)]
+)
+def test_linear_of_every_row_count(n: int, k: int, nested: bool, dtype: torch.dtype) -> None:
+    w = random_weight(n, k, 64, nested)
+    exact = w.exact()
+    for m in (*range(1, 34), 48, 64, 65, 127, 128, 129, 256, 300):
+        x = torch.randn(m, k, device=DEVICE, dtype=dtype)
+        torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)  # the allocator hands these NaNs to the output
+        error = relative_error(w.linear(x), x.double() @ exact.T)
+        assert error < TOLERANCE[dtype] * (3 if n == 1 else 1), (m, error)
+
+
+@pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512])
+def test_linear_of_every_blocksize_and_an_odd_k(blocksize: int) -> None:
+    for n, k in [(100, 4160), (40, 1000), (33, 8192)]:
+        w = random_weight(n, k, blocksize)
+        for m in (1, 8, 9, 16, 31, 70):
+            x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
+            assert relative_error(w.linear(x), x.double() @ w.exact().T) < TOLERANCE[torch.bfloat16], (n, k, m)
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 200])
+def test_bias_views_and_float32(m: int) -> None:
+    w = random_weight(500, 5120)
+    for dtype in (*HALVES, torch.float32):
+        bias = torch.randn(500, device=DEVICE, dtype=dtype) * 100
+        x = torch.randn(m, 3, 2 * 5120, device=DEVICE, dtype=dtype)[..., ::2]
+        exact = x.double() @ w.exact().T + bias.double()
+        got = w.linear(x, bias)
+        assert got.shape == (m, 3, 500)
+        assert relative_error(got, exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 32])
+def test_results_do_not_change_from_run_to_run(m: int) -> None:
+    for n, k in [(5120, 25600), (1024, 8192), (25600, 5120)]:
+        w = random_weight(n, k)
+        x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
+        first = w.linear(x)
+        assert all(torch.equal(w.linear(x), first) for _ in range(50))
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 100])
+def test_graphs_and_other_streams(m: int) -> None:
+    w = random_weight(1024, 8192)
+    x = torch.randn(m, 8192, device=DEVICE, dtype=torch.bfloat16)
+    expected = w.linear(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(w.linear(x), expected)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = w.linear(x)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_wrong_arguments_are_named() -> None:
+    w = random_weight(64, 128)
+    x = torch.randn(2, 128, device=DEVICE, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="last dimension must be K = 128"):
+        w.linear(x[:, :64])
+    with pytest.raises(ValueError, match="bias must be"):
+        w.linear(x, torch.zeros(64, device=DEVICE))
+    with pytest.raises(ValueError, match="the weight needs"):
+        cuda.linear(x, w.packed[:100], (64, 128), w.absmax, 64, None, *w.nested)
+    with pytest.raises(ValueError, match="blocksize"):
+        cuda.dequantize(w.packed, (64, 128), w.absmax, 48, torch.float32, *w.nested)

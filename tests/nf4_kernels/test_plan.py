@@ -1,0 +1,78 @@
+"""The choice of kernel: a pure function, and the CUDA library that must hold what it chooses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nf4_kernels import cuda
+from nf4_kernels.plan import INSTANCES, WORKSPACE_BYTES, Rows, Slices, plan, rows_stages
+
+SOURCE = Path(cuda.__file__).parent / "csrc" / "cuda" / "linear_rows.cu"
+SHAPES = (
+    (25600, 5120),
+    (5120, 25600),
+    (28672, 8192),
+    (8192, 28672),
+    (21504, 5376),
+    (1024, 8192),
+    (1, 64),
+    (1000, 4160),
+)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_plans_cover_k_and_fit_the_workspace(n: int, k: int, arch: int, nested: bool) -> None:
+    for m in range(1, 33):
+        choice = plan(m, n, k, arch, 132, nested=nested)
+        assert isinstance(choice, Rows)
+        assert m <= choice.tiles * 8
+        assert (choice.warps, choice.blocks, choice.tiles) in INSTANCES
+        assert choice.part_blocks <= choice.warps * choice.blocks
+        assert (choice.parts - 1) * choice.part_blocks < k // 64 <= choice.parts * choice.part_blocks
+        units = -(-n // 16) * choice.parts
+        assert 1 <= choice.grid <= min(132, units)
+        assert choice.parts == 1 or units * choice.tiles * 512 <= WORKSPACE_BYTES
+        assert 2 <= choice.stages <= 8
+
+
+def test_what_rows_cannot_do_goes_to_slices() -> None:
+    for m, k, arch, blocksize in [(64, 5120, 90, 64), (1, 5000, 90, 64), (1, 5120, 86, 64), (1, 5120, 90, 32)]:
+        assert isinstance(plan(m, 1024, k, arch, 132, blocksize), Slices)
+
+
+def test_slices_cover_small_and_large_weights() -> None:
+    assert plan(4096, 1000, 4160, 90, 132) == Slices(1000)
+    choice = plan(4096, 25600, 5120, 90, 132)
+    assert isinstance(choice, Slices)
+    assert 0 < choice.rows < 25600
+
+
+def test_a_plan_prints_itself() -> None:
+    assert str(plan(8, 25600, 5120, 90, 132)) == (
+        "rows: 16 warps x 5 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132"
+    )
+    assert str(plan(4096, 512, 4160, 90, 132)) == "slices: dequantize 512 rows, then cuBLAS"
+
+
+def test_the_instances_are_those_compiled() -> None:
+    compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), (\d+)\)", SOURCE.read_text())
+    assert {tuple(map(int, numbers)) for numbers in compiled} == set(INSTANCES)
+
+
+def test_every_instance_has_stages_on_hopper() -> None:
+    for warps, blocks, tiles in INSTANCES:
+        for nested in (False, True):
+            assert rows_stages(warps, blocks, tiles, nested, 227 << 10) >= 2
+
+
+def test_the_cuda_library_loads_where_it_was_built() -> None:
+    if not cuda.LIBRARY.exists():
+        pytest.skip("the CUDA library was not built here (no nvcc)")
+    loaded = cuda.library()
+    assert not isinstance(loaded, str), loaded
+    assert loaded.nf4_cuda_error(0) == b"no error"
