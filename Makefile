@@ -1,6 +1,5 @@
 # One gate for people and CI: make check && make test. `make help` lists everything.
 PYTHON ?= python3
-PORT ?= 8000
 CONFIG ?= config.yaml
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +31,7 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.serve
 
 serve: $(VENV)/.serve ## set everything up and serve the model of config.yaml on 127.0.0.1:8000 (PORT=, CONFIG=)
 	@$(BIN)/python -m nf4_kernels.build --native
-	@exec $(BIN)/python -m server --config $(CONFIG) --port $(PORT)
+	@exec $(BIN)/python -m server --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
 kernels: $(VENV)/.serve ## compile the kernel libraries (CUDA too where nvcc is found)
 	@$(BIN)/python -m nf4_kernels.build

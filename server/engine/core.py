@@ -196,7 +196,7 @@ class Engine:
             stop_token_id=sequence.stop_token_id,
             num_cached_tokens=sequence.num_cached,
             logprobs=None if result.logprob is None else [result.logprob],
-            timings=None if finish_reason is None else clock.timings(),
+            timings=clock.timings(),
         )
 
 
