@@ -153,6 +153,8 @@ class DecodeGraphs:
 @contextmanager
 def _compiled_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation."""
+    # One compilation for each size of the ladder and kind of layer, all of them wanted.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
     layers = list(model.get_decoder().layers)
     plain: list[Callable[..., object]] = [layer.forward for layer in layers]
     for layer, forward in zip(layers, plain, strict=True):
