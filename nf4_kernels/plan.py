@@ -8,6 +8,7 @@ The costs are fitted to measurements on an H200; bench/results/ holds what each 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 GROUP_ROWS = 16
@@ -25,7 +26,7 @@ INSTANCES = (
     (16, 2, 4),
 )
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-_SLICE_BYTES = 24 << 20
+_SLICE_ROWS = 12288
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Slices:
-    """Dequantize `rows` weight rows at a time into a buffer that stays in L2, multiply each slice with cuBLAS."""
+    """Dequantize `rows` weight rows at a time into a buffer, multiply each slice with cuBLAS."""
 
     rows: int
 
@@ -62,7 +63,7 @@ def plan(
     m: int, n: int, k: int, arch: int, multiprocessors: int, blocksize: int = 64, nested: bool = True
 ) -> Rows | Slices:
     """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability."""
-    slices = Slices(_slice_rows(m, n, k, multiprocessors))
+    slices = Slices(_slice_rows(n))
     if not 1 <= m <= MAX_ROWS_TOKENS or k % 64 or blocksize < 64 or arch not in _SHARED_BYTES:
         return slices
     tiles = 1 if m <= 8 else 2 if m <= 16 else 4
@@ -75,12 +76,10 @@ def plan(
     return best or slices
 
 
-def _slice_rows(m: int, n: int, k: int, multiprocessors: int) -> int:
-    """As few weight rows as stay in L2, but enough for three waves of cuBLAS's 128 x 256 tiles."""
-    in_cache = _SLICE_BYTES // (2 * k)
-    waves = 3 * multiprocessors * 128 * 256 // max(m, 1)
-    rows = -(-max(in_cache, waves) // 256) * 256
-    return rows if rows < n else n
+def _slice_rows(n: int) -> int:
+    """Slices that fit in L2 lose more to small products than they save; these only bound the buffer."""
+    slices = math.ceil(n / _SLICE_ROWS)
+    return n if slices == 1 else math.ceil(n / slices / 256) * 256
 
 
 def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int) -> int:

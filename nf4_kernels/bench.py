@@ -1,0 +1,252 @@
+"""python -m nf4_kernels.bench: our kernels beside bitsandbytes, bfloat16 cuBLAS and the floor, on this machine's GPU.
+
+Everything in one run. Before each timed launch a kernel reads 256 MB, so that nothing of the launch's data is in L2;
+times are medians between CUDA events around one launch, its launch overhead included. The floor is the larger of the
+bytes that must move over the copy bandwidth and the FLOPs over the matmul rate, both measured in the same run.
+Writes bench/results/kernels-<device>.json; bench/tables.py makes the README's table of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nf4_kernels import cuda, reference
+
+RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# (N, K) of every projection: q, k and v, o, gate and up, down.
+MODELS = {
+    "Qwen3-32B": {"q": (8192, 5120), "kv": (1024, 5120), "o": (5120, 8192), "up": (25600, 5120), "down": (5120, 25600)},
+    "Gemma-3-27B": {
+        "q": (4096, 5376),
+        "kv": (2048, 5376),
+        "o": (5376, 4096),
+        "up": (21504, 5376),
+        "down": (5376, 21504),
+    },
+    "Llama-3.3-70B": {"q": (8192, 8192), "kv": (1024, 8192), "up": (28672, 8192), "down": (8192, 28672)},
+}
+BLOCKSIZE = 64
+_FLUSH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; times in microseconds, None where there is nothing to compare with."""
+
+    op: str
+    model: str
+    shape: str
+    N: int
+    K: int
+    M: int | None
+    ours_us: float
+    bnb_us: float | None
+    bf16_us: float | None
+    floor_us: float
+    tree_us: float | None = None
+    choice: str | None = None
+
+
+class Bench:
+    """Clocks launches on the current device with a cold L2."""
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self._flush = torch.randn(_FLUSH_BYTES // 4, device="cuda")
+        a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+        b = torch.empty_like(a)
+        self.copy_bytes_per_us: float = 2 * a.numel() / self.time(partial(b.copy_, a))
+        del a, b
+        x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        self.flops_per_us: float = 2.0 * 8192**3 / self.time(lambda: x @ x)
+
+    def time(self, launch: Callable[[], object]) -> float:
+        """Median microseconds of a launch."""
+        launch()
+        launch()
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.repeats)
+        ]
+        for begin, end in events:
+            torch.amax(self._flush)
+            begin.record()
+            launch()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(float(begin.elapsed_time(end)) * 1e3 for begin, end in events)
+
+    def floor(self, moved_bytes: float, flops: float = 0.0) -> float:
+        return max(moved_bytes / self.copy_bytes_per_us, flops / self.flops_per_us)
+
+
+@dataclass(frozen=True)
+class Random:
+    """Random codes and nested scales of a weight [n, k]; scales is the same weight's plain absmax."""
+
+    n: int
+    k: int
+    packed: Tensor
+    absmax: Tensor
+    codes: Tensor
+    table: Tensor
+    offset: Tensor
+
+    @property
+    def scales(self) -> Tensor:
+        index = torch.arange(self.codes.numel(), device="cuda") // 256
+        return self.table[self.codes.long()] * self.absmax[index] + self.offset
+
+    @property
+    def nested(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.codes, self.table, self.offset
+
+    def moved(self, nested: bool) -> float:
+        """Bytes of codes and scales."""
+        blocks = self.n * self.k / BLOCKSIZE
+        return self.n * self.k / 2 + blocks * (1 + 4 / 256 if nested else 4)
+
+
+def random_weight(n: int, k: int) -> Random:
+    """A fresh random weight on the GPU; scales near those of a trained layer."""
+    blocks = n * k // BLOCKSIZE
+    packed = torch.randint(0, 256, (n * k // 2, 1), dtype=torch.uint8, device="cuda")
+    codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device="cuda")
+    table = torch.linspace(-1, 1, 256, device="cuda")
+    absmax = torch.rand(-(-blocks // 256), device="cuda") * 0.01 + 0.01
+    return Random(n, k, packed, absmax, codes, table, torch.tensor(0.05, device="cuda"))
+
+
+def dequantize_rows(bench: Bench, model: str, name: str, weight: Random, bnb: Any) -> list[Row]:
+    n, k = weight.n, weight.k
+    written = 2 * n * k
+    plain = weight.scales
+    rows = []
+    for op, absmax, nested in (("dequantize", plain, ()), ("dequantize_nested", weight.absmax, weight.nested)):
+        ours = bench.time(partial(cuda.dequantize, weight.packed, (n, k), absmax, BLOCKSIZE, torch.bfloat16, *nested))
+        theirs = None
+        if bnb:
+            state = _bnb_state(bnb, weight, plain, bool(nested))
+            theirs = bench.time(partial(bnb.functional.dequantize_4bit, weight.packed, state))
+        tree = bench.time(partial(_tree, weight, plain)) if not nested else None
+        floor = bench.floor(weight.moved(bool(nested)) + written)
+        rows.append(Row(op, model, name, n, k, None, ours, theirs, None, floor, tree))
+    return rows
+
+
+def linear_rows(bench: Bench, model: str, name: str, weight: Random, bnb: Any, tokens: tuple[int, ...]) -> list[Row]:
+    n, k = weight.n, weight.k
+    dense = reference.dequantize(weight.packed, (n, k), weight.absmax, BLOCKSIZE, torch.bfloat16, *weight.nested)
+    rows = []
+    for m in tokens:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        packed = (weight.packed, (n, k), weight.absmax, BLOCKSIZE)
+        ours = bench.time(partial(cuda.linear, x, *packed, None, *weight.nested))
+        bf16 = bench.time(partial(torch.nn.functional.linear, x, dense))
+        theirs = None
+        if bnb:
+            gemm = torch.ops.bitsandbytes.gemm_4bit
+            theirs = bench.time(partial(gemm, x, *packed, "nf4", None, *weight.nested))
+        floor = bench.floor(weight.moved(True) + 2 * m * (n + k), 2.0 * m * n * k)
+        choice = str(cuda.plan_on(x.device, m, n, k))
+        rows.append(Row("linear", model, name, n, k, m, ours, theirs, bf16, floor, None, choice))
+    return rows
+
+
+def _bnb_state(bnb: Any, weight: Random, plain: Tensor, nested: bool) -> Any:
+    functional = bnb.functional
+    code = functional.get_4bit_type("nf4", device="cuda")
+    shape = torch.Size((weight.n, weight.k))
+    if not nested:
+        return functional.QuantState(plain, shape, code, BLOCKSIZE, "nf4", torch.bfloat16)
+    second = functional.QuantState(weight.absmax, None, weight.table, 256, None, torch.float32)
+    return functional.QuantState(
+        weight.codes, shape, code, BLOCKSIZE, "nf4", torch.bfloat16, offset=weight.offset, state2=second
+    )
+
+
+def _tree(weight: Random, plain: Tensor) -> Tensor:
+    out = torch.empty((weight.n, weight.k), dtype=torch.bfloat16, device="cuda")
+    struct = cuda.Weight(weight.packed.data_ptr(), plain.data_ptr(), None, None, None, weight.n, weight.k, BLOCKSIZE)
+    library = cuda.library()
+    if isinstance(library, str):
+        raise cuda.KernelError(library)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    count, target = ctypes.c_int64(weight.n * weight.k), ctypes.c_void_p(out.data_ptr())
+    status = library.nf4_cuda_dequantize_tree(ctypes.byref(struct), count, target, stream)
+    if status:
+        raise cuda.KernelError(f"tree: CUDA error {status}")
+    return out
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as e:
+        print(f"bitsandbytes cannot be imported ({e}): its columns stay empty", file=sys.stderr)
+        return None
+    return bitsandbytes
+
+
+def main() -> int:
+    """Measure, print a line a row, write the JSON; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m nf4_kernels.bench", description="Kernel speed on this GPU.")
+    parser.add_argument("--repeats", type=int, default=15, help="launches a median is taken of")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON")
+    options = parser.parse_args()
+    if reason := cuda.load_error():
+        print(f"nf4_kernels.bench: no CUDA kernels: {reason}", file=sys.stderr)
+        return 1
+    bnb = _bitsandbytes()
+    bench = Bench(options.repeats)
+    device = torch.cuda.get_device_name()
+    copy, rate = bench.copy_bytes_per_us / 1e3, bench.flops_per_us / 1e6
+    print(f"{device}: copy {copy:.0f} GB/s, bf16 matmul {rate:.0f} TFLOP/s")
+    rows: list[Row] = []
+    for model in options.models:
+        for name, (n, k) in MODELS[model].items():
+            weight = random_weight(n, k)
+            found = dequantize_rows(bench, model, name, weight, bnb)
+            found += linear_rows(bench, model, name, weight, bnb, tuple(options.tokens))
+            for row in found:
+                print(_line(row), flush=True)
+            rows += found
+    versions = {"torch": torch.__version__, "bitsandbytes": getattr(bnb, "__version__", None)}
+    report = {
+        "device": device,
+        "versions": {**versions, "cuda": torch.version.cuda, "python": platform.python_version()},
+        "copy_gb_s": copy,
+        "matmul_tflop_s": rate,
+        "rows": [asdict(row) for row in rows],
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    target = options.output / f"kernels-{device.replace(' ', '-').lower()}.json"
+    target.write_text(json.dumps(report, indent=1) + "\n")
+    print(target)
+    return 0
+
+
+def _line(row: Row) -> str:
+    others = [("bnb", row.bnb_us), ("bf16", row.bf16_us), ("tree", row.tree_us)]
+    beside = "  ".join(f"{name} {us:.1f} ({us / row.ours_us:.2f}x)" for name, us in others if us)
+    where = f"{row.model} {row.shape} {row.N}x{row.K}" + ("" if row.M is None else f" M={row.M}")
+    return f"{row.op} {where}: {row.ours_us:.1f} us, {row.ours_us / row.floor_us:.2f} x floor  {beside}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
