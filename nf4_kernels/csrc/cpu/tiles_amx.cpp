@@ -97,7 +97,13 @@ inline void decode_block(const uint8_t* from, float scale, __m512 codes, char* t
   }
 }
 
-/* Columns 64 g .. 64 g + 63 of the rows of a panel. `ahead` bytes on lies what the next panel will read. */
+/* Bytes from a panel's packed rows to the next one's; 0 where there is no whole next one. */
+inline int64_t to_next_panel(const Nf4Weight* w, int64_t row0) {
+  return row0 + 2 * kUnit <= w->n ? kUnit * w->k / 2 : 0;
+}
+
+/* Columns 64 g .. 64 g + 63 of the rows of a panel; fetches as many bytes of the panel `ahead` bytes on, because
+ * hardware does not follow reads of 32 bytes a row. */
 template <bool kSplit>
 void decode_columns(const Nf4Weight* w, int64_t row0, int rows, int64_t g, const float* scales, int64_t ahead,
                     char* to) {
@@ -115,13 +121,14 @@ void decode_columns(const Nf4Weight* w, int64_t row0, int rows, int64_t g, const
 void tiles_decode(const Nf4Weight* w, int64_t row0, int rows, int64_t begin, int64_t end, bool split, float* scales,
                   void* panel) {
   if (begin == 0) load_scales_of_rows(w, row0, rows, scales);
+  const int64_t ahead = to_next_panel(w, row0);
   char* to = (char*)panel;
   for (int64_t g = begin; g < end; ++g) {
     if (split) {
-      decode_columns<true>(w, row0, rows, g, scales, 0, to);
+      decode_columns<true>(w, row0, rows, g, scales, ahead, to);
       to += 2 * kStep<true>;
     } else {
-      decode_columns<false>(w, row0, rows, g, scales, 0, to);
+      decode_columns<false>(w, row0, rows, g, scales, ahead, to);
       to += 2 * kStep<false>;
     }
   }
@@ -259,7 +266,7 @@ template <bool kSplit, int kColumns>
 void fused(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, char* panel, float* sums) {
   constexpr int kPart = (kSplit ? 2 : 1) * kTileBytes;
   const int64_t groups = w->k / 64, column = w->k / 32 * kPart;
-  const int64_t ahead = row0 + 2 * kUnit <= w->n ? kUnit * w->k / 2 : 0;
+  const int64_t ahead = to_next_panel(w, row0);
   const char* b = (const char*)x->order;
   load_scales_of_rows(w, row0, rows, scratch);
   clear_results();
@@ -326,7 +333,7 @@ const Kernels* amx_kernels() {
     k.name = "amx";
     k.fused_rows = 6; /* from 7 rows on, tiles are faster */
     k.tiles_from = 7;
-    k.bf16_tiles_from = 9;
+    k.bf16_tiles_from = 3;
     k.tiles_begin = begin;
     k.tiles_end = end;
     k.tiles_order = order;
