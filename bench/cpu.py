@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from server.engine.process import GOMP_SPINCOUNT
+
 CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
 PROMPT = 128
 TOKENS = 65
@@ -46,7 +48,7 @@ def main() -> int:
     for contender in CONTENDERS:
         print(f"bench: {contender} ...", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "bench.cpu", "--only", contender, "--threads", str(options.threads)]
-        environment = {"GOMP_SPINCOUNT": "1000", **os.environ} if contender == "ours" else dict(os.environ)
+        environment = {"GOMP_SPINCOUNT": GOMP_SPINCOUNT, **os.environ} if contender == "ours" else dict(os.environ)
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         rows[contender] = json.loads(done.stdout.splitlines()[-1])
     report = {"device": _cpu_name(), "threads": options.threads, "versions": _versions(), "rows": _rows(rows)}

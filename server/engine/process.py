@@ -22,9 +22,9 @@ import zmq.asyncio
 from server.config import EngineConfig
 from server.types import FromEngine, ToEngine
 
-# OpenMP threads spin this often before they sleep. GNU's default (milliseconds) makes every step many times slower when
-# another process, the API's own among them, takes one of the cores.
-GOMP_SPINCOUNT = "1000"
+# OpenMP threads spin this often before they sleep: long enough for the gaps within a step. GNU's default (milliseconds)
+# makes every step many times slower when another process, the API's own among them, takes one of the cores.
+GOMP_SPINCOUNT = "20000"
 
 
 class Launch(msgspec.Struct, frozen=True):
