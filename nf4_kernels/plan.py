@@ -20,8 +20,7 @@ INSTANCES = (
     *((16, blocks, 1) for blocks in range(1, 9)),
     (14, 6, 1),
     *((16, blocks, 2) for blocks in range(1, 5)),
-    (14, 3, 2),
-    (12, 4, 2),
+    (14, 6, 2),
     (16, 1, 4),
     (16, 2, 4),
 )

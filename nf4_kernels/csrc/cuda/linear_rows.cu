@@ -20,7 +20,7 @@ cudaError_t launch(const RowsArgs& args, int grid, cudaStream_t stream) {
   int shared = Layout::total(args.stages);
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
-  kernel<<<grid, (kWarps + kServiceWarps) * 32, shared, stream>>>(args);
+  kernel<<<grid, (kWarps + kServiceWarps<kWarps, kTiles>) * 32, shared, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -83,8 +83,7 @@ NF4_EXPORT int nf4_cuda_linear_rows(const Nf4Linear* linear, const RowsPlan* pla
   NF4_INSTANCE(16, 2, 2)
   NF4_INSTANCE(16, 3, 2)
   NF4_INSTANCE(16, 4, 2)
-  NF4_INSTANCE(14, 3, 2)
-  NF4_INSTANCE(12, 4, 2)
+  NF4_INSTANCE(14, 6, 2)
   NF4_INSTANCE(16, 1, 4)
   NF4_INSTANCE(16, 2, 4)
 #undef NF4_INSTANCE

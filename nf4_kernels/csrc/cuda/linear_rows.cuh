@@ -4,7 +4,7 @@
 // 64-wide k blocks w, w + W, w + 2W ...: it keeps their activations in registers for the block's whole life, as the B
 // operands (tokens are the n of mma m16n8k16, weights are A), so that only weights and scales move.
 //   produce   one warp brings a row group's bytes and scales into a ring of shared-memory stages (bulk copies)
-//   decode    two warps turn a stage's scales into floats, laid out as the accumulators need them
+//   decode    one or two warps turn a stage's scales into floats, laid out as the accumulators need them
 //   consume   W warps turn bytes into A registers through a 256-entry table (one byte is two neighbouring k of a row:
 //             one A register; 32 copies of the table, one a bank, so no lookup ever conflicts), multiply, and put the
 //             scale on the sums of each 64 k
@@ -24,8 +24,12 @@
 namespace nf4 {
 
 constexpr int kGroupRows = 16;
-constexpr int kDecoders = 2;
-constexpr int kServiceWarps = 2 + kDecoders;  // produce, reduce, decode
+// Service warps beside the consumers: produce, reduce and two that decode; or, where consumers need 128 registers each
+// and a block so has 16 warps only, one that produces and reduces and one that decodes.
+template <int kWarps, int kTiles>
+constexpr int kDecoders = kWarps == 14 && kTiles > 1 ? 1 : 2;
+template <int kWarps, int kTiles>
+constexpr int kServiceWarps = 2 * kDecoders<kWarps, kTiles>;
 constexpr int kMaxStages = 8;
 // Table entries lie 256 bytes apart, so that a byte permute makes an entry's offset: the 32 copies fill the first half of
 // each entry; the second halves hold the decoded scales.
@@ -56,6 +60,7 @@ struct RowsArgs {
 // Where things lie in dynamic shared memory.
 template <int kWarps, int kBlocks, int kTiles, bool kNested>
 struct RowsLayout {
+  static constexpr int kDecoders = nf4::kDecoders<kWarps, kTiles>;
   static constexpr int kStageBlocks = kWarps * kBlocks;
   // An odd multiple of 32 bytes: the rows g = 0..3 of a half warp's 8-byte reads then lie in different banks.
   static constexpr int kWeightPitch = kStageBlocks * 32 + (kStageBlocks % 2 ? 0 : 32);
@@ -212,7 +217,7 @@ struct RowScales {
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void decode_fours(const char* raw, char* target, const RowScales& scales, int decoder) {
   constexpr int kRuns = (Layout::kStageBlocks + 3) / 4, kBatch = 5;
-  constexpr int kRounds = (kRuns + 2 * kDecoders - 1) / (2 * kDecoders);
+  constexpr int kDecoders = Layout::kDecoders, kRounds = (kRuns + 2 * kDecoders - 1) / (2 * kDecoders);
   int half = threadIdx.x % 32 / 16;
 #pragma unroll
   for (int first = 0; first < kRounds; first += kBatch) {
@@ -255,13 +260,13 @@ __device__ __forceinline__ void decode_any(const char* raw, char* target, const 
   using Raw = std::conditional_t<kNested, uint8_t, float>;
   int half = threadIdx.x % 32 / 16;
 #pragma unroll 4
-  for (int block = 2 * decoder + half; block < Layout::kStageBlocks; block += 2 * kDecoders) {
+  for (int block = 2 * decoder + half; block < Layout::kStageBlocks; block += 2 * Layout::kDecoders) {
     Raw value = reinterpret_cast<const Raw*>(raw)[(block + phase) >> shift];
     *reinterpret_cast<float*>(target + (block >> 1) * kTableStride + half * 64) = scales.of(value, block);
   }
 }
 
-// Lane l does row l % 16. Both decoders take part in every unit: a barrier's waiter must see each of its phases.
+// Lane l does row l % 16. All decoders take part in every unit: a barrier's waiter must see each of its phases.
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsRun run, int decoder) {
   static_assert(Layout::kStageBlocks % 2 == 0, "two k blocks share a slot row");
@@ -402,28 +407,54 @@ __device__ __forceinline__ void add(float4& sum, float4 value) {
 }
 
 template <typename T, int kWarps, int kTiles, typename Layout>
-__device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsRun run) {
+__device__ __forceinline__ void reduce_unit(const RowsArgs& args, char* shared, const RowsRun& run, RingPosition ring) {
   int lane = threadIdx.x % 32;
   unsigned base = shared_address(shared);
+  barrier_wait(Layout::sums_full(base, ring.stage), ring.parity);
+  const float4* from =
+      reinterpret_cast<const float4*>(shared + Layout::kSums) + ring.stage * kWarps * kTiles * 32 + lane;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    float4 sum = from[tile * 32];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) add(sum, from[(warp * kTiles + tile) * 32]);
+    if (args.parts == 1) {
+      write_outputs<T>(args, run.group, tile, sum);
+    } else {
+      __stcg(args.partial + (int64_t{run.first} * kTiles + tile) * 32 + lane, sum);
+    }
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive(Layout::sums_empty(base, ring.stage));
+}
+
+template <typename T, int kWarps, int kTiles, typename Layout>
+__device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsRun run) {
   RingPosition ring;
   for (; !run.done(); run.next()) {
-    barrier_wait(Layout::sums_full(base, ring.stage), ring.parity);
-    const float4* from =
-        reinterpret_cast<const float4*>(shared + Layout::kSums) + ring.stage * kWarps * kTiles * 32 + lane;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      float4 sum = from[tile * 32];
-#pragma unroll
-      for (int warp = 1; warp < kWarps; ++warp) add(sum, from[(warp * kTiles + tile) * 32]);
-      if (args.parts == 1) {
-        write_outputs<T>(args, run.group, tile, sum);
-      } else {
-        __stcg(args.partial + (int64_t{run.first} * kTiles + tile) * 32 + lane, sum);
-      }
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(Layout::sums_empty(base, ring.stage));
+    reduce_unit<T, kWarps, kTiles, Layout>(args, shared, run, ring);
     ring.advance(2);
+  }
+}
+
+// One warp for both: a stage is filled again as soon as it is empty, then the sums that came of it are added.
+template <typename T, int kWarps, int kTiles, typename Layout, bool kNested>
+__device__ __forceinline__ void produce_and_reduce(const RowsArgs& args, char* shared, RowsRun run) {
+  unsigned base = shared_address(shared);
+  RowsRun ahead = run;
+  for (int stage = 0; stage < args.stages && !ahead.done(); ++stage, ahead.next()) {
+    copy_unit<Layout, kNested>(args, base, ahead, stage);
+  }
+  RingPosition ring, sums;
+  for (; !run.done(); run.next()) {
+    barrier_wait(Layout::empty(base, ring.stage), ring.parity);
+    if (!ahead.done()) {
+      copy_unit<Layout, kNested>(args, base, ahead, ring.stage);
+      ahead.next();
+    }
+    reduce_unit<T, kWarps, kTiles, Layout>(args, shared, run, sums);
+    ring.advance(args.stages);
+    sums.advance(2);
   }
 }
 
@@ -458,7 +489,7 @@ template <typename Layout>
 __device__ __forceinline__ void init_barriers(unsigned base, int stages, int warps) {
   for (int i = 0; i < stages; ++i) {
     barrier_init(Layout::full(base, i), 32);
-    barrier_init(Layout::decoded(base, i), kDecoders);
+    barrier_init(Layout::decoded(base, i), Layout::kDecoders);
     barrier_init(Layout::empty(base, i), warps);
   }
   for (int i = 0; i < 2; ++i) {
@@ -485,20 +516,24 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
 }
 
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
-__global__ void __launch_bounds__((kWarps + kServiceWarps) * 32, 1) linear_rows(const __grid_constant__ RowsArgs args) {
+__global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32, 1) linear_rows(const __grid_constant__ RowsArgs args) {
 #if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)  // the others' shared memory is too small
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   extern __shared__ __align__(128) char shared[];
   unsigned base = shared_address(shared);
   if (base != kSharedBase) __trap();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int kThreads = (kWarps + kServiceWarps) * 32;
+  constexpr int kThreads = (kWarps + kServiceWarps<kWarps, kTiles>) * 32, kFirstDecoder = kWarps + Layout::kDecoders;
   RowsRun run(args);
   if (warp == kWarps) {
     if (lane == 0) init_barriers<Layout>(base, args.stages, kWarps);
     __syncwarp();
     barrier_signal(3, kThreads);
-    produce<Layout, kNested>(args, base, run);
+    if constexpr (Layout::kDecoders == 1) {
+      produce_and_reduce<T, kWarps, kTiles, Layout, kNested>(args, shared, run);
+    } else {
+      produce<Layout, kNested>(args, base, run);
+    }
   } else if (warp < kWarps) {
     uint4 b[kBlocks][kTiles][2];
     load_activations<T, kWarps, kBlocks, kTiles>(args, run.part, b);
@@ -506,17 +541,24 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps) * 32, 1) linear_rows(
     barrier_sync(1, kWarps * 32);
     barrier_sync(3, kThreads);
     consume<T, kWarps, kBlocks, kTiles, kNested>(args, shared, run, b);
-  } else if (warp == kWarps + 1) {
+  } else if (warp < kFirstDecoder) {
     barrier_sync(3, kThreads);
     reduce<T, kWarps, kTiles, Layout>(args, shared, run);
   } else {
-    int thread = threadIdx.x - (kWarps + 2) * 32;
-    float4 codes{};
-    if (kNested) codes = __ldg(reinterpret_cast<const float4*>(args.weight.absmax_code) + thread);
+    constexpr int kReads = 2 / Layout::kDecoders;
+    int thread = threadIdx.x - kFirstDecoder * 32;
+    float4 codes[kReads];
+#pragma unroll
+    for (int i = 0; kNested && i < kReads; ++i) {
+      codes[i] = __ldg(reinterpret_cast<const float4*>(args.weight.absmax_code) + thread + i * 32);
+    }
     barrier_sync(3, kThreads);
-    reinterpret_cast<float4*>(shared + Layout::kCode)[thread] = codes;
-    barrier_sync(2, kDecoders * 32);
-    decode<Layout, kNested>(args, shared, run, warp - kWarps - 2);
+#pragma unroll
+    for (int i = 0; kNested && i < kReads; ++i) {
+      reinterpret_cast<float4*>(shared + Layout::kCode)[thread + i * 32] = codes[i];
+    }
+    barrier_sync(2, Layout::kDecoders * 32);
+    decode<Layout, kNested>(args, shared, run, warp - kFirstDecoder);
   }
   if (args.parts > 1) {
     __syncthreads();
