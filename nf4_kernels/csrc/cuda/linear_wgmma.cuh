@@ -1,0 +1,517 @@
+// Tens to hundreds of tokens times an NF4 weight on Hopper: the weight is read once and decoded straight into the
+// registers that wgmma multiplies; tokens are the product's n.
+//
+// Two launches. `arrange` copies the activations into tiles of shared memory's layout (64 k x kTokens, swizzled, k in the
+// order below); the second starts while the first still runs and waits for it only where it reads the tiles.
+// In the second every SM holds one block of kGroups consumer warpgroups (64 weight rows each) and four service warps:
+//   bring weights   256 k a stage (one tensor copy of kGroups * 64 rows x 128 bytes)
+//   bring tokens    bulk copies of arranged tiles
+//   bring scales    two warps, as floats, nested ones decoded
+//   multiply        a byte is two neighbouring k of a row, which is one A register: a 256-entry table (32 copies, one a
+//                   bank, so that no lookup conflicts) turns bytes into registers while the tensor cores are busy with
+//                   the 64 k before; the sums of each 64 k get their scale in float32 as they are added up
+// Work is a line of (row tile, token tile, 256 k) units cut evenly over the blocks; a tile that is cut goes through the
+// workspace, and the block that finishes it last adds the parts in order, so results do not depend on timing.
+//
+// k order: of each 64 k, lane t of a quad takes 16t..16t+15, eight contiguous bytes; byte i is A column 8i + 2t of the
+// product, so column chunk i (8 columns, 16 bytes) of a token holds its 4-byte words i, 8 + i, 16 + i, 24 + i.
+// Row order: rows 2g and 2g + 1 of 16 are A rows g and g + 8; a lane then writes two neighbours of the output at once,
+// and its 8-byte reads of the swizzled stage do not conflict.
+#pragma once
+
+#include <cuda.h>
+
+#include "common.cuh"
+#include "wgmma.cuh"
+
+namespace nf4 {
+
+// Where dynamic shared memory, and in it the table, starts: a constant goes into the lookups' immediate offsets. Checked.
+constexpr int kTableBase = 1024;
+
+struct WgmmaArgs {
+  Nf4Weight weight;
+  const void* bias;
+  void* out;
+  const char* tiles;  // arranged activations
+  float4* partial;
+  int* counters;
+  int m, n;
+  int k_blocks;     // k / 64
+  int scale_shift;  // log2(blocksize / 64)
+  int steps;        // of 256 k a tile
+  int token_tiles;
+  int units;        // row tiles * token tiles * steps
+  bool whole_scales;  // four k blocks' scales of a row are four aligned neighbours
+};
+
+template <int kTokens, int kGroups, int kStages, int kTokenStages>
+struct WgmmaLayout {
+  static constexpr int kRows = kGroups * 64;
+  static constexpr int kTableStride = 256;  // a byte permute makes an entry's offset; the second 128 bytes are free
+  static constexpr int kTokenBlocks = kTokens <= 32 ? 4 : kTokens <= 64 ? 2 : 1;  // 64-wide k blocks a token stage
+  static constexpr int kWeightBytes = kRows * 128;
+  static constexpr int kTokenBytes = kTokenBlocks * kTokens * 128;
+  static constexpr int kScaleBytes = 4 * kRows * 4;
+  static constexpr int kWeights = 256 * kTableStride;
+  static constexpr int kActivations = kWeights + kStages * kWeightBytes;
+  static constexpr int kScales = kActivations + kTokenStages * kTokenBytes;
+  static constexpr int kCode = kScales + kStages * kScaleBytes;
+  static constexpr int kBarriers = kCode + 1024;
+  static constexpr int kFlags = kBarriers + (3 * kStages + 2 * kTokenStages) * 8;
+  static constexpr int kTotal = kFlags + kGroups * 4;
+  static_assert(kTotal <= 227 * 1024, "more shared memory than an SM has");
+
+  unsigned base;
+  __device__ unsigned weights(int stage) const { return base + kWeights + stage * kWeightBytes; }
+  __device__ unsigned tokens(int stage) const { return base + kActivations + stage * kTokenBytes; }
+  __device__ unsigned weights_full(int stage) const { return base + kBarriers + stage * 8; }
+  __device__ unsigned scales_full(int stage) const { return base + kBarriers + (kStages + stage) * 8; }
+  __device__ unsigned weights_empty(int stage) const { return base + kBarriers + (2 * kStages + stage) * 8; }
+  __device__ unsigned tokens_full(int stage) const { return base + kBarriers + (3 * kStages + stage) * 8; }
+  __device__ unsigned tokens_empty(int stage) const {
+    return base + kBarriers + (3 * kStages + kTokenStages + stage) * 8;
+  }
+};
+
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// A block's run of units, taken tile by tile.
+struct WgmmaRun {
+  int next, last;
+  int tile, first_step, steps;
+  __device__ static int start(const WgmmaArgs& args, int block) {
+    return static_cast<int>(int64_t{args.units} * block / gridDim.x);
+  }
+  __device__ explicit WgmmaRun(const WgmmaArgs& args)
+      : next(start(args, blockIdx.x)), last(start(args, blockIdx.x + 1)) {}
+  __device__ __forceinline__ bool take(const WgmmaArgs& args) {
+    if (next >= last) return false;
+    tile = next / args.steps;
+    first_step = next - tile * args.steps;
+    steps = min(args.steps - first_step, last - next);
+    next += steps;
+    return true;
+  }
+};
+
+// ---- arrange -------------------------------------------------------------------------------------------------------
+
+// One thread writes one 16-byte chunk. Tokens beyond m and k beyond the last are zeros.
+template <typename T>
+__global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, int padded_blocks, int tokens,
+                               int chunks) {
+  let_next_start();
+  int at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= chunks) return;
+  int chunk = at % 8, block = at / 8 % padded_blocks, token = at / 8 / padded_blocks;
+  uint4 words = make_uint4(0, 0, 0, 0);
+  if (token < m && block < k_blocks) {
+    const unsigned* from = reinterpret_cast<const unsigned*>(x + (int64_t{token} * k_blocks + block) * 64) + chunk;
+    words = make_uint4(__ldg(from), __ldg(from + 8), __ldg(from + 16), __ldg(from + 24));
+  }
+  int row = token % tokens;
+  int64_t tile = int64_t{token / tokens} * padded_blocks + block;
+  tiles[(tile * tokens + row) * 8 + (chunk ^ row % 8)] = words;
+}
+
+// ---- service warps -------------------------------------------------------------------------------------------------
+
+template <typename Layout, int kStages>
+__device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUtensorMap* map, Layout layout) {
+  WgmmaRun run(args);
+  Ring<kStages> ring;
+  while (run.take(args)) {
+    int row = run.tile / args.token_tiles * Layout::kRows;
+    for (int step = run.first_step; step < run.first_step + run.steps; ++step) {
+      barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1);
+      unsigned full = layout.weights_full(ring.stage);
+      expect_bytes(full, Layout::kWeightBytes);
+      copy_box(layout.weights(ring.stage), map, step * 128, row, full);
+      ring.advance();
+    }
+  }
+}
+
+template <typename Layout, int kTokenStages>
+__device__ __forceinline__ void bring_tokens(const WgmmaArgs& args, Layout layout) {
+  WgmmaRun run(args);
+  Ring<kTokenStages> ring;
+  wait_for_previous();
+  constexpr int kCopies = 4 / Layout::kTokenBlocks;
+  while (run.take(args)) {
+    int64_t first = int64_t{run.tile % args.token_tiles} * args.steps + run.first_step;
+    const char* from = args.tiles + first * kCopies * Layout::kTokenBytes;
+    for (int copy = 0; copy < run.steps * kCopies; ++copy, from += Layout::kTokenBytes) {
+      barrier_wait(layout.tokens_empty(ring.stage), ring.parity ^ 1);
+      unsigned full = layout.tokens_full(ring.stage);
+      expect_bytes(full, Layout::kTokenBytes);
+      copy_bytes(layout.tokens(ring.stage), from, Layout::kTokenBytes, full);
+      ring.advance();
+    }
+  }
+}
+
+// The scales of one row and stage as they lie in memory, where four k blocks' scales are aligned neighbours.
+template <bool kNested>
+struct RawScales {
+  float4 scales;
+  __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
+    scales = __ldg(reinterpret_cast<const float4*>(w.absmax + first));
+  }
+  __device__ __forceinline__ float4 decoded(const float*, float) const { return scales; }
+};
+template <>
+struct RawScales<true> {
+  uchar4 raw;
+  float absmax;
+  __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
+    raw = __ldg(reinterpret_cast<const uchar4*>(w.absmax_8bit + first));
+    absmax = __ldg(w.absmax + (first >> 8));
+  }
+  __device__ __forceinline__ float4 decoded(const float* code, float offset) const {
+    return make_float4(nested_scale(code[raw.x], absmax, offset), nested_scale(code[raw.y], absmax, offset),
+                       nested_scale(code[raw.z], absmax, offset), nested_scale(code[raw.w], absmax, offset));
+  }
+};
+
+// The same for any k and block size; zeros beyond the weight.
+template <bool kNested>
+__device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float* code, float offset, int row,
+                                              int step) {
+  const Nf4Weight& w = args.weight;
+  int64_t first = int64_t{row} * args.k_blocks + step * 4;
+  float scales[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int64_t at = (first + i) >> args.scale_shift;
+    scales[i] = 0.0f;
+    if (row >= args.n || step * 4 + i >= args.k_blocks) continue;
+    scales[i] = kNested ? nested_scale(code[__ldg(w.absmax_8bit + at)], __ldg(w.absmax + (at >> 8)), offset)
+                        : __ldg(w.absmax + at);
+  }
+  return make_float4(scales[0], scales[1], scales[2], scales[3]);
+}
+
+template <typename Layout, int kStages, bool kNested>
+__device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layout, char* shared, int thread) {
+  constexpr int kPerThread = Layout::kRows / 64;
+  constexpr int kAhead = kPerThread > 3 || !kNested ? 2 : 3;  // stages whose loads are under way together
+  float* code = reinterpret_cast<float*>(shared + Layout::kCode);
+  float offset = 0.0f;
+  if constexpr (kNested) {
+    for (int i = thread; i < 256; i += 64) code[i] = __ldg(args.weight.absmax_code + i);
+    offset = __ldg(args.weight.absmax_offset);
+    barrier_sync(8, 64);
+  }
+  WgmmaRun run(args);
+  Ring<kStages> ring;
+  auto put = [&](int i, float4 scales) {
+    float* target = reinterpret_cast<float*>(shared + Layout::kScales + ring.stage * Layout::kScaleBytes) + thread;
+    target[i * 64] = scales.x;
+    target[i * 64 + Layout::kRows] = scales.y;
+    target[i * 64 + 2 * Layout::kRows] = scales.z;
+    target[i * 64 + 3 * Layout::kRows] = scales.w;
+  };
+  auto wait_stage = [&] { barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1); };
+  auto send_stage = [&] {
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(layout.scales_full(ring.stage));
+    ring.advance();
+  };
+  while (run.take(args)) {
+    int row = run.tile / args.token_tiles * Layout::kRows + thread, end = run.first_step + run.steps;
+    if (!args.whole_scales) {
+      for (int step = run.first_step; step < end; ++step) {
+        wait_stage();
+        for (int i = 0; i < kPerThread; ++i) put(i, load_scales<kNested>(args, code, offset, row + i * 64, step));
+        send_stage();
+      }
+      continue;
+    }
+    for (int step = run.first_step; step < end; step += kAhead) {
+      RawScales<kNested> raw[kAhead][kPerThread];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          int at_row = min(row + i * 64, args.n - 1), at_step = min(step + j, end - 1);
+          raw[j][i].load(args.weight, int64_t{at_row} * args.k_blocks + at_step * 4);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (step + j >= end) break;
+        wait_stage();
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) put(i, raw[j][i].decoded(code, offset));
+        send_stage();
+      }
+    }
+  }
+}
+
+// ---- multiply ------------------------------------------------------------------------------------------------------
+
+// All 32 copies of the entries of one warp: 16 entries a turn.
+template <typename T>
+__device__ __forceinline__ void fill_table(char* shared, int warp, int warps, int stride) {
+  constexpr float codes[16] = {NF4_CODEBOOK};
+  for (int first = warp; first < 16; first += warps) {
+    float high = codes[0];
+#pragma unroll
+    for (int i = 1; i < 16; ++i) high = first == i ? codes[i] : high;
+    char* target = shared + first * 16 * stride + threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) *reinterpret_cast<unsigned*>(target + i * stride) = pack2<T>(high, codes[i]);
+  }
+}
+
+// The A register of one byte: its entry in this lane's copy of the table.
+__device__ __forceinline__ unsigned table_entry(unsigned word, int byte, unsigned lane_offset) {
+  unsigned pair;
+  asm("ld.shared.b32 %0, [%1 + %2];"
+      : "=r"(pair)
+      : "r"(__byte_perm(word, lane_offset, 0x5504 | byte << 4)), "n"(kTableBase));
+  return pair;
+}
+
+// Adds the sums of one 64 k, times their rows' scales.
+template <int kCount>
+__device__ __forceinline__ void add_scaled(float (&total)[kCount], const float (&sums)[kCount], float2 scale) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    total[i] += scale.x * sums[i];
+    total[i + 1] += scale.x * sums[i + 1];
+    total[i + 2] += scale.y * sums[i + 2];
+    total[i + 3] += scale.y * sums[i + 3];
+  }
+}
+
+// Adds bias, rounds once and writes a warpgroup's 64 rows x kTokens tokens.
+template <typename T, int kTokens>
+__device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int token, const float (&sum)[kTokens / 2]) {
+  T* out = static_cast<T*>(args.out);
+  const T* bias = static_cast<const T*>(args.bias);
+  if (row >= args.n) return;
+  bool both = row + 1 < args.n, paired = both && args.n % 2 == 0;
+  float add0 = bias ? to_float(bias[row]) : 0.0f, add1 = bias && both ? to_float(bias[row + 1]) : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      int at_token = token + i * 2 + j;
+      if (at_token >= args.m) continue;
+      T* at = out + int64_t{at_token} * args.n + row;
+      if (paired) {
+        *reinterpret_cast<unsigned*>(at) = pack2<T>(sum[i + j] + add0, sum[i + j + 2] + add1);
+      } else {
+        at[0] = from_float<T>(sum[i + j] + add0);
+        if (both) at[1] = from_float<T>(sum[i + j + 2] + add1);
+      }
+    }
+  }
+}
+
+// Hands this block's part of a tile over; true in the block that came last, with the whole sum.
+template <int kCount, int kGroups>
+__device__ __forceinline__ bool combine_parts(const WgmmaArgs& args, int tile, int group, volatile int* flag,
+                                              float (&sum)[kCount]) {
+  int thread = threadIdx.x % 128;
+  // A block has two slots: for the tile it starts in and for the tile it ends in.
+  auto slot = [&](int block, bool second) {
+    return args.partial + (int64_t{block * 2 + second} * kGroups + group) * (kCount / 4) * 128 + thread;
+  };
+  int begin = tile * args.steps, end = begin + args.steps;
+  float4* mine = slot(blockIdx.x, WgmmaRun::start(args, blockIdx.x) < begin);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    __stcg(mine + i / 4 * 128, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
+  }
+  __threadfence();
+  barrier_sync(1 + group, 128);
+  int first = static_cast<int>(int64_t{begin} * gridDim.x / args.units);
+  while (WgmmaRun::start(args, first + 1) <= begin) ++first;
+  int last = first;
+  while (WgmmaRun::start(args, last + 1) < end) ++last;
+  if (thread == 0) *flag = atomicAdd(args.counters + tile * kGroups + group, 1);
+  barrier_sync(1 + group, 128);
+  if (*flag != last - first) return false;
+  __threadfence();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum[i] = 0.0f;
+  const float4* from = slot(first, WgmmaRun::start(args, first) < begin);
+#pragma unroll (kCount <= 16 ? 8 : kCount <= 32 ? 4 : 1)
+  for (int block = first; block <= last; ++block) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      float4 part = __ldcg((block == first ? from : slot(block, false)) + i / 4 * 128);
+      sum[i] += part.x;
+      sum[i + 1] += part.y;
+      sum[i + 2] += part.z;
+      sum[i + 3] += part.w;
+    }
+  }
+  if (thread == 0) args.counters[tile * kGroups + group] = 0;
+  return true;
+}
+
+template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns>
+__device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shared) {
+  using Layout = WgmmaLayout<kTokens, kGroups, kStages, kTokenStages>;
+  constexpr int kCount = kTokens / 2;
+  Layout layout{shared_address(shared)};
+  int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  unsigned lane_offset = lane * 4;
+  int row_in_block = warp * 16 + g * 2;
+  // The stage's chunk of k block i is (2i + t / 2) ^ (row % 8), and row % 8 is 2 (g % 4) or one more.
+  const char* my_rows = shared + Layout::kWeights + row_in_block * 128 + t % 2 * 8;
+  int chunk = (t / 2) ^ (row_in_block % 8);
+  const char* my_scales = shared + Layout::kScales + row_in_block * 4;
+  Ring<kStages> ring;
+  Ring<kTokenStages> tokens;
+  WgmmaRun run(args);
+  int released = 0;
+  uint2 upper[4], lower[4];
+  float2 scale[4];
+  unsigned a[2][4][4];
+  auto take_stage = [&] {
+    barrier_wait(layout.weights_full(ring.stage), ring.parity);
+    const char* rows = my_rows + ring.stage * Layout::kWeightBytes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      upper[i] = *reinterpret_cast<const uint2*>(rows + ((chunk ^ 2 * i) << 4));
+      lower[i] = *reinterpret_cast<const uint2*>(rows + 128 + ((chunk ^ 1 ^ 2 * i) << 4));
+    }
+    barrier_wait(layout.scales_full(ring.stage), ring.parity);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scale[i] = *reinterpret_cast<const float2*>(my_scales + ring.stage * Layout::kScaleBytes + i * Layout::kRows * 4);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(layout.weights_empty(ring.stage));
+    ring.advance();
+  };
+  auto decode = [&](int i) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      unsigned up = s < 2 ? upper[i].x : upper[i].y, low = s < 2 ? lower[i].x : lower[i].y;
+      int byte = s % 2 * 2;
+      a[i % 2][s][0] = table_entry(up, byte, lane_offset);
+      a[i % 2][s][1] = table_entry(low, byte, lane_offset);
+      a[i % 2][s][2] = table_entry(up, byte + 1, lane_offset);
+      a[i % 2][s][3] = table_entry(low, byte + 1, lane_offset);
+    }
+  };
+  // Groups take turns at the tensor cores: side by side they would end, and then decode, all at the same time.
+  constexpr int kTurn = 9;
+  if (kTurns && group == kGroups - 1) barrier_signal(kTurn, 256);
+  while (run.take(args)) {
+    float total[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total[i] = 0.0f;
+    take_stage();
+    decode(0);
+    for (int step = 0; step < run.steps; ++step) {
+      float sums[kSums][kCount];
+      constexpr int kBlocks = Layout::kTokenBlocks;
+      auto settle = [&](int i, float2 by) {
+        pin(sums[i % kSums]);
+        if (i % kBlocks == kBlocks - 1) {
+          if (lane == 0) barrier_arrive(layout.tokens_empty(released));
+          released = released + 1 == kTokenStages ? 0 : released + 1;
+        }
+        add_scaled(total, sums[i % kSums], by);
+      };
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i % kBlocks == 0) barrier_wait(layout.tokens_full(tokens.stage), tokens.parity);
+        uint64_t tile = swizzled_tile(layout.tokens(tokens.stage) + i % kBlocks * kTokens * 128);
+        if (kTurns) barrier_sync(kTurn + group, 256);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 4; ++s) wgmma<T, kTokens>(sums[i % kSums], a[i % 2][s], tile + s * 2, s > 0);
+        wgmma_commit();
+        if (kTurns) barrier_signal(kTurn + (group + 1) % kGroups, 256);
+        if (i % kBlocks == kBlocks - 1) tokens.advance();
+        // While it runs: the sums before, the next weights.
+        if (kSums == 2 && i > 0) {
+          wgmma_wait<1>();
+          settle(i - 1, scale[i - 1]);
+        }
+        float2 by = scale[i];
+        if (i < 3) {
+          decode(i + 1);
+        } else if (step + 1 < run.steps) {
+          take_stage();
+          decode(0);
+        }
+        if (kSums == 1 || i == 3) {
+          wgmma_wait<0>();
+          settle(i, by);
+        }
+      }
+    }
+
+    int row = run.tile / args.token_tiles * Layout::kRows + row_in_block;
+    int token = run.tile % args.token_tiles * kTokens + t * 2;
+    int* flag = reinterpret_cast<int*>(shared + Layout::kFlags) + group;
+    bool whole = run.steps == args.steps;
+    if (whole || combine_parts<kCount, kGroups>(args, run.tile, group, flag, total)) {
+      write_tile<T, kTokens>(args, row, token, total);
+    }
+  }
+}
+
+template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested>
+__global__ void __launch_bounds__((kGroups + 1) * 128, 1)
+    linear_wgmma(const __grid_constant__ WgmmaArgs args, const __grid_constant__ CUtensorMap map) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Layout = WgmmaLayout<kTokens, kGroups, kStages, kTokenStages>;
+  extern __shared__ __align__(1024) char shared[];
+  Layout layout{shared_address(shared)};
+  if (layout.base != kTableBase) __trap();
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(layout.weights_full(i), 1);
+      barrier_init(layout.scales_full(i), 2);
+      barrier_init(layout.weights_empty(i), kGroups * 4);
+    }
+    for (int i = 0; i < kTokenStages; ++i) {
+      barrier_init(layout.tokens_full(i), 1);
+      barrier_init(layout.tokens_empty(i), kGroups * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  fill_table<T>(shared, warp, (kGroups + 1) * 4, Layout::kTableStride);
+  __syncthreads();
+  if (warp >= kGroups * 4) {
+    give_registers<64>();
+    int service = warp - kGroups * 4;
+    if (service == 0) {
+      if (lane == 0) bring_weights<Layout, kStages>(args, &map, layout);
+    } else if (service == 1) {
+      if (lane == 0) bring_tokens<Layout, kTokenStages>(args, layout);
+    } else {
+      bring_scales<Layout, kStages, kNested>(args, layout, shared, (service - 2) * 32 + lane);
+    }
+  } else {
+    take_registers<kGroups == 2 ? 216 : kGroups == 3 ? 144 : 104>();
+    multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns>(args, shared);
+  }
+#endif
+}
+
+}  // namespace nf4

@@ -1,0 +1,147 @@
+// The C entry of linear_wgmma.cuh: its workspace, the weight's tensor map and the two launches.
+#include "linear_wgmma.cuh"
+
+// The launch's shape.
+typedef struct {
+  int32_t tokens;  // of a tile
+  int32_t groups;  // consumer warpgroups, 64 weight rows each
+  int32_t grid;    // blocks: the device's SMs
+} WgmmaPlan;
+
+namespace nf4 {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct WgmmaSizes {
+  int64_t row_tiles, token_tiles, steps, grid, tile_bytes, partial_bytes;
+  WgmmaSizes(int64_t m, int64_t n, int64_t k, const WgmmaPlan& plan) {
+    row_tiles = ceil_div(n, plan.groups * 64);
+    token_tiles = ceil_div(m, plan.tokens);
+    steps = ceil_div(k, 256);
+    int64_t units = row_tiles * token_tiles * steps;
+    grid = units < plan.grid ? units : plan.grid;
+    tile_bytes = token_tiles * plan.tokens * steps * 512;
+    partial_bytes = grid * 2 * plan.groups * 64 * plan.tokens * 4;
+  }
+};
+
+// The weight as [n][k / 2] bytes, taken in boxes of rows x 128 bytes that land swizzled. False where the driver cannot.
+bool weight_map(const Nf4Weight& w, int rows, CUtensorMap* map) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  // The runtime hands the driver's function out: nothing is linked against the driver.
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
+  }();
+  if (!encode) return false;
+  cuuint64_t sizes[2] = {static_cast<cuuint64_t>(w.k / 2), static_cast<cuuint64_t>(w.n)};
+  cuuint64_t pitch[1] = {static_cast<cuuint64_t>(w.k / 2)};
+  cuuint32_t box[2] = {128, static_cast<cuuint32_t>(rows)}, strides[2] = {1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(w.packed), sizes, pitch, box, strides,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <typename T>
+cudaError_t arrange(const Nf4Linear& linear, const WgmmaSizes& sizes, int tokens, cudaStream_t stream) {
+  int64_t chunks = sizes.tile_bytes / 16;
+  arrange_tokens<T><<<static_cast<unsigned>(ceil_div(chunks, 256)), 256, 0, stream>>>(
+      static_cast<const T*>(linear.x), static_cast<uint4*>(linear.workspace), static_cast<int>(linear.m),
+      static_cast<int>(linear.weight.k / 64), static_cast<int>(sizes.steps * 4), tokens, static_cast<int>(chunks));
+  return cudaGetLastError();
+}
+
+template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested>
+cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const WgmmaArgs& args, const CUtensorMap& map) {
+  cudaStream_t stream = static_cast<cudaStream_t>(linear.stream);
+  auto* kernel = linear_wgmma<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, kNested>;
+  constexpr int kShared = WgmmaLayout<kTokens, kGroups, kStages, kTokenStages>::kTotal;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status != cudaSuccess) return status;
+  status = arrange<T>(linear, sizes, kTokens, stream);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(sizes.grid));
+  config.blockDim = dim3((kGroups + 1) * 128);
+  config.dynamicSmemBytes = kShared;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args, map);
+}
+
+template <int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns>
+cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const WgmmaArgs& args, const CUtensorMap& map) {
+  bool nested = linear.weight.absmax_8bit != nullptr;
+#define NF4_LAUNCH(T)                                                                                         \
+  return nested ? launch<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, true>(linear, sizes, args, map) \
+                : launch<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, false>(linear, sizes, args, map)
+#ifndef NF4_BF16_ONLY
+  if (linear.dtype == NF4_FLOAT16) NF4_LAUNCH(__half);
+#endif
+  NF4_LAUNCH(__nv_bfloat16);
+#undef NF4_LAUNCH
+}
+
+bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+}  // namespace
+}  // namespace nf4
+
+// Bytes of workspace and number of counters that a product needs.
+NF4_EXPORT void nf4_cuda_linear_wgmma_sizes(int64_t m, int64_t n, int64_t k, const WgmmaPlan* plan,
+                                            int64_t* workspace, int64_t* counters) {
+  nf4::WgmmaSizes sizes(m, n, k, *plan);
+  *workspace = sizes.tile_bytes + sizes.partial_bytes;
+  *counters = sizes.row_tiles * sizes.token_tiles * plan->groups;
+}
+
+// Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits. For devices of capability 9.0.
+NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* plan) {
+  const Nf4Weight& w = linear->weight;
+  if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32 || !nf4::aligned(w.packed, 16)) {
+    return cudaErrorInvalidValue;
+  }
+  nf4::WgmmaSizes sizes(linear->m, w.n, w.k, *plan);
+  nf4::WgmmaArgs args{};
+  args.weight = w;
+  args.bias = linear->bias;
+  args.out = linear->out;
+  args.tiles = static_cast<const char*>(linear->workspace);
+  args.partial = reinterpret_cast<float4*>(static_cast<char*>(linear->workspace) + sizes.tile_bytes);
+  args.counters = linear->counters;
+  args.m = static_cast<int>(linear->m);
+  args.n = static_cast<int>(w.n);
+  args.k_blocks = static_cast<int>(w.k / 64);
+  args.scale_shift = nf4::log2_of(w.blocksize / 64);
+  args.steps = static_cast<int>(sizes.steps);
+  args.token_tiles = static_cast<int>(sizes.token_tiles);
+  args.units = static_cast<int>(sizes.row_tiles * sizes.token_tiles * sizes.steps);
+  args.whole_scales = args.k_blocks % 4 == 0 && w.blocksize == 64 &&
+                      (w.absmax_8bit ? nf4::aligned(w.absmax_8bit, 4) : nf4::aligned(w.absmax, 16));
+  CUtensorMap map;
+  if (!nf4::weight_map(w, plan->groups * 64, &map)) return cudaErrorNotSupported;
+#define NF4_INSTANCE(TOKENS, GROUPS, STAGES, TOKEN_STAGES, SUMS, TURNS)                                 \
+  if (plan->tokens == TOKENS && plan->groups == GROUPS) {                                          \
+    return nf4::launch<TOKENS, GROUPS, STAGES, TOKEN_STAGES, SUMS, TURNS>(*linear, sizes, args, map);     \
+  }
+#ifdef NF4_WGMMA_INSTANCES
+  NF4_WGMMA_INSTANCES
+#else
+  NF4_INSTANCE(16, 4, 3, 4, 2, false)
+  NF4_INSTANCE(32, 3, 4, 3, 2, false)
+  NF4_INSTANCE(64, 2, 5, 4, 2, true)
+  NF4_INSTANCE(128, 2, 4, 5, 1, true)
+#endif
+#undef NF4_INSTANCE
+  return cudaErrorInvalidValue;
+}
