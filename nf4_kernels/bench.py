@@ -1,8 +1,9 @@
 """python -m nf4_kernels.bench: our kernels beside bitsandbytes, bfloat16 cuBLAS and the floor, on this machine's GPU.
 
-Everything in one run. Before each timed launch a kernel reads 256 MB, so that nothing of the launch's data is in L2;
-times are medians between CUDA events around one launch, its launch overhead included. The floor is the larger of the
-bytes that must move over the copy bandwidth and the FLOPs over the matmul rate, both measured in the same run.
+Everything in one run. Products are timed inside CUDA graphs, as a serving engine replays them; before each a kernel
+reads 256 MB, so that nothing of the launch's data is in L2, and the time of these reads alone is subtracted.
+Dequantizations are timed as single launches between events. The floor is the larger of the bytes that must move over the
+copy bandwidth and the FLOPs over the matmul rate of the same run.
 Writes bench/results/kernels-<device>.json; bench/tables.py makes the README's table of it.
 """
 
@@ -41,6 +42,8 @@ MODELS = {
 }
 BLOCKSIZE = 64
 _FLUSH_BYTES = 256 << 20
+_REPLAYS = 7
+_WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,25 @@ class Bench:
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
         self._flush = torch.randn(_FLUSH_BYTES // 4, device="cuda")
+        self._flush_us = 0.0
+        self._replay(None)
+        self._flush_us = self._replay(None)
         a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
         b = torch.empty_like(a)
-        self.copy_bytes_per_us: float = 2 * a.numel() / self.time(partial(b.copy_, a))
+        self.copy_bytes_per_us: float = 2 * a.numel() / self.time_alone(partial(b.copy_, a))
         del a, b
         x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-        self.flops_per_us: float = 2.0 * 8192**3 / self.time(lambda: x @ x)
+        self.flops_per_us: float = 2.0 * 8192**3 / self.time_alone(lambda: x @ x)
 
     def time(self, launch: Callable[[], object]) -> float:
-        """Median microseconds of a launch."""
-        launch()
+        """Median microseconds of a launch inside a CUDA graph, as a serving engine replays it, with a cold L2."""
+        return (self._replay(launch) - self._flush_us) / self.repeats
+
+    def time_alone(self, launch: Callable[[], object]) -> float:
+        """Median microseconds of a launch between two events, with a cold L2: for launches that write more than L2 holds.
+
+        What lies in L2 at their end is written back under what comes next, for the copy of the floor as for them.
+        """
         launch()
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.repeats)
@@ -88,6 +100,31 @@ class Bench:
             end.record()
         torch.cuda.synchronize()
         return statistics.median(float(begin.elapsed_time(end)) * 1e3 for begin, end in events)
+
+    def _replay(self, launch: Callable[[], object] | None) -> float:
+        """Median microseconds of one replay of `repeats` flushes, each followed by the launch."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            if launch:
+                launch()
+                launch()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(self.repeats):
+                    torch.amax(self._flush)
+                    if launch:
+                        launch()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            taken = []
+            for _ in range(_WARM_UP + _REPLAYS):
+                begin.record(stream)
+                graph.replay()
+                end.record(stream)
+                stream.synchronize()
+                taken.append(float(begin.elapsed_time(end)) * 1e3)
+        return statistics.median(taken[_WARM_UP:])
 
     def floor(self, moved_bytes: float, flops: float = 0.0) -> float:
         return max(moved_bytes / self.copy_bytes_per_us, flops / self.flops_per_us)
@@ -136,12 +173,14 @@ def dequantize_rows(bench: Bench, model: str, name: str, weight: Random, bnb: An
     plain = weight.scales
     rows = []
     for op, absmax, nested in (("dequantize", plain, ()), ("dequantize_nested", weight.absmax, weight.nested)):
-        ours = bench.time(partial(cuda.dequantize, weight.packed, (n, k), absmax, BLOCKSIZE, torch.bfloat16, *nested))
+        ours = bench.time_alone(
+            partial(cuda.dequantize, weight.packed, (n, k), absmax, BLOCKSIZE, torch.bfloat16, *nested)
+        )
         theirs = None
         if bnb:
             state = _bnb_state(bnb, weight, plain, bool(nested))
-            theirs = bench.time(partial(bnb.functional.dequantize_4bit, weight.packed, state))
-        tree = bench.time(partial(_tree, weight, plain)) if not nested else None
+            theirs = bench.time_alone(partial(bnb.functional.dequantize_4bit, weight.packed, state))
+        tree = bench.time_alone(partial(_tree, weight, plain)) if not nested else None
         floor = bench.floor(weight.moved(bool(nested)) + written)
         rows.append(Row(op, model, name, n, k, None, ours, theirs, None, floor, tree))
     return rows
@@ -204,7 +243,7 @@ def _bitsandbytes() -> Any:
 def main() -> int:
     """Measure, print a line a row, write the JSON; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nf4_kernels.bench", description="Kernel speed on this GPU.")
-    parser.add_argument("--repeats", type=int, default=15, help="launches a median is taken of")
+    parser.add_argument("--repeats", type=int, default=10, help="launches in a graph; the median of 7 replays counts")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON")
