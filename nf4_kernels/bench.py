@@ -43,7 +43,7 @@ MODELS = {
 BLOCKSIZE = 64
 _FLUSH_BYTES = 256 << 20
 _REPLAYS = 7
-_WARM_UP = 3
+_WARM_UP = 20  # enough for the clocks to rise
 
 
 @dataclass(frozen=True)
