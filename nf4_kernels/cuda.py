@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nf4_kernels.plan import COUNTERS, WORKSPACE_BYTES, Rows, Slices, plan
+from nf4_kernels.plan import COUNTERS, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -60,6 +60,12 @@ class RowsPlan(ctypes.Structure):
     )
 
 
+class WgmmaPlan(ctypes.Structure):
+    """WgmmaPlan of params.h."""
+
+    _fields_ = (("tokens", ctypes.c_int32), ("groups", ctypes.c_int32), ("grid", ctypes.c_int32))
+
+
 class KernelError(RuntimeError):
     """A kernel could not be launched; the message holds CUDA's."""
 
@@ -80,6 +86,7 @@ def library() -> ctypes.CDLL | str:
             ctypes.c_int32,
             ctypes.c_void_p,
         )
+        loaded.nf4_cuda_linear_wgmma.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(WgmmaPlan))
         loaded.nf4_cuda_linear_rows.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
     except (OSError, AttributeError) as e:
         return f"{LIBRARY} cannot be loaded: {e}"
@@ -160,18 +167,21 @@ def linear(
 def _multiply(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
     m, n, k = x.shape[0], weight.n, weight.k
     choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None)
-    if isinstance(choice, Rows) and x.dtype != torch.float32:
+    if not isinstance(choice, Slices) and x.dtype != torch.float32:
         workspace = _workspace(x.device)
         aligned = all(
             p % 16 == 0 for p in (weight.packed, weight.absmax, weight.absmax_8bit or 0, weight.absmax_code or 0)
         )
-        if aligned and (choice.parts == 1 or workspace is not None):
-            _multiply_rows(out, _aligned(x), weight, bias, choice, workspace)
+        unshared = isinstance(choice, Rows) and choice.parts == 1
+        if aligned and (unshared or workspace is not None):
+            _multiply_fused(out, _aligned(x), weight, bias, choice, workspace)
             return
     _multiply_slices(out, x, weight, bias, choice.rows if isinstance(choice, Slices) else n)
 
 
-def plan_on(device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True) -> Rows | Slices:
+def plan_on(
+    device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True
+) -> Rows | Wgmma | Slices:
     """plan() for a CUDA device of this machine (16-bit types)."""
     arch, multiprocessors = _properties(device.index if device.index is not None else torch.cuda.current_device())
     return _plan(m, n, k, arch, multiprocessors, blocksize, nested)
@@ -186,8 +196,13 @@ def _properties(index: int) -> tuple[int, int]:
     return 10 * properties.major + properties.minor, properties.multi_processor_count
 
 
-def _multiply_rows(
-    out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, choice: Rows, workspace: tuple[Tensor, Tensor] | None
+def _multiply_fused(
+    out: Tensor,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    choice: Rows | Wgmma,
+    workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
     loaded = _usable()
     partial, counters = (t.data_ptr() for t in workspace) if workspace else (None, None)
@@ -202,6 +217,10 @@ def _multiply_rows(
         _DTYPES[x.dtype],
         torch.cuda.current_stream(x.device).cuda_stream,
     )
+    if isinstance(choice, Wgmma):
+        wgmma = WgmmaPlan(choice.tokens, choice.groups, choice.grid)
+        _raise_for(loaded, loaded.nf4_cuda_linear_wgmma(linear_, wgmma), str(choice))
+        return
     fields = (choice.warps, choice.blocks, choice.tiles, choice.stages, choice.parts, choice.part_blocks, choice.grid)
     _raise_for(loaded, loaded.nf4_cuda_linear_rows(linear_, RowsPlan(*fields)), str(choice))
 

@@ -24,6 +24,9 @@ INSTANCES = (
     (16, 1, 4),
     (16, 2, 4),
 )
+# Token tile -> warpgroups: the instances of csrc/cuda/linear_wgmma_sm90.cu, and where they are measured to be faster.
+WGMMA_GROUPS = {16: 4, 32: 3, 64: 2, 128: 2}
+MIN_WGMMA_TOKENS, MAX_WGMMA_TOKENS, MIN_WGMMA_WEIGHTS = 17, 512, 20 << 20
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _SLICE_ROWS = 12288
 
@@ -49,6 +52,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Wgmma:
+    """linear_wgmma: weights decoded into wgmma's register operand; the fields are WgmmaPlan of params.h."""
+
+    tokens: int
+    groups: int
+    grid: int
+
+    def workspace_bytes(self, m: int, k: int) -> int:
+        """Arranged activations and partial sums: WgmmaSizes of csrc/cuda/linear_wgmma_sm90.cu."""
+        arranged = -(-m // self.tokens) * self.tokens * -(-k // 256) * 512
+        return arranged + self.grid * 2 * self.groups * 64 * self.tokens * 4
+
+    def __str__(self) -> str:
+        return f"wgmma: {self.tokens} tokens x {self.groups * 64} rows, grid {self.grid}"
+
+
+@dataclass(frozen=True)
 class Slices:
     """Dequantize `rows` weight rows at a time into a buffer, multiply each slice with cuBLAS."""
 
@@ -60,9 +80,13 @@ class Slices:
 
 def plan(
     m: int, n: int, k: int, arch: int, multiprocessors: int, blocksize: int = 64, nested: bool = True
-) -> Rows | Slices:
+) -> Rows | Wgmma | Slices:
     """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability."""
     slices = Slices(_slice_rows(n))
+    if arch == 90 and k % 64 == 0 and blocksize >= 64 and MIN_WGMMA_TOKENS <= m <= MAX_WGMMA_TOKENS:
+        wgmma = _wgmma(m, n, k, multiprocessors)
+        if wgmma is not None:
+            return wgmma
     if not 1 <= m <= MAX_ROWS_TOKENS or k % 64 or blocksize < 64 or arch not in _SHARED_BYTES:
         return slices
     tiles = 1 if m <= 8 else 2 if m <= 16 else 4
@@ -73,6 +97,17 @@ def plan(
         if best is None or cost < best_cost:
             best, best_cost = candidate, cost
     return best or slices
+
+
+def _wgmma(m: int, n: int, k: int, multiprocessors: int) -> Wgmma | None:
+    tokens = next((t for t in WGMMA_GROUPS if m <= t), max(WGMMA_GROUPS))
+    groups = WGMMA_GROUPS[tokens]
+    if n * k < MIN_WGMMA_WEIGHTS:
+        return None
+    tiles = -(-n // (groups * 64)) * -(-m // tokens)
+    choice = Wgmma(tokens, groups, min(multiprocessors, tiles * -(-k // 256)))
+    fits = choice.workspace_bytes(m, k) <= WORKSPACE_BYTES and tiles * groups <= COUNTERS
+    return choice if fits else None
 
 
 def _slice_rows(n: int) -> int:

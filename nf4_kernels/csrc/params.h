@@ -43,3 +43,10 @@ typedef struct {
   int32_t part_blocks; /* 64-wide k blocks of a part */
   int32_t grid;
 } RowsPlan;
+
+/* The shape of a linear_wgmma launch; nf4_kernels/plan.py chooses it. */
+typedef struct {
+  int32_t tokens; /* of a tile */
+  int32_t groups; /* warpgroups that multiply, 64 weight rows each */
+  int32_t grid;
+} WgmmaPlan;

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 from nf4_kernels import cuda
-from nf4_kernels.plan import INSTANCES, WORKSPACE_BYTES, Rows, Slices, plan, rows_stages
+from nf4_kernels.plan import (
+    COUNTERS,
+    INSTANCES,
+    MIN_WGMMA_TOKENS,
+    MIN_WGMMA_WEIGHTS,
+    WGMMA_GROUPS,
+    WORKSPACE_BYTES,
+    Rows,
+    Slices,
+    Wgmma,
+    plan,
+    rows_stages,
+)
 
 SOURCE = Path(cuda.__file__).parent / "csrc" / "cuda" / "linear_rows.cu"
 SHAPES = (
@@ -27,7 +39,7 @@ SHAPES = (
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_plans_cover_k_and_fit_the_workspace(n: int, k: int, arch: int, nested: bool) -> None:
-    for m in range(1, 33):
+    for m in range(1, MIN_WGMMA_TOKENS if arch == 90 else 33):
         choice = plan(m, n, k, arch, 132, nested=nested)
         assert isinstance(choice, Rows)
         assert m <= choice.tiles * 8
@@ -40,8 +52,33 @@ def test_rows_plans_cover_k_and_fit_the_workspace(n: int, k: int, arch: int, nes
         assert 2 <= choice.stages <= 8
 
 
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_wgmma_plans_fit_the_workspace(n: int, k: int) -> None:
+    for m in range(MIN_WGMMA_TOKENS, 400):
+        choice = plan(m, n, k, 90, 132)
+        if n * k < MIN_WGMMA_WEIGHTS:
+            assert isinstance(choice, Slices if m > 32 else Rows)
+            continue
+        if isinstance(choice, Slices):
+            assert m > 256
+            continue
+        assert isinstance(choice, Wgmma)
+        assert choice.groups == WGMMA_GROUPS[choice.tokens]
+        assert choice.tokens >= min(m, 128)
+        assert choice.workspace_bytes(m, k) <= WORKSPACE_BYTES
+        tiles = -(-n // (choice.groups * 64)) * -(-m // choice.tokens)
+        assert tiles * choice.groups <= COUNTERS
+        assert 1 <= choice.grid <= min(132, tiles * -(-k // 256))
+
+
 def test_what_rows_cannot_do_goes_to_slices() -> None:
-    for m, k, arch, blocksize in [(64, 5120, 90, 64), (1, 5000, 90, 64), (1, 5120, 86, 64), (1, 5120, 90, 32)]:
+    for m, k, arch, blocksize in [
+        (64, 5120, 80, 64),
+        (1000, 5120, 90, 64),
+        (1, 5000, 90, 64),
+        (1, 5120, 86, 64),
+        (1, 5120, 90, 32),
+    ]:
         assert isinstance(plan(m, 1024, k, arch, 132, blocksize), Slices)
 
 
@@ -62,6 +99,12 @@ def test_a_plan_prints_itself() -> None:
 def test_the_instances_are_those_compiled() -> None:
     compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), (\d+)\)", SOURCE.read_text())
     assert {tuple(map(int, numbers)) for numbers in compiled} == set(INSTANCES)
+
+
+def test_the_wgmma_instances_are_those_compiled() -> None:
+    source = SOURCE.with_name("linear_wgmma_sm90.cu").read_text()
+    compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), \d", source)
+    assert {int(tokens): int(groups) for tokens, groups in compiled} == WGMMA_GROUPS
 
 
 def test_every_instance_has_stages_on_hopper() -> None:

@@ -1,13 +1,6 @@
 // The C entry of linear_wgmma.cuh: its workspace, the weight's tensor map and the two launches.
 #include "linear_wgmma.cuh"
 
-// The launch's shape.
-typedef struct {
-  int32_t tokens;  // of a tile
-  int32_t groups;  // consumer warpgroups, 64 weight rows each
-  int32_t grid;    // blocks: the device's SMs
-} WgmmaPlan;
-
 namespace nf4 {
 namespace {
 
