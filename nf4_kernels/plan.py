@@ -25,7 +25,7 @@ INSTANCES = (
     (16, 2, 4),
 )
 # Token tile -> warpgroups: the instances of csrc/cuda/linear_wgmma_sm90.cu, and where they are measured to be faster.
-WGMMA_GROUPS = {16: 4, 32: 3, 64: 2, 128: 2}
+WGMMA_GROUPS = {16: 4, 32: 3, 64: 3, 128: 2}
 MIN_WGMMA_TOKENS, MAX_WGMMA_TOKENS, MIN_WGMMA_WEIGHTS = 17, 512, 20 << 20
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _SLICE_ROWS = 12288
@@ -62,7 +62,7 @@ class Wgmma:
     def workspace_bytes(self, m: int, k: int) -> int:
         """Arranged activations and partial sums: WgmmaSizes of csrc/cuda/linear_wgmma_sm90.cu."""
         arranged = -(-m // self.tokens) * self.tokens * -(-k // 256) * 512
-        return arranged + self.grid * 2 * self.groups * 64 * self.tokens * 4
+        return arranged + self.grid * self.groups * 64 * self.tokens * 4
 
     def __str__(self) -> str:
         return f"wgmma: {self.tokens} tokens x {self.groups * 64} rows, grid {self.grid}"

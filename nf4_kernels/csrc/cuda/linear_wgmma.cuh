@@ -11,7 +11,7 @@
 //                   bank, so that no lookup conflicts) turns bytes into registers while the tensor cores are busy with
 //                   the 64 k before; the sums of each 64 k get their scale in float32 as they are added up
 // Work is a line of (row tile, token tile, 256 k) units cut evenly over the blocks; a tile that is cut goes through the
-// workspace, and the block that finishes it last adds the parts in order, so results do not depend on timing.
+// workspace, and the block that has its first unit adds the parts in order, so results do not depend on timing.
 //
 // k order: of each 64 k, lane t of a quad takes 16t..16t+15, eight contiguous bytes; byte i is A column 8i + 2t of the
 // product, so column chunk i (8 columns, 16 bytes) of a token holds its 4-byte words i, 8 + i, 16 + i, 24 + i.
@@ -58,8 +58,7 @@ struct WgmmaLayout {
   static constexpr int kScales = kActivations + kTokenStages * kTokenBytes;
   static constexpr int kCode = kScales + kStages * kScaleBytes;
   static constexpr int kBarriers = kCode + 1024;
-  static constexpr int kFlags = kBarriers + (3 * kStages + 2 * kTokenStages) * 8;
-  static constexpr int kTotal = kFlags + kGroups * 4;
+  static constexpr int kTotal = kBarriers + (3 * kStages + 2 * kTokenStages) * 8;
   static_assert(kTotal <= 227 * 1024, "more shared memory than an SM has");
 
   unsigned base;
@@ -90,11 +89,11 @@ struct Ring {
 struct WgmmaRun {
   int next, last;
   int tile, first_step, steps;
-  __device__ static int start(const WgmmaArgs& args, int block) {
-    return static_cast<int>(int64_t{args.units} * block / gridDim.x);
+  __device__ static int start(const WgmmaArgs& args, int run) {
+    return static_cast<int>(int64_t{args.units} * run / gridDim.x);
   }
-  __device__ explicit WgmmaRun(const WgmmaArgs& args)
-      : next(start(args, blockIdx.x)), last(start(args, blockIdx.x + 1)) {}
+  __device__ static int index() { return gridDim.x - 1 - blockIdx.x; }
+  __device__ explicit WgmmaRun(const WgmmaArgs& args) : next(start(args, index())), last(start(args, index() + 1)) {}
   __device__ __forceinline__ bool take(const WgmmaArgs& args) {
     if (next >= last) return false;
     tile = next / args.steps;
@@ -225,8 +224,7 @@ __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layou
   };
   auto wait_stage = [&] { barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1); };
   auto send_stage = [&] {
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(layout.scales_full(ring.stage));
+    barrier_arrive(layout.scales_full(ring.stage));
     ring.advance();
   };
   while (run.take(args)) {
@@ -286,15 +284,13 @@ __device__ __forceinline__ unsigned table_entry(unsigned word, int byte, unsigne
   return pair;
 }
 
-// Adds the sums of one 64 k, times their rows' scales.
-template <int kCount>
-__device__ __forceinline__ void add_scaled(float (&total)[kCount], const float (&sums)[kCount], float2 scale) {
+// Adds kPart of the sums of one 64 k, times their rows' scales.
+template <int kCount, int kPart>
+__device__ __forceinline__ void add_scaled(float (&total)[kCount], const float (&sums)[kCount], float2 scale,
+                                           int first) {
 #pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    total[i] += scale.x * sums[i];
-    total[i + 1] += scale.x * sums[i + 1];
-    total[i + 2] += scale.y * sums[i + 2];
-    total[i + 3] += scale.y * sums[i + 3];
+  for (int i = 0; i < kPart; ++i) {
+    total[first + i] += ((first + i) % 4 < 2 ? scale.x : scale.y) * sums[first + i];
   }
 }
 
@@ -323,46 +319,51 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
   }
 }
 
-// Hands this block's part of a tile over; true in the block that came last, with the whole sum.
+// A tile that is cut belongs to the block that has its first unit; the others hand their parts over and go on. That
+// block comes to the tile last of its run, the others first of theirs (or only), so it hardly ever waits; and it waits
+// only for blocks that were started before it (runs are dealt out from the line's end), so it never waits forever.
+// True in the owner, with the whole sum.
 template <int kCount, int kGroups>
-__device__ __forceinline__ bool combine_parts(const WgmmaArgs& args, int tile, int group, volatile int* flag,
+__device__ __forceinline__ bool combine_parts(const WgmmaArgs& args, int tile, bool owner, int group,
                                               float (&sum)[kCount]) {
-  int thread = threadIdx.x % 128;
-  // A block has two slots: for the tile it starts in and for the tile it ends in.
-  auto slot = [&](int block, bool second) {
-    return args.partial + (int64_t{block * 2 + second} * kGroups + group) * (kCount / 4) * 128 + thread;
+  int thread = threadIdx.x % 128, run = WgmmaRun::index();
+  auto slot = [&](int of_run) {
+    return args.partial + (int64_t{of_run} * kGroups + group) * (kCount / 4) * 128 + thread;
   };
-  int begin = tile * args.steps, end = begin + args.steps;
-  float4* mine = slot(blockIdx.x, WgmmaRun::start(args, blockIdx.x) < begin);
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    __stcg(mine + i / 4 * 128, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
-  }
-  __threadfence();
-  barrier_sync(1 + group, 128);
-  int first = static_cast<int>(int64_t{begin} * gridDim.x / args.units);
-  while (WgmmaRun::start(args, first + 1) <= begin) ++first;
-  int last = first;
-  while (WgmmaRun::start(args, last + 1) < end) ++last;
-  if (thread == 0) *flag = atomicAdd(args.counters + tile * kGroups + group, 1);
-  barrier_sync(1 + group, 128);
-  if (*flag != last - first) return false;
-  __threadfence();
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sum[i] = 0.0f;
-  const float4* from = slot(first, WgmmaRun::start(args, first) < begin);
-#pragma unroll (kCount <= 16 ? 8 : kCount <= 32 ? 4 : 1)
-  for (int block = first; block <= last; ++block) {
+  int* counter = args.counters + tile * kGroups + group;
+  if (!owner) {
+    float4* mine = slot(run);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
-      float4 part = __ldcg((block == first ? from : slot(block, false)) + i / 4 * 128);
+      __stcg(mine + i / 4 * 128, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
+    }
+    barrier_sync(1 + group, 128);
+    if (thread == 0) {
+      __threadfence();
+      atomicAdd(counter, 1);
+    }
+    return false;
+  }
+  int end = (tile + 1) * args.steps, last = run;
+  while (WgmmaRun::start(args, last + 1) < end) ++last;
+  if (thread == 0) {
+    while (*const_cast<volatile int*>(counter) != last - run) __nanosleep(20);
+    *counter = 0;
+    __threadfence();
+  }
+  barrier_sync(1 + group, 128);
+#pragma unroll (kCount <= 16 ? 8 : kCount <= 32 ? 4 : 2)
+  for (int other = run + 1; other <= last; ++other) {
+    const float4* from = slot(other);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      float4 part = __ldcg(from + i / 4 * 128);
       sum[i] += part.x;
       sum[i + 1] += part.y;
       sum[i + 2] += part.z;
       sum[i + 3] += part.w;
     }
   }
-  if (thread == 0) args.counters[tile * kGroups + group] = 0;
   return true;
 }
 
@@ -398,20 +399,17 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
     for (int i = 0; i < 4; ++i) {
       scale[i] = *reinterpret_cast<const float2*>(my_scales + ring.stage * Layout::kScaleBytes + i * Layout::kRows * 4);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(layout.weights_empty(ring.stage));
+    barrier_arrive(layout.weights_empty(ring.stage));
     ring.advance();
   };
-  auto decode = [&](int i) {
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      unsigned up = s < 2 ? upper[i].x : upper[i].y, low = s < 2 ? lower[i].x : lower[i].y;
-      int byte = s % 2 * 2;
-      a[i % 2][s][0] = table_entry(up, byte, lane_offset);
-      a[i % 2][s][1] = table_entry(low, byte, lane_offset);
-      a[i % 2][s][2] = table_entry(up, byte + 1, lane_offset);
-      a[i % 2][s][3] = table_entry(low, byte + 1, lane_offset);
-    }
+  // A registers of 16 k of k block i.
+  auto decode = [&](int i, int s) {
+    unsigned up = s < 2 ? upper[i].x : upper[i].y, low = s < 2 ? lower[i].x : lower[i].y;
+    int byte = s % 2 * 2;
+    a[i % 2][s][0] = table_entry(up, byte, lane_offset);
+    a[i % 2][s][1] = table_entry(low, byte, lane_offset);
+    a[i % 2][s][2] = table_entry(up, byte + 1, lane_offset);
+    a[i % 2][s][3] = table_entry(low, byte + 1, lane_offset);
   };
   // Groups take turns at the tensor cores: side by side they would end, and then decode, all at the same time.
   constexpr int kTurn = 9;
@@ -421,53 +419,62 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
 #pragma unroll
     for (int i = 0; i < kCount; ++i) total[i] = 0.0f;
     take_stage();
-    decode(0);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) decode(0, s);
     for (int step = 0; step < run.steps; ++step) {
       float sums[kSums][kCount];
       constexpr int kBlocks = Layout::kTokenBlocks;
-      auto settle = [&](int i, float2 by) {
-        pin(sums[i % kSums]);
+      auto release = [&](int i) {
         if (i % kBlocks == kBlocks - 1) {
           if (lane == 0) barrier_arrive(layout.tokens_empty(released));
           released = released + 1 == kTokenStages ? 0 : released + 1;
         }
-        add_scaled(total, sums[i % kSums], by);
       };
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i % kBlocks == 0) barrier_wait(layout.tokens_full(tokens.stage), tokens.parity);
         uint64_t tile = swizzled_tile(layout.tokens(tokens.stage) + i % kBlocks * kTokens * 128);
         if (kTurns) barrier_sync(kTurn + group, 256);
-        wgmma_fence();
+        // Between products, what the next ones need: a product holds its warp until the one before has begun.
 #pragma unroll
-        for (int s = 0; s < 4; ++s) wgmma<T, kTokens>(sums[i % kSums], a[i % 2][s], tile + s * 2, s > 0);
-        wgmma_commit();
-        if (kTurns) barrier_signal(kTurn + (group + 1) % kGroups, 256);
-        if (i % kBlocks == kBlocks - 1) tokens.advance();
-        // While it runs: the sums before, the next weights.
-        if (kSums == 2 && i > 0) {
-          wgmma_wait<1>();
-          settle(i - 1, scale[i - 1]);
+        for (int s = 0; s < 4; ++s) {
+          wgmma_fence();
+          wgmma<T, kTokens>(sums[i % kSums], a[i % 2][s], tile + s * 2, s > 0);
+          wgmma_commit();
+          if (kSums == 2 && i > 0) {
+            if (s == 0) {
+              wgmma_wait<1>();
+              pin(sums[(i - 1) % kSums]);
+              release(i - 1);
+            }
+            add_scaled<kCount, kCount / 4>(total, sums[(i - 1) % kSums], scale[(i + 3) % 4], s * (kCount / 4));
+          }
+          if (i < 3) decode(i + 1, s);
         }
+        if (kTurns) {
+          wgmma_wait<2>();
+          barrier_signal(kTurn + (group + 1) % kGroups, 256);
+        }
+        if (i % kBlocks == kBlocks - 1) tokens.advance();
         float2 by = scale[i];
-        if (i < 3) {
-          decode(i + 1);
-        } else if (step + 1 < run.steps) {
+        if (i == 3 && step + 1 < run.steps) {
           take_stage();
-          decode(0);
+#pragma unroll
+          for (int s = 0; s < 4; ++s) decode(0, s);
         }
         if (kSums == 1 || i == 3) {
           wgmma_wait<0>();
-          settle(i, by);
+          pin(sums[i % kSums]);
+          release(i);
+          add_scaled<kCount, kCount>(total, sums[i % kSums], by, 0);
         }
       }
     }
 
     int row = run.tile / args.token_tiles * Layout::kRows + row_in_block;
     int token = run.tile % args.token_tiles * kTokens + t * 2;
-    int* flag = reinterpret_cast<int*>(shared + Layout::kFlags) + group;
     bool whole = run.steps == args.steps;
-    if (whole || combine_parts<kCount, kGroups>(args, run.tile, group, flag, total)) {
+    if (whole || combine_parts<kCount, kGroups>(args, run.tile, run.first_step == 0, group, total)) {
       write_tile<T, kTokens>(args, row, token, total);
     }
   }
@@ -485,8 +492,8 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(layout.weights_full(i), 1);
-      barrier_init(layout.scales_full(i), 2);
-      barrier_init(layout.weights_empty(i), kGroups * 4);
+      barrier_init(layout.scales_full(i), 64);
+      barrier_init(layout.weights_empty(i), kGroups * 128);
     }
     for (int i = 0; i < kTokenStages; ++i) {
       barrier_init(layout.tokens_full(i), 1);

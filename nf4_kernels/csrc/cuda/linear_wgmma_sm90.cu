@@ -15,7 +15,7 @@ struct WgmmaSizes {
     int64_t units = row_tiles * token_tiles * steps;
     grid = units < plan.grid ? units : plan.grid;
     tile_bytes = token_tiles * plan.tokens * steps * 512;
-    partial_bytes = grid * 2 * plan.groups * 64 * plan.tokens * 4;
+    partial_bytes = grid * plan.groups * 64 * plan.tokens * 4;
   }
 };
 
@@ -132,7 +132,7 @@ NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* p
 #else
   NF4_INSTANCE(16, 4, 3, 4, 2, false)
   NF4_INSTANCE(32, 3, 4, 3, 2, false)
-  NF4_INSTANCE(64, 2, 5, 4, 2, true)
+  NF4_INSTANCE(64, 3, 4, 3, 1, false)
   NF4_INSTANCE(128, 2, 4, 5, 1, true)
 #endif
 #undef NF4_INSTANCE
