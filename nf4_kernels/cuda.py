@@ -205,14 +205,18 @@ def _multiply_fused(
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
     loaded = _usable()
-    partial, counters = (t.data_ptr() for t in workspace) if workspace else (None, None)
+    scratch, counters = workspace or (None, None)
+    if isinstance(choice, Wgmma):
+        needed = choice.workspace_bytes(x.shape[0], weight.k)
+        if scratch is None or needed > scratch.numel():
+            scratch = torch.empty(needed, dtype=torch.uint8, device=x.device)
     linear_ = Linear(
         weight,
         x.data_ptr(),
         None if bias is None else bias.contiguous().data_ptr(),
         out.data_ptr(),
-        partial,
-        counters,
+        None if scratch is None else scratch.data_ptr(),
+        None if counters is None else counters.data_ptr(),
         x.shape[0],
         _DTYPES[x.dtype],
         torch.cuda.current_stream(x.device).cuda_stream,

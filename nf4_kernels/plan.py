@@ -25,8 +25,8 @@ INSTANCES = (
     (16, 2, 4),
 )
 # Token tile -> warpgroups: the instances of csrc/cuda/linear_wgmma_sm90.cu, and where they are measured to be faster.
-WGMMA_GROUPS = {16: 4, 32: 3, 64: 3, 128: 2}
-MIN_WGMMA_TOKENS, MAX_WGMMA_TOKENS, MIN_WGMMA_WEIGHTS = 17, 512, 20 << 20
+WGMMA_GROUPS = {16: 4, 32: 3, 64: 3, 128: 2, 256: 2}
+MAX_WGMMA_TOKENS = 1024
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _SLICE_ROWS = 12288
 
@@ -83,7 +83,7 @@ def plan(
 ) -> Rows | Wgmma | Slices:
     """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability."""
     slices = Slices(_slice_rows(n))
-    if arch == 90 and k % 64 == 0 and blocksize >= 64 and MIN_WGMMA_TOKENS <= m <= MAX_WGMMA_TOKENS:
+    if arch == 90 and k % 64 == 0 and blocksize >= 64 and min_wgmma_tokens(n, k) <= m <= MAX_WGMMA_TOKENS:
         wgmma = _wgmma(m, n, k, multiprocessors)
         if wgmma is not None:
             return wgmma
@@ -99,15 +99,19 @@ def plan(
     return best or slices
 
 
+def min_wgmma_tokens(n: int, k: int) -> int:
+    """From how many tokens on linear_wgmma is the faster kernel for a weight [n, k]; beyond its most: never."""
+    if n * k >= 100 << 20:
+        return 9
+    return 17 if n * k >= 20 << 20 else MAX_WGMMA_TOKENS + 1
+
+
 def _wgmma(m: int, n: int, k: int, multiprocessors: int) -> Wgmma | None:
     tokens = next((t for t in WGMMA_GROUPS if m <= t), max(WGMMA_GROUPS))
     groups = WGMMA_GROUPS[tokens]
-    if n * k < MIN_WGMMA_WEIGHTS:
-        return None
     tiles = -(-n // (groups * 64)) * -(-m // tokens)
     choice = Wgmma(tokens, groups, min(multiprocessors, tiles * -(-k // 256)))
-    fits = choice.workspace_bytes(m, k) <= WORKSPACE_BYTES and tiles * groups <= COUNTERS
-    return choice if fits else None
+    return choice if tiles * groups <= COUNTERS else None
 
 
 def _slice_rows(n: int) -> int:

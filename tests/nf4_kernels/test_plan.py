@@ -11,13 +11,13 @@ from nf4_kernels import cuda
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
-    MIN_WGMMA_TOKENS,
-    MIN_WGMMA_WEIGHTS,
+    MAX_WGMMA_TOKENS,
     WGMMA_GROUPS,
     WORKSPACE_BYTES,
     Rows,
     Slices,
     Wgmma,
+    min_wgmma_tokens,
     plan,
     rows_stages,
 )
@@ -39,7 +39,7 @@ SHAPES = (
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_plans_cover_k_and_fit_the_workspace(n: int, k: int, arch: int, nested: bool) -> None:
-    for m in range(1, MIN_WGMMA_TOKENS if arch == 90 else 33):
+    for m in range(1, min(33, min_wgmma_tokens(n, k)) if arch == 90 else 33):
         choice = plan(m, n, k, arch, 132, nested=nested)
         assert isinstance(choice, Rows)
         assert m <= choice.tiles * 8
@@ -54,18 +54,13 @@ def test_rows_plans_cover_k_and_fit_the_workspace(n: int, k: int, arch: int, nes
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_wgmma_plans_fit_the_workspace(n: int, k: int) -> None:
-    for m in range(MIN_WGMMA_TOKENS, 400):
+    assert isinstance(plan(MAX_WGMMA_TOKENS + 1, n, k, 90, 132), Slices)
+    for m in range(min_wgmma_tokens(n, k), MAX_WGMMA_TOKENS + 1):
         choice = plan(m, n, k, 90, 132)
-        if n * k < MIN_WGMMA_WEIGHTS:
-            assert isinstance(choice, Slices if m > 32 else Rows)
-            continue
-        if isinstance(choice, Slices):
-            assert m > 256
-            continue
         assert isinstance(choice, Wgmma)
         assert choice.groups == WGMMA_GROUPS[choice.tokens]
-        assert choice.tokens >= min(m, 128)
-        assert choice.workspace_bytes(m, k) <= WORKSPACE_BYTES
+        assert choice.tokens >= min(m, 256)
+        assert m > 256 or choice.workspace_bytes(m, k) <= WORKSPACE_BYTES
         tiles = -(-n // (choice.groups * 64)) * -(-m // choice.tokens)
         assert tiles * choice.groups <= COUNTERS
         assert 1 <= choice.grid <= min(132, tiles * -(-k // 256))

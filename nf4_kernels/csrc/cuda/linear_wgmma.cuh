@@ -1,15 +1,16 @@
 // Tens to hundreds of tokens times an NF4 weight on Hopper: the weight is read once and decoded straight into the
 // registers that wgmma multiplies; tokens are the product's n.
 //
-// Two launches. `arrange` copies the activations into tiles of shared memory's layout (64 k x kTokens, swizzled, k in the
-// order below); the second starts while the first still runs and waits for it only where it reads the tiles.
+// Two launches. `arrange_tokens` copies the activations into tiles of shared memory's layout (64 k x kTokens, swizzled,
+// k in the order below); the second starts while the first still runs and waits for it only where it reads the tiles.
 // In the second every SM holds one block of kGroups consumer warpgroups (64 weight rows each) and four service warps:
 //   bring weights   256 k a stage (one tensor copy of kGroups * 64 rows x 128 bytes)
 //   bring tokens    bulk copies of arranged tiles
 //   bring scales    two warps, as floats, nested ones decoded
 //   multiply        a byte is two neighbouring k of a row, which is one A register: a 256-entry table (32 copies, one a
 //                   bank, so that no lookup conflicts) turns bytes into registers while the tensor cores are busy with
-//                   the 64 k before; the sums of each 64 k get their scale in float32 as they are added up
+//                   the 64 k before; the sums of each 64 k get their scale in float32 as they are added up. A tile of
+//                   256 tokens leaves no registers for such sums: there weights are scaled before they are rounded
 // Work is a line of (row tile, token tile, 256 k) units cut evenly over the blocks; a tile that is cut goes through the
 // workspace, and the block that has its first unit adds the parts in order, so results do not depend on timing.
 //
@@ -19,259 +20,27 @@
 // and its 8-byte reads of the swizzled stage do not conflict.
 #pragma once
 
-#include <cuda.h>
-
-#include "common.cuh"
-#include "wgmma.cuh"
+#include "wgmma_service.cuh"
 
 namespace nf4 {
 
-// Where dynamic shared memory, and in it the table, starts: a constant goes into the lookups' immediate offsets. Checked.
-constexpr int kTableBase = 1024;
-
-struct WgmmaArgs {
-  Nf4Weight weight;
-  const void* bias;
-  void* out;
-  const char* tiles;  // arranged activations
-  float4* partial;
-  int* counters;
-  int m, n;
-  int k_blocks;     // k / 64
-  int scale_shift;  // log2(blocksize / 64)
-  int steps;        // of 256 k a tile
-  int token_tiles;
-  int units;        // row tiles * token tiles * steps
-  bool whole_scales;  // four k blocks' scales of a row are four aligned neighbours
-};
-
-template <int kTokens, int kGroups, int kStages, int kTokenStages>
-struct WgmmaLayout {
-  static constexpr int kRows = kGroups * 64;
-  static constexpr int kTableStride = 256;  // a byte permute makes an entry's offset; the second 128 bytes are free
-  static constexpr int kTokenBlocks = kTokens <= 32 ? 4 : kTokens <= 64 ? 2 : 1;  // 64-wide k blocks a token stage
-  static constexpr int kWeightBytes = kRows * 128;
-  static constexpr int kTokenBytes = kTokenBlocks * kTokens * 128;
-  static constexpr int kScaleBytes = 4 * kRows * 4;
-  static constexpr int kWeights = 256 * kTableStride;
-  static constexpr int kActivations = kWeights + kStages * kWeightBytes;
-  static constexpr int kScales = kActivations + kTokenStages * kTokenBytes;
-  static constexpr int kCode = kScales + kStages * kScaleBytes;
-  static constexpr int kBarriers = kCode + 1024;
-  static constexpr int kTotal = kBarriers + (3 * kStages + 2 * kTokenStages) * 8;
-  static_assert(kTotal <= 227 * 1024, "more shared memory than an SM has");
-
-  unsigned base;
-  __device__ unsigned weights(int stage) const { return base + kWeights + stage * kWeightBytes; }
-  __device__ unsigned tokens(int stage) const { return base + kActivations + stage * kTokenBytes; }
-  __device__ unsigned weights_full(int stage) const { return base + kBarriers + stage * 8; }
-  __device__ unsigned scales_full(int stage) const { return base + kBarriers + (kStages + stage) * 8; }
-  __device__ unsigned weights_empty(int stage) const { return base + kBarriers + (2 * kStages + stage) * 8; }
-  __device__ unsigned tokens_full(int stage) const { return base + kBarriers + (3 * kStages + stage) * 8; }
-  __device__ unsigned tokens_empty(int stage) const {
-    return base + kBarriers + (3 * kStages + kTokenStages + stage) * 8;
-  }
-};
-
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// A block's run of units, taken tile by tile.
-struct WgmmaRun {
-  int next, last;
-  int tile, first_step, steps;
-  __device__ static int start(const WgmmaArgs& args, int run) {
-    return static_cast<int>(int64_t{args.units} * run / gridDim.x);
-  }
-  __device__ static int index() { return gridDim.x - 1 - blockIdx.x; }
-  __device__ explicit WgmmaRun(const WgmmaArgs& args) : next(start(args, index())), last(start(args, index() + 1)) {}
-  __device__ __forceinline__ bool take(const WgmmaArgs& args) {
-    if (next >= last) return false;
-    tile = next / args.steps;
-    first_step = next - tile * args.steps;
-    steps = min(args.steps - first_step, last - next);
-    next += steps;
-    return true;
-  }
-};
-
-// ---- arrange -------------------------------------------------------------------------------------------------------
-
-// One thread writes one 16-byte chunk. Tokens beyond m and k beyond the last are zeros.
-template <typename T>
-__global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, int padded_blocks, int tokens,
-                               int chunks) {
-  let_next_start();
-  int at = blockIdx.x * blockDim.x + threadIdx.x;
-  if (at >= chunks) return;
-  int chunk = at % 8, block = at / 8 % padded_blocks, token = at / 8 / padded_blocks;
-  uint4 words = make_uint4(0, 0, 0, 0);
-  if (token < m && block < k_blocks) {
-    const unsigned* from = reinterpret_cast<const unsigned*>(x + (int64_t{token} * k_blocks + block) * 64) + chunk;
-    words = make_uint4(__ldg(from), __ldg(from + 8), __ldg(from + 16), __ldg(from + 24));
-  }
-  int row = token % tokens;
-  int64_t tile = int64_t{token / tokens} * padded_blocks + block;
-  tiles[(tile * tokens + row) * 8 + (chunk ^ row % 8)] = words;
-}
-
-// ---- service warps -------------------------------------------------------------------------------------------------
-
-template <typename Layout, int kStages>
-__device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUtensorMap* map, Layout layout) {
-  WgmmaRun run(args);
-  Ring<kStages> ring;
-  while (run.take(args)) {
-    int row = run.tile / args.token_tiles * Layout::kRows;
-    for (int step = run.first_step; step < run.first_step + run.steps; ++step) {
-      barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1);
-      unsigned full = layout.weights_full(ring.stage);
-      expect_bytes(full, Layout::kWeightBytes);
-      copy_box(layout.weights(ring.stage), map, step * 128, row, full);
-      ring.advance();
-    }
-  }
-}
-
-template <typename Layout, int kTokenStages>
-__device__ __forceinline__ void bring_tokens(const WgmmaArgs& args, Layout layout) {
-  WgmmaRun run(args);
-  Ring<kTokenStages> ring;
-  wait_for_previous();
-  constexpr int kCopies = 4 / Layout::kTokenBlocks;
-  while (run.take(args)) {
-    int64_t first = int64_t{run.tile % args.token_tiles} * args.steps + run.first_step;
-    const char* from = args.tiles + first * kCopies * Layout::kTokenBytes;
-    for (int copy = 0; copy < run.steps * kCopies; ++copy, from += Layout::kTokenBytes) {
-      barrier_wait(layout.tokens_empty(ring.stage), ring.parity ^ 1);
-      unsigned full = layout.tokens_full(ring.stage);
-      expect_bytes(full, Layout::kTokenBytes);
-      copy_bytes(layout.tokens(ring.stage), from, Layout::kTokenBytes, full);
-      ring.advance();
-    }
-  }
-}
-
-// The scales of one row and stage as they lie in memory, where four k blocks' scales are aligned neighbours.
-template <bool kNested>
-struct RawScales {
-  float4 scales;
-  __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
-    scales = __ldg(reinterpret_cast<const float4*>(w.absmax + first));
-  }
-  __device__ __forceinline__ float4 decoded(const float*, float) const { return scales; }
-};
-template <>
-struct RawScales<true> {
-  uchar4 raw;
-  float absmax;
-  __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
-    raw = __ldg(reinterpret_cast<const uchar4*>(w.absmax_8bit + first));
-    absmax = __ldg(w.absmax + (first >> 8));
-  }
-  __device__ __forceinline__ float4 decoded(const float* code, float offset) const {
-    return make_float4(nested_scale(code[raw.x], absmax, offset), nested_scale(code[raw.y], absmax, offset),
-                       nested_scale(code[raw.z], absmax, offset), nested_scale(code[raw.w], absmax, offset));
-  }
-};
-
-// The same for any k and block size; zeros beyond the weight.
-template <bool kNested>
-__device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float* code, float offset, int row,
-                                              int step) {
-  const Nf4Weight& w = args.weight;
-  int64_t first = int64_t{row} * args.k_blocks + step * 4;
-  float scales[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    int64_t at = (first + i) >> args.scale_shift;
-    scales[i] = 0.0f;
-    if (row >= args.n || step * 4 + i >= args.k_blocks) continue;
-    scales[i] = kNested ? nested_scale(code[__ldg(w.absmax_8bit + at)], __ldg(w.absmax + (at >> 8)), offset)
-                        : __ldg(w.absmax + at);
-  }
-  return make_float4(scales[0], scales[1], scales[2], scales[3]);
-}
-
-template <typename Layout, int kStages, bool kNested>
-__device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layout, char* shared, int thread) {
-  constexpr int kPerThread = Layout::kRows / 64;
-  constexpr int kAhead = kPerThread > 3 || !kNested ? 2 : 3;  // stages whose loads are under way together
-  float* code = reinterpret_cast<float*>(shared + Layout::kCode);
-  float offset = 0.0f;
-  if constexpr (kNested) {
-    for (int i = thread; i < 256; i += 64) code[i] = __ldg(args.weight.absmax_code + i);
-    offset = __ldg(args.weight.absmax_offset);
-    barrier_sync(8, 64);
-  }
-  WgmmaRun run(args);
-  Ring<kStages> ring;
-  auto put = [&](int i, float4 scales) {
-    float* target = reinterpret_cast<float*>(shared + Layout::kScales + ring.stage * Layout::kScaleBytes) + thread;
-    target[i * 64] = scales.x;
-    target[i * 64 + Layout::kRows] = scales.y;
-    target[i * 64 + 2 * Layout::kRows] = scales.z;
-    target[i * 64 + 3 * Layout::kRows] = scales.w;
-  };
-  auto wait_stage = [&] { barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1); };
-  auto send_stage = [&] {
-    barrier_arrive(layout.scales_full(ring.stage));
-    ring.advance();
-  };
-  while (run.take(args)) {
-    int row = run.tile / args.token_tiles * Layout::kRows + thread, end = run.first_step + run.steps;
-    if (!args.whole_scales) {
-      for (int step = run.first_step; step < end; ++step) {
-        wait_stage();
-        for (int i = 0; i < kPerThread; ++i) put(i, load_scales<kNested>(args, code, offset, row + i * 64, step));
-        send_stage();
-      }
-      continue;
-    }
-    for (int step = run.first_step; step < end; step += kAhead) {
-      RawScales<kNested> raw[kAhead][kPerThread];
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-#pragma unroll
-        for (int i = 0; i < kPerThread; ++i) {
-          int at_row = min(row + i * 64, args.n - 1), at_step = min(step + j, end - 1);
-          raw[j][i].load(args.weight, int64_t{at_row} * args.k_blocks + at_step * 4);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        if (step + j >= end) break;
-        wait_stage();
-#pragma unroll
-        for (int i = 0; i < kPerThread; ++i) put(i, raw[j][i].decoded(code, offset));
-        send_stage();
-      }
-    }
-  }
-}
-
-// ---- multiply ------------------------------------------------------------------------------------------------------
-
-// All 32 copies of the entries of one warp: 16 entries a turn.
-template <typename T>
+// All 32 copies of the table, 16 entries a turn: pairs of T, or pairs of floats.
+template <typename T, bool kFloats>
 __device__ __forceinline__ void fill_table(char* shared, int warp, int warps, int stride) {
   constexpr float codes[16] = {NF4_CODEBOOK};
   for (int first = warp; first < 16; first += warps) {
     float high = codes[0];
 #pragma unroll
     for (int i = 1; i < 16; ++i) high = first == i ? codes[i] : high;
-    char* target = shared + first * 16 * stride + threadIdx.x % 32 * 4;
+    char* target = shared + first * 16 * stride + threadIdx.x % 32 * (kFloats ? 8 : 4);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) *reinterpret_cast<unsigned*>(target + i * stride) = pack2<T>(high, codes[i]);
+    for (int i = 0; i < 16; ++i) {
+      if constexpr (kFloats) {
+        *reinterpret_cast<float2*>(target + i * stride) = make_float2(high, codes[i]);
+      } else {
+        *reinterpret_cast<unsigned*>(target + i * stride) = pack2<T>(high, codes[i]);
+      }
+    }
   }
 }
 
@@ -282,6 +51,16 @@ __device__ __forceinline__ unsigned table_entry(unsigned word, int byte, unsigne
       : "=r"(pair)
       : "r"(__byte_perm(word, lane_offset, 0x5504 | byte << 4)), "n"(kTableBase));
   return pair;
+}
+
+// The same scaled, from the table of float pairs: rounded once, as bitsandbytes rounds its dequantized weights.
+template <typename T>
+__device__ __forceinline__ unsigned scaled_entry(unsigned word, int byte, unsigned lane_offset, float scale) {
+  float low, high;
+  asm("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
+      : "=f"(low), "=f"(high)
+      : "r"(__byte_perm(word, lane_offset, 0x5504 | byte << 4)), "n"(kTableBase));
+  return pack2<T>(low * scale, high * scale);
 }
 
 // Adds kPart of the sums of one 64 k, times their rows' scales.
@@ -373,7 +152,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   constexpr int kCount = kTokens / 2;
   Layout layout{shared_address(shared)};
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  unsigned lane_offset = lane * 4;
+  unsigned lane_offset = lane * (kSums == 0 ? 8 : 4);
   int row_in_block = warp * 16 + g * 2;
   // The stage's chunk of k block i is (2i + t / 2) ^ (row % 8), and row % 8 is 2 (g % 4) or one more.
   const char* my_rows = shared + Layout::kWeights + row_in_block * 128 + t % 2 * 8;
@@ -406,10 +185,24 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   auto decode = [&](int i, int s) {
     unsigned up = s < 2 ? upper[i].x : upper[i].y, low = s < 2 ? lower[i].x : lower[i].y;
     int byte = s % 2 * 2;
-    a[i % 2][s][0] = table_entry(up, byte, lane_offset);
-    a[i % 2][s][1] = table_entry(low, byte, lane_offset);
-    a[i % 2][s][2] = table_entry(up, byte + 1, lane_offset);
-    a[i % 2][s][3] = table_entry(low, byte + 1, lane_offset);
+    if constexpr (kSums == 0) {
+      a[i % 2][s][0] = scaled_entry<T>(up, byte, lane_offset, scale[i].x);
+      a[i % 2][s][1] = scaled_entry<T>(low, byte, lane_offset, scale[i].y);
+      a[i % 2][s][2] = scaled_entry<T>(up, byte + 1, lane_offset, scale[i].x);
+      a[i % 2][s][3] = scaled_entry<T>(low, byte + 1, lane_offset, scale[i].y);
+    } else {
+      a[i % 2][s][0] = table_entry(up, byte, lane_offset);
+      a[i % 2][s][1] = table_entry(low, byte, lane_offset);
+      a[i % 2][s][2] = table_entry(up, byte + 1, lane_offset);
+      a[i % 2][s][3] = table_entry(low, byte + 1, lane_offset);
+    }
+  };
+  constexpr int kBlocks = Layout::kTokenBlocks;
+  auto release = [&](int i) {
+    if (i % kBlocks == kBlocks - 1) {
+      if (lane == 0) barrier_arrive(layout.tokens_empty(released));
+      released = released + 1 == kTokenStages ? 0 : released + 1;
+    }
   };
   // Groups take turns at the tensor cores: side by side they would end, and then decode, all at the same time.
   constexpr int kTurn = 9;
@@ -422,32 +215,37 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
 #pragma unroll
     for (int s = 0; s < 4; ++s) decode(0, s);
     for (int step = 0; step < run.steps; ++step) {
-      float sums[kSums][kCount];
-      constexpr int kBlocks = Layout::kTokenBlocks;
-      auto release = [&](int i) {
-        if (i % kBlocks == kBlocks - 1) {
-          if (lane == 0) barrier_arrive(layout.tokens_empty(released));
-          released = released + 1 == kTokenStages ? 0 : released + 1;
-        }
-      };
+      float sums[kSums ? kSums : 1][kCount];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i % kBlocks == 0) barrier_wait(layout.tokens_full(tokens.stage), tokens.parity);
         uint64_t tile = swizzled_tile(layout.tokens(tokens.stage) + i % kBlocks * kTokens * 128);
         if (kTurns) barrier_sync(kTurn + group, 256);
+        const int kNow = kSums == 2 ? i % 2 : 0;
         // Between products, what the next ones need: a product holds its warp until the one before has begun.
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
           wgmma_fence();
-          wgmma<T, kTokens>(sums[i % kSums], a[i % 2][s], tile + s * 2, s > 0);
-          wgmma_commit();
-          if (kSums == 2 && i > 0) {
+          if constexpr (kSums == 0) {
+            wgmma<T, kTokens>(total, a[i % 2][s], tile + s * 2, true);
+            wgmma_commit();
             if (s == 0) {
               wgmma_wait<1>();
-              pin(sums[(i - 1) % kSums]);
+              if (i > 0) release(i - 1);
+              else if (step > 0) release(3);
+            }
+            if (i < 3) decode(i + 1, s);
+            continue;
+          }
+          wgmma<T, kTokens>(sums[kNow], a[i % 2][s], tile + s * 2, s > 0);
+          wgmma_commit();
+          if constexpr (kSums == 2) if (i > 0) {
+            if (s == 0) {
+              wgmma_wait<1>();
+              pin(sums[(i + 1) % 2]);
               release(i - 1);
             }
-            add_scaled<kCount, kCount / 4>(total, sums[(i - 1) % kSums], scale[(i + 3) % 4], s * (kCount / 4));
+            add_scaled<kCount, kCount / 4>(total, sums[(i + 1) % 2], scale[(i + 3) % 4], s * (kCount / 4));
           }
           if (i < 3) decode(i + 1, s);
         }
@@ -462,13 +260,18 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
 #pragma unroll
           for (int s = 0; s < 4; ++s) decode(0, s);
         }
-        if (kSums == 1 || i == 3) {
+        if (kSums == 1 || (kSums == 2 && i == 3)) {
           wgmma_wait<0>();
-          pin(sums[i % kSums]);
+          pin(sums[kNow]);
           release(i);
-          add_scaled<kCount, kCount>(total, sums[i % kSums], by, 0);
+          add_scaled<kCount, kCount>(total, sums[kNow], by, 0);
         }
       }
+    }
+    if constexpr (kSums == 0) {
+      wgmma_wait<0>();
+      pin(total);
+      release(3);
     }
 
     int row = run.tile / args.token_tiles * Layout::kRows + row_in_block;
@@ -502,10 +305,10 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  fill_table<T>(shared, warp, (kGroups + 1) * 4, Layout::kTableStride);
+  fill_table<T, kSums == 0>(shared, warp, (kGroups + 1) * 4, Layout::kTableStride);
   __syncthreads();
   if (warp >= kGroups * 4) {
-    give_registers<64>();
+    give_registers<kTokens == 256 ? 40 : 64>();
     int service = warp - kGroups * 4;
     if (service == 0) {
       if (lane == 0) bring_weights<Layout, kStages>(args, &map, layout);
@@ -515,7 +318,7 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
       bring_scales<Layout, kStages, kNested>(args, layout, shared, (service - 2) * 32 + lane);
     }
   } else {
-    take_registers<kGroups == 2 ? 216 : kGroups == 3 ? 144 : 104>();
+    take_registers<kTokens == 256 ? 232 : kGroups == 2 ? 216 : kGroups == 3 ? 144 : 104>();
     multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns>(args, shared);
   }
 #endif

@@ -134,6 +134,7 @@ NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* p
   NF4_INSTANCE(32, 3, 4, 3, 2, false)
   NF4_INSTANCE(64, 3, 4, 3, 1, false)
   NF4_INSTANCE(128, 2, 4, 5, 1, true)
+  NF4_INSTANCE(256, 2, 3, 3, 0, false)
 #endif
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;

@@ -1,4 +1,4 @@
-// What the warpgroup product needs beside the product itself: its descriptors and fences, tensor copies, dependent launch.
+// What the warpgroup product needs beside the product itself: descriptors and fences, tensor copies, dependent launch.
 // Everything here is sm_90a's.
 #pragma once
 

@@ -1,0 +1,160 @@
+// The stages of linear_wgmma.cuh that feed the product: the launch that arranges the activations, the service warps.
+#pragma once
+
+#include "wgmma_layout.cuh"
+
+namespace nf4 {
+
+// One thread writes one 16-byte chunk. Tokens beyond m and k beyond the last are zeros.
+template <typename T>
+__global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, int padded_blocks, int tokens,
+                               int chunks) {
+  let_next_start();
+  int at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= chunks) return;
+  int chunk = at % 8, block = at / 8 % padded_blocks, token = at / 8 / padded_blocks;
+  uint4 words = make_uint4(0, 0, 0, 0);
+  if (token < m && block < k_blocks) {
+    const unsigned* from = reinterpret_cast<const unsigned*>(x + (int64_t{token} * k_blocks + block) * 64) + chunk;
+    words = make_uint4(__ldg(from), __ldg(from + 8), __ldg(from + 16), __ldg(from + 24));
+  }
+  int row = token % tokens;
+  int64_t tile = int64_t{token / tokens} * padded_blocks + block;
+  tiles[(tile * tokens + row) * 8 + (chunk ^ row % 8)] = words;
+}
+
+template <typename Layout, int kStages>
+__device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUtensorMap* map, Layout layout) {
+  WgmmaRun run(args);
+  Ring<kStages> ring;
+  while (run.take(args)) {
+    int row = run.tile / args.token_tiles * Layout::kRows;
+    for (int step = run.first_step; step < run.first_step + run.steps; ++step) {
+      barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1);
+      unsigned full = layout.weights_full(ring.stage);
+      expect_bytes(full, Layout::kWeightBytes);
+      copy_box(layout.weights(ring.stage), map, step * 128, row, full);
+      ring.advance();
+    }
+  }
+}
+
+template <typename Layout, int kTokenStages>
+__device__ __forceinline__ void bring_tokens(const WgmmaArgs& args, Layout layout) {
+  WgmmaRun run(args);
+  Ring<kTokenStages> ring;
+  wait_for_previous();
+  constexpr int kCopies = 4 / Layout::kTokenBlocks;
+  while (run.take(args)) {
+    int64_t first = int64_t{run.tile % args.token_tiles} * args.steps + run.first_step;
+    const char* from = args.tiles + first * kCopies * Layout::kTokenBytes;
+    for (int copy = 0; copy < run.steps * kCopies; ++copy, from += Layout::kTokenBytes) {
+      barrier_wait(layout.tokens_empty(ring.stage), ring.parity ^ 1);
+      unsigned full = layout.tokens_full(ring.stage);
+      expect_bytes(full, Layout::kTokenBytes);
+      copy_bytes(layout.tokens(ring.stage), from, Layout::kTokenBytes, full);
+      ring.advance();
+    }
+  }
+}
+
+// The scales of one row and stage as they lie in memory, where four k blocks' scales are aligned neighbours.
+template <bool kNested>
+struct RawScales {
+  float4 scales;
+  __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
+    scales = __ldg(reinterpret_cast<const float4*>(w.absmax + first));
+  }
+  __device__ __forceinline__ float4 decoded(const float*, float) const { return scales; }
+};
+template <>
+struct RawScales<true> {
+  uchar4 raw;
+  float absmax;
+  __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
+    raw = __ldg(reinterpret_cast<const uchar4*>(w.absmax_8bit + first));
+    absmax = __ldg(w.absmax + (first >> 8));
+  }
+  __device__ __forceinline__ float4 decoded(const float* code, float offset) const {
+    return make_float4(nested_scale(code[raw.x], absmax, offset), nested_scale(code[raw.y], absmax, offset),
+                       nested_scale(code[raw.z], absmax, offset), nested_scale(code[raw.w], absmax, offset));
+  }
+};
+
+// The same for any k and block size; zeros beyond the weight.
+template <bool kNested>
+__device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float* code, float offset, int row,
+                                              int step) {
+  const Nf4Weight& w = args.weight;
+  int64_t first = int64_t{row} * args.k_blocks + step * 4;
+  float scales[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int64_t at = (first + i) >> args.scale_shift;
+    scales[i] = 0.0f;
+    if (row >= args.n || step * 4 + i >= args.k_blocks) continue;
+    scales[i] = kNested ? nested_scale(code[__ldg(w.absmax_8bit + at)], __ldg(w.absmax + (at >> 8)), offset)
+                        : __ldg(w.absmax + at);
+  }
+  return make_float4(scales[0], scales[1], scales[2], scales[3]);
+}
+
+template <typename Layout, int kStages, bool kNested>
+__device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layout, char* shared, int thread) {
+  constexpr int kPerThread = Layout::kRows / 64;
+  // Stages whose loads are under way together.
+  constexpr int kAhead = Layout::kSlow ? 1 : kPerThread > 3 || !kNested ? 2 : 3;
+  float* code = reinterpret_cast<float*>(shared + Layout::kCode);
+  float offset = 0.0f;
+  if constexpr (kNested) {
+    for (int i = thread; i < 256; i += 64) code[i] = __ldg(args.weight.absmax_code + i);
+    offset = __ldg(args.weight.absmax_offset);
+    barrier_sync(8, 64);
+  }
+  WgmmaRun run(args);
+  Ring<kStages> ring;
+  auto put = [&](int i, float4 scales) {
+    float* target = reinterpret_cast<float*>(shared + Layout::kScales + ring.stage * Layout::kScaleBytes) + thread;
+    target[i * 64] = scales.x;
+    target[i * 64 + Layout::kRows] = scales.y;
+    target[i * 64 + 2 * Layout::kRows] = scales.z;
+    target[i * 64 + 3 * Layout::kRows] = scales.w;
+  };
+  auto wait_stage = [&] { barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1); };
+  auto send_stage = [&] {
+    barrier_arrive(layout.scales_full(ring.stage));
+    ring.advance();
+  };
+  while (run.take(args)) {
+    int row = run.tile / args.token_tiles * Layout::kRows + thread, end = run.first_step + run.steps;
+    if (!args.whole_scales) {
+      for (int step = run.first_step; step < end; ++step) {
+        wait_stage();
+        for (int i = 0; i < kPerThread; ++i) put(i, load_scales<kNested>(args, code, offset, row + i * 64, step));
+        send_stage();
+      }
+      continue;
+    }
+    for (int step = run.first_step; step < end; step += kAhead) {
+      RawScales<kNested> raw[kAhead][kPerThread];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          int at_row = min(row + i * 64, args.n - 1), at_step = min(step + j, end - 1);
+          raw[j][i].load(args.weight, int64_t{at_row} * args.k_blocks + at_step * 4);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (step + j >= end) break;
+        wait_stage();
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) put(i, raw[j][i].decoded(code, offset));
+        send_stage();
+      }
+    }
+  }
+}
+
+}  // namespace nf4
