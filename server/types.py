@@ -62,7 +62,8 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class RequestTimings(msgspec.Struct, frozen=True):
-    """Where one request's time went, in seconds. Totals so far; sent with every output, so that a request ended by the API has them too.
+    """Where one request's time went, in seconds. Totals so far, sent with every output:
+    a request that the API ends has them too.
 
     dequant and linear are this request's share (by tokens in each step) of the time the steps it took part in spent in
     NF4 dequantization and in NF4 linear layers as a whole.
