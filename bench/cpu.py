@@ -59,10 +59,10 @@ def main() -> int:
 
 
 def _measure(contender: str, threads: int) -> dict[str, float]:
-    from server.checkpoint.source import EMBEDDED, resolve_checkpoint
-    from server.config import default_cache_dir
+    from server.checkpoint.source import resolve_checkpoint
+    from server.config import EMBEDDED_MODEL, default_cache_dir
 
-    folder = resolve_checkpoint(EMBEDDED, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
+    folder = resolve_checkpoint(EMBEDDED_MODEL, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
     if contender == "ours":
         return _measure_engine(folder, threads)
     return _measure_transformers(folder, contender, threads)

@@ -4,7 +4,7 @@ Everything in one run. Products are timed inside CUDA graphs, as a serving engin
 reads 256 MB, so that nothing of the launch's data is in L2, and the time of these reads alone is subtracted.
 Dequantizations are timed as single launches between events. The floor is the larger of the bytes that must move over the
 copy bandwidth and the FLOPs over the matmul rate of the same run.
-Writes bench/results/kernels-<device>.json; bench/tables.py makes the README's table of it.
+Writes bench/results/kernels-<device>.json; bench/kernels.py makes a table of it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.checkpoint.source import EMBEDDED, resolve_checkpoint
-from server.config import default_cache_dir
+from server.checkpoint.source import resolve_checkpoint
+from server.config import EMBEDDED_MODEL, default_cache_dir
 
 READY_TIMEOUT_S = 180.0
 
@@ -32,7 +32,7 @@ class RunningServer:
 @pytest.fixture(scope="session")
 def embedded_folder() -> Path:
     """Folder of the embedded NF4 model (fetched and converted if `make model` has not run)."""
-    return resolve_checkpoint(EMBEDDED, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
+    return resolve_checkpoint(EMBEDDED_MODEL, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.source import EMBEDDED, resolve_checkpoint
-from server.config import default_cache_dir
+from server.checkpoint.source import resolve_checkpoint
+from server.config import EMBEDDED_MODEL, default_cache_dir
 
 
 def main() -> int:
     """Make the embedded model and print its folder; returns the exit status."""
     try:
-        folder = resolve_checkpoint(EMBEDDED, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
+        folder = resolve_checkpoint(EMBEDDED_MODEL, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
     except CheckpointError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

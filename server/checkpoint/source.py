@@ -8,8 +8,8 @@ from pathlib import Path
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.embedded import embedded_checkpoint
 from server.checkpoint.inspection import inspect_checkpoint
+from server.config import EMBEDDED_MODEL
 
-EMBEDDED = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Only data is taken from a hub repository: no pickled weights, no code.
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -20,14 +20,14 @@ def resolve_checkpoint(model: str, cache_dir: Path, progress: Progress) -> Path:
 
     The folder's config and weight files are checked (see inspect_checkpoint). Raises CheckpointError.
     """
-    if model == EMBEDDED:
+    if model == EMBEDDED_MODEL:
         folder = embedded_checkpoint(cache_dir, progress)
     elif Path(model).expanduser().exists():
         folder = Path(model).expanduser()
     elif _HUB_ID.fullmatch(model) and not model.startswith("."):
         folder = _from_hub(model, progress)
     else:
-        raise CheckpointError(f"{model}: no such folder, and not a hub id (owner/name) or {EMBEDDED!r}")
+        raise CheckpointError(f"{model}: no such folder, and not a hub id (owner/name) or {EMBEDDED_MODEL!r}")
     inspect_checkpoint(folder)
     return folder
 
