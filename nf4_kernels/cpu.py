@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nf4_kernels.format import check
+from nf4_kernels.format import check, offset_stride
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cpu.so"
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -34,6 +34,7 @@ class _Weight(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
         ("blocksize", ctypes.c_int32),
+        ("offset_stride", ctypes.c_int32),
     )
 
 
@@ -217,12 +218,11 @@ def _weight(
         raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
     if absmax_code.dtype != torch.float32 or absmax_code.numel() != 256:
         raise ValueError(f"absmax_code must be float32 with 256 elements, got {absmax_code.dtype}")
-    if absmax_offset.dtype != torch.float32 or absmax_offset.numel() != 1:
-        raise ValueError(f"absmax_offset must be one float32, got {absmax_offset.dtype} with {absmax_offset.numel()}")
+    stride = offset_stride(absmax, absmax_offset)
     tensors = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
     if not all(tensor.is_cpu for tensor in tensors):
         raise ValueError("the weight's tensors must all be on the CPU")
-    return _Weight(*(tensor.data_ptr() for tensor in tensors), n, k, blocksize)
+    return _Weight(*(tensor.data_ptr() for tensor in tensors), n, k, blocksize, stride)
 
 
 def _usable() -> ctypes.CDLL:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nf4_kernels.format import offset_stride
 from nf4_kernels.plan import COUNTERS, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
@@ -33,6 +34,7 @@ class Weight(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
         ("blocksize", ctypes.c_int32),
+        ("offset_stride", ctypes.c_int32),
     )
 
 
@@ -116,7 +118,8 @@ def dequantize(
 ) -> Tensor:
     """The weight as a tensor of shape and dtype (float32, float16, bfloat16), bit for bit as bitsandbytes gives it.
 
-    packed: uint8 with (numel+1)//2 elements; absmax: float32, one per block, or one per 256 blocks beside absmax_8bit.
+    packed: uint8 with (numel+1)//2 elements; absmax: float32, one per block, or one per 256 blocks beside absmax_8bit;
+    absmax_offset: float32, one element or as many as absmax.
     ValueError for arguments no kernel takes; KernelError where the launch fails.
     """
     if dtype not in _DTYPES:
@@ -301,8 +304,9 @@ def _weight(
     _check("absmax", absmax, packed.device, torch.float32, -(-blocks // 256))
     _check("absmax_code", absmax_code, packed.device, torch.float32, 256)
     _check("absmax_offset", absmax_offset, packed.device, torch.float32, 1)
+    stride = offset_stride(absmax, absmax_offset)
     pointers = (t.data_ptr() for t in (packed, absmax, absmax_8bit, absmax_code, absmax_offset))
-    return Weight(*pointers, n, k, blocksize)
+    return Weight(*pointers, n, k, blocksize, stride)
 
 
 def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, elements: int) -> None:

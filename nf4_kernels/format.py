@@ -28,7 +28,8 @@ class Weight:
     """One NF4 weight as the ops take it; see docs/architecture.md for the layout.
 
     packed uint8 with (numel + 1) // 2 elements; absmax float32, one per block, or one per 256 blocks where absmax_8bit
-    (uint8, one per block), absmax_code (float32 [256]) and absmax_offset (float32, one element) are given.
+    (uint8, one per block), absmax_code (float32 [256]) and absmax_offset (float32, one element or as many as absmax) are
+    given.
     """
 
     packed: Tensor
@@ -79,6 +80,19 @@ def check(packed: Tensor, shape: Sequence[int], absmax: Tensor, blocksize: int, 
     return count
 
 
+def offset_stride(absmax: Tensor, absmax_offset: Tensor) -> int:
+    """0 where absmax_offset (float32) is one element for the whole weight, 1 where every absmax has its own.
+
+    bitsandbytes has one; weights joined along N bring theirs. ValueError for any other number or dtype.
+    """
+    offsets, groups = absmax_offset.numel(), absmax.numel()
+    if absmax_offset.dtype != torch.float32 or offsets not in (1, groups):
+        raise ValueError(
+            f"absmax_offset must be float32 with 1 element, or {groups} as absmax, got {absmax_offset.dtype} with {offsets}"
+        )
+    return 0 if offsets == 1 else 1
+
+
 def unpack(packed: Tensor, count: int) -> Tensor:
     """The first count 4-bit codes as int64, in order: the high nibble of a byte comes first."""
     data = packed.reshape(-1)[: (count + 1) // 2]
@@ -98,4 +112,7 @@ def block_scales(
         raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
     codes = absmax_code.reshape(-1)[absmax_8bit.reshape(-1).long()]
     groups = absmax.reshape(-1).repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()]
-    return codes * groups + absmax_offset.reshape(())
+    offsets = absmax_offset.reshape(-1)
+    if offset_stride(absmax, absmax_offset):
+        offsets = offsets.repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()]
+    return codes * groups + offsets

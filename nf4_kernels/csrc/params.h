@@ -7,7 +7,8 @@
 enum { NF4_FLOAT32 = 0, NF4_FLOAT16 = 1, NF4_BFLOAT16 = 2 };
 
 /* A row-major [n, k] weight in bitsandbytes' layout: two codes a byte, the high nibble first.
- * Nested where absmax_8bit is not null: scale i = absmax_code[absmax_8bit[i]] * absmax[i / 256] + *absmax_offset. */
+ * Nested where absmax_8bit is not null: scale i = absmax_code[absmax_8bit[i]] * absmax[i / 256]
+ * + absmax_offset[i / 256 * offset_stride]. offset_stride is 0 (one offset) or 1 (one beside every absmax). */
 typedef struct {
   const uint8_t* packed;
   const float* absmax;
@@ -17,6 +18,7 @@ typedef struct {
   int64_t n;
   int64_t k;
   int32_t blocksize;
+  int32_t offset_stride;
 } Nf4Weight;
 
 /* out[m, n] = x[m, k] weight^T + bias; x, bias and out are of dtype, dense and 16-byte aligned. bias may be null.

@@ -83,6 +83,30 @@ def test_shapes_whose_rows_do_not_begin_with_a_block(isa: str, n: int, k: int) -
         assert _errors(cpu.linear(x, q.packed, (n, k), q.weight.absmax, 64, None, *q.nested), exact) <= 2e-5
 
 
+@pytest.mark.parametrize("blocksize", [32, 64, 128])
+def test_weights_joined_with_their_nested_scales(isa: str, blocksize: int) -> None:
+    k, ns = 512, (16 * blocksize, 48 * blocksize // 32)
+    parts = [quantized((n, k), blocksize, True, seed) for seed, n in enumerate(ns)]
+    shape = (sum(ns), k)
+    codes, table = torch.cat([p.state.absmax for p in parts]), parts[0].state.state2.code
+    absmax = torch.cat([p.weight.absmax for p in parts])
+    offsets = torch.cat([p.state.offset.expand(p.weight.absmax.numel()) for p in parts])
+    joined = (torch.cat([p.packed for p in parts]), shape, absmax, blocksize)
+    nested = (codes, table, offsets)
+    apart = [
+        cpu.dequantize(p.packed, p.weight.shape, p.weight.absmax, blocksize, torch.float32, *p.nested) for p in parts
+    ]
+    for library in (cpu, reference):
+        assert torch.equal(library.dequantize(*joined, torch.float32, *nested), torch.cat(apart))
+    for rows in (1, 6, 40):
+        x = torch.randn(rows, k)
+        exact = x.double() @ torch.cat(apart).double().T
+        assert _errors(cpu.linear(x, *joined, None, *nested), exact) <= 2e-5
+    for library in (cpu, reference):
+        with pytest.raises(ValueError, match="absmax_offset must be float32 with 1 element"):
+            library.dequantize(*joined, torch.float32, codes, table, offsets[:-1])
+
+
 def test_every_output_is_written_and_strided_inputs_are_read_right(isa: str) -> None:
     q = quantized((96, 128), 64, False, seed=3)
     wide = torch.randn(10, 256)

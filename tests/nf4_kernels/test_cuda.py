@@ -41,8 +41,8 @@ class Random:
         return cuda.linear(x, self.packed, (self.n, self.k), self.absmax, self.blocksize, bias, *self.nested)
 
 
-def random_weight(n: int, k: int, blocksize: int = 64, nested: bool = True) -> Random:
-    """A fresh weight on the GPU."""
+def random_weight(n: int, k: int, blocksize: int = 64, nested: bool = True, offsets: bool = False) -> Random:
+    """A fresh weight on the GPU; offsets: every 256 blocks have one of their own."""
     blocks = -(-n * k // blocksize)
     packed = torch.randint(0, 256, ((n * k + 1) // 2, 1), dtype=torch.uint8, device=DEVICE)
     if not nested:
@@ -50,7 +50,8 @@ def random_weight(n: int, k: int, blocksize: int = 64, nested: bool = True) -> R
     codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=DEVICE)
     table = torch.randn(256, device=DEVICE).sort().values
     absmax = torch.rand(-(-blocks // 256), device=DEVICE)
-    return Random(n, k, blocksize, packed, absmax, (codes, table, torch.tensor(3.0, device=DEVICE)))
+    offset = torch.randn_like(absmax) * 3 if offsets else torch.tensor(3.0, device=DEVICE)
+    return Random(n, k, blocksize, packed, absmax, (codes, table, offset))
 
 
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -66,6 +67,17 @@ def test_dequantize_is_the_oracle_bit_for_bit(blocksize: int, nested: bool) -> N
             got = cuda.dequantize(w.packed, (n, k), w.absmax, blocksize, dtype, *w.nested)
             expected = reference.dequantize(w.packed, (n, k), w.absmax, blocksize, dtype, *w.nested)
             assert torch.equal(got, expected), (n, k, dtype)
+
+
+@pytest.mark.parametrize("blocksize", [64, 256])
+def test_an_offset_for_every_256_blocks(blocksize: int) -> None:
+    for n, k in [(63, 192), (1000, 4160), (300, 5376), (512, 8192), (12, 25600), (9, 1000)]:
+        w = random_weight(n, k, blocksize, offsets=True)
+        got = cuda.dequantize(w.packed, (n, k), w.absmax, blocksize, torch.float32, *w.nested)
+        assert torch.equal(got.double(), w.exact()), (n, k)
+        for m in (1, 8, 16, 32, 300):
+            x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
+            assert relative_error(w.linear(x), x.double() @ w.exact().T) < TOLERANCE[torch.bfloat16], (n, k, m)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -141,5 +153,7 @@ def test_wrong_arguments_are_named() -> None:
         w.linear(x, torch.zeros(64, device=DEVICE))
     with pytest.raises(ValueError, match="the weight needs"):
         cuda.linear(x, w.packed[:100], (64, 128), w.absmax, 64, None, *w.nested)
+    with pytest.raises(ValueError, match="absmax_offset must be float32 with 1 element"):
+        cuda.linear(x, w.packed, (64, 128), w.absmax, 64, None, *w.nested[:2], torch.zeros(3, device=DEVICE))
     with pytest.raises(ValueError, match="blocksize"):
         cuda.dequantize(w.packed, (64, 128), w.absmax, 48, torch.float32, *w.nested)

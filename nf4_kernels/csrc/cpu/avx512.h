@@ -17,13 +17,14 @@ static inline void load_scales(const Nf4Weight* w, int64_t first, int64_t count,
     memcpy(out, w->absmax + first, (size_t)count * sizeof(float));
     return;
   }
-  const __m512 offset = _mm512_set1_ps(*w->absmax_offset);
   int64_t i = 0;
   while (i < count) {
     /* Up to the end of the 256 scales that share one outer scale. */
     int64_t stop = ((first + i) / 256 + 1) * 256 - first;
     if (stop > count) stop = count;
-    const __m512 outer = _mm512_set1_ps(w->absmax[(first + i) / 256]);
+    const int64_t group = (first + i) / 256;
+    const __m512 outer = _mm512_set1_ps(w->absmax[group]);
+    const __m512 offset = _mm512_set1_ps(w->absmax_offset[group * w->offset_stride]);
     for (; i < stop; i += 16) {
       int64_t left = stop - i;
       __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1);

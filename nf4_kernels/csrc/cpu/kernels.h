@@ -94,7 +94,7 @@ alignas(64) static const float kCodes[16] = {
 static inline float scale_of(const Nf4Weight* w, int64_t i) {
   if (!w->absmax_8bit) return w->absmax[i];
   float product = w->absmax_code[w->absmax_8bit[i]] * w->absmax[i / 256];
-  return product + *w->absmax_offset;
+  return product + w->absmax_offset[i / 256 * w->offset_stride];
 }
 
 static inline float code_of(const Nf4Weight* w, int64_t i) {

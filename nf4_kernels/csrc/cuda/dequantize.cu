@@ -26,12 +26,15 @@ struct Scales {
   const uint8_t* absmax_8bit;
   const float* code;
   const float* offset;
+  int offset_stride;
   int shift;  // log2 of the blocksize
 
   template <bool kNested>
   __device__ __forceinline__ float at(int64_t block) const {
     if constexpr (!kNested) return __ldg(absmax + block);
-    return nested_scale(__ldg(code + __ldg(absmax_8bit + block)), __ldg(absmax + (block >> 8)), __ldg(offset));
+    int64_t group = block >> 8;
+    return nested_scale(__ldg(code + __ldg(absmax_8bit + block)), __ldg(absmax + group),
+                        __ldg(offset + group * offset_stride));
   }
 };
 
@@ -108,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_unaligned(const uint8_t* 
 
 template <typename T, bool kNested>
 void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, cudaStream_t stream) {
-  Scales scales{w.absmax, w.absmax_8bit, w.absmax_code, w.absmax_offset, log2_of(w.blocksize)};
+  Scales scales{w.absmax, w.absmax_8bit, w.absmax_code, w.absmax_offset, w.offset_stride, log2_of(w.blocksize)};
   T* target = static_cast<T*>(out);
   bool aligned = reinterpret_cast<uintptr_t>(w.packed) % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
   if (aligned && first % kPerStep == 0) {

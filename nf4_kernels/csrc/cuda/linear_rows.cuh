@@ -203,12 +203,14 @@ __device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, Row
 
 // What a lane needs to turn the raw scales of one row and unit into floats.
 struct RowScales {
-  float low, high, offset;  // nested: the scales of the scales, before and from k block `change` of the part on
+  float2 low, high;  // nested: the scale of the scales and their offset, before and from k block `change` of the part on
   int change, count;
   const float* code;
-  __device__ __forceinline__ float of(uint8_t raw, int block) const {
-    return nested_scale(code[raw], block < change ? low : high, offset);
+  __device__ __forceinline__ float2 outer(int block) const { return block < change ? low : high; }
+  __device__ __forceinline__ float of(uint8_t raw, float2 outer) const {
+    return nested_scale(code[raw], outer.x, outer.y);
   }
+  __device__ __forceinline__ float of(uint8_t raw, int block) const { return of(raw, outer(block)); }
   __device__ __forceinline__ float of(float raw, int block) const { return block < count ? raw : 0.0f; }
 };
 
@@ -229,8 +231,9 @@ __device__ __forceinline__ void decode_fours(const char* raw, char* target, cons
       if constexpr (kNested) {
         unsigned word = *reinterpret_cast<const unsigned*>(raw + run * 4);
         if (half) word = __byte_perm(word, 0, 0x2301);
+        float2 outer = scales.outer(run * 4);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) values[i][j] = scales.of(static_cast<uint8_t>(word >> (8 * j)), run * 4 + (j ^ half));
+        for (int j = 0; j < 4; ++j) values[i][j] = scales.of(static_cast<uint8_t>(word >> (8 * j)), outer);
       } else {
         float4 four = *reinterpret_cast<const float4*>(raw + run * 16);
         values[i][0] = scales.of(half ? four.y : four.x, run * 4 + half);
@@ -266,6 +269,11 @@ __device__ __forceinline__ void decode_any(const char* raw, char* target, const 
   }
 }
 
+// A scale of scales and its offset.
+__device__ __forceinline__ float2 outer_scale(const Nf4Weight& weight, int64_t group) {
+  return make_float2(__ldg(weight.absmax + group), __ldg(weight.absmax_offset + group * weight.offset_stride));
+}
+
 // Lane l does row l % 16. All decoders take part in every unit: a barrier's waiter must see each of its phases.
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsRun run, int decoder) {
@@ -274,7 +282,6 @@ __device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsR
   int lane = threadIdx.x % 32, row = lane % 16;
   RowScales scales{};
   scales.code = reinterpret_cast<const float*>(shared + Layout::kCode);
-  if (kNested) scales.offset = __ldg(args.weight.absmax_offset);
   char* slots = shared + Layout::scale_slot(0, 0) + row % 8 * 8 + row / 8 * 4;
   bool fours = args.scale_shift == 0 && args.k_blocks % 4 == 0 && args.part_blocks % 4 == 0;
   RingPosition ring;
@@ -287,8 +294,8 @@ __device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsR
     if (kNested) {
       // A row's blocks of a part are fewer than 256: they span at most two scales of scales.
       int64_t second = span.first >> 8, last = (row_block + scales.count - 1) >> (args.scale_shift + 8);
-      scales.low = __ldg(args.weight.absmax + second);
-      scales.high = __ldg(args.weight.absmax + min(second + 1, last));
+      scales.low = outer_scale(args.weight, second);
+      scales.high = outer_scale(args.weight, min(second + 1, last));
       scales.change = static_cast<int>((((second + 1) << 8) << args.scale_shift) - row_block);
     }
     const char* raw = shared + Layout::kRing + ring.stage * Layout::kStageBytes + Layout::kScales +

@@ -65,17 +65,18 @@ struct RawScales {
   __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
     scales = __ldg(reinterpret_cast<const float4*>(w.absmax + first));
   }
-  __device__ __forceinline__ float4 decoded(const float*, float) const { return scales; }
+  __device__ __forceinline__ float4 decoded(const float*) const { return scales; }
 };
 template <>
 struct RawScales<true> {
   uchar4 raw;
-  float absmax;
+  float absmax, offset;
   __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
     raw = __ldg(reinterpret_cast<const uchar4*>(w.absmax_8bit + first));
     absmax = __ldg(w.absmax + (first >> 8));
+    offset = __ldg(w.absmax_offset + (first >> 8) * w.offset_stride);
   }
-  __device__ __forceinline__ float4 decoded(const float* code, float offset) const {
+  __device__ __forceinline__ float4 decoded(const float* code) const {
     return make_float4(nested_scale(code[raw.x], absmax, offset), nested_scale(code[raw.y], absmax, offset),
                        nested_scale(code[raw.z], absmax, offset), nested_scale(code[raw.w], absmax, offset));
   }
@@ -83,8 +84,7 @@ struct RawScales<true> {
 
 // The same for any k and block size; zeros beyond the weight.
 template <bool kNested>
-__device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float* code, float offset, int row,
-                                              int step) {
+__device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float* code, int row, int step) {
   const Nf4Weight& w = args.weight;
   int64_t first = int64_t{row} * args.k_blocks + step * 4;
   float scales[4];
@@ -93,7 +93,9 @@ __device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float
     int64_t at = (first + i) >> args.scale_shift;
     scales[i] = 0.0f;
     if (row >= args.n || step * 4 + i >= args.k_blocks) continue;
-    scales[i] = kNested ? nested_scale(code[__ldg(w.absmax_8bit + at)], __ldg(w.absmax + (at >> 8)), offset)
+    int64_t group = at >> 8;
+    scales[i] = kNested ? nested_scale(code[__ldg(w.absmax_8bit + at)], __ldg(w.absmax + group),
+                                       __ldg(w.absmax_offset + group * w.offset_stride))
                         : __ldg(w.absmax + at);
   }
   return make_float4(scales[0], scales[1], scales[2], scales[3]);
@@ -105,10 +107,8 @@ __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layou
   // Stages whose loads are under way together.
   constexpr int kAhead = Layout::kSlow ? 1 : kPerThread > 3 || !kNested ? 2 : 3;
   float* code = reinterpret_cast<float*>(shared + Layout::kCode);
-  float offset = 0.0f;
   if constexpr (kNested) {
     for (int i = thread; i < 256; i += 64) code[i] = __ldg(args.weight.absmax_code + i);
-    offset = __ldg(args.weight.absmax_offset);
     barrier_sync(8, 64);
   }
   WgmmaRun run(args);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layou
     if (!args.whole_scales) {
       for (int step = run.first_step; step < end; ++step) {
         wait_stage();
-        for (int i = 0; i < kPerThread; ++i) put(i, load_scales<kNested>(args, code, offset, row + i * 64, step));
+        for (int i = 0; i < kPerThread; ++i) put(i, load_scales<kNested>(args, code, row + i * 64, step));
         send_stage();
       }
       continue;
@@ -150,7 +150,7 @@ __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layou
         if (step + j >= end) break;
         wait_stage();
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) put(i, raw[j][i].decoded(code, offset));
+        for (int i = 0; i < kPerThread; ++i) put(i, raw[j][i].decoded(code));
         send_stage();
       }
     }

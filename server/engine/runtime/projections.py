@@ -10,6 +10,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
+from nf4_kernels.format import NESTED_BLOCKSIZE
 
 # Projections that one module of transformers' model code applies to one input, in the order in which it does so.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -115,7 +116,7 @@ def _is_ours(layer: Linear4bit) -> bool:
     state = layer.weight.quant_state
     if state is None or state.quant_type != "nf4" or getattr(state, "packing_format_for_cpu", False):
         return False
-    return not state.nested or state.state2.blocksize == 256
+    return not state.nested or state.state2.blocksize == NESTED_BLOCKSIZE
 
 
 def _fit(layers: list[Any]) -> bool:
@@ -134,9 +135,15 @@ def _fit(layers: list[Any]) -> bool:
 def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None:
     product = NF4Linear(layers[0])
     product.packed = torch.cat([layer.weight.data.view(torch.uint8).reshape(-1) for layer in layers])
-    # Nested scales have one offset per layer, so the group keeps its scales as float32.
-    product.absmax = torch.cat([_scales(layer.weight.quant_state) for layer in layers])
-    product.absmax_8bit = product.absmax_code = product.absmax_offset = None
+    states = [layer.weight.quant_state for layer in layers]
+    if _nested_fit(states):
+        product.absmax_8bit = torch.cat([state.absmax for state in states])
+        product.absmax = torch.cat([state.state2.absmax for state in states])
+        offsets = [state.offset.reshape(1).expand(state.state2.absmax.numel()) for state in states]
+        product.absmax_offset = torch.cat(offsets)
+    else:
+        product.absmax = torch.cat([_scales(state) for state in states])
+        product.absmax_8bit = product.absmax_code = product.absmax_offset = None
     if layers[0].bias is not None:
         product.bias = torch.cat([layer.bias.data for layer in layers])
     product.out_features = sum(layer.out_features for layer in layers)
@@ -144,6 +151,16 @@ def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None
     shared = _Shared()
     for index, name in enumerate(names):
         setattr(parent, name, GroupMember(index, sizes, shared, product if index == 0 else None))
+
+
+def _nested_fit(states: list[QuantState]) -> bool:
+    """Whether the nested scales, too, can be laid one after another: whole groups of 256 blocks, one code table."""
+    return all(
+        state.nested
+        and state.shape.numel() % (state.blocksize * NESTED_BLOCKSIZE) == 0
+        and torch.equal(state.state2.code, states[0].state2.code)
+        for state in states
+    )
 
 
 def _scales(state: QuantState) -> torch.Tensor:
