@@ -1,0 +1,49 @@
+"""Projections that share their input, as one product: the same numbers, with nested scales where these can be joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+
+from server.engine.runtime.projections import GroupMember, NF4Linear, replace_projections
+
+
+class _Attention(nn.Module):
+    def __init__(self, sizes: tuple[int, int, int], k: int, nested: tuple[bool, bool, bool]) -> None:
+        super().__init__()
+        for name, n, compress in zip(("q_proj", "k_proj", "v_proj"), sizes, nested, strict=True):
+            layer = Linear4bit(
+                k, n, bias=False, compute_dtype=torch.float32, compress_statistics=compress, quant_type="nf4"
+            )
+            setattr(self, name, layer.to("cpu"))
+
+    def weight(self) -> torch.Tensor:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        return torch.cat([dequantize_4bit(layer.weight.data, layer.weight.quant_state).float() for layer in layers])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nested", "joined"),
+    [
+        ((64, 32, 32), (True, True, True), True),  # 512 k: 32 rows are 256 blocks of 64
+        ((64, 32, 48), (True, True, True), False),  # v has a group of fewer than 256
+        ((64, 32, 32), (True, False, True), False),
+        ((64, 32, 32), (False, False, False), False),
+    ],
+)
+def test_a_group_keeps_nested_scales_where_they_can_be_joined(
+    sizes: tuple[int, int, int], nested: tuple[bool, bool, bool], joined: bool
+) -> None:
+    module = _Attention(sizes, 512, nested)
+    x = torch.randn(3, 512)
+    expected = x.double() @ module.weight().double().T
+    assert replace_projections(module) == 3
+    first = module.q_proj
+    assert isinstance(first, GroupMember)
+    assert isinstance(first.product, NF4Linear)
+    assert (first.product.absmax_8bit is not None) == joined
+    got = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], -1)
+    assert float((got.double() - expected).norm() / expected.norm()) < 2e-5
