@@ -49,8 +49,8 @@ class EngineConfig(_Section):
     max_model_len: int | None = Field(default=None, ge=16)
     """Longest prompt + answer in tokens; None takes the model's own limit, cut to what the KV cache holds."""
     max_num_seqs: int = Field(default=32, ge=1, le=4096)
-    max_num_batched_tokens: int = Field(default=512, ge=16)
-    """Token budget of one step; longer prompts are prefilled in chunks."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=16)
+    """Token budget of one step; longer prompts are prefilled in chunks. None: 256 on CPU, 4096 on CUDA."""
     block_size: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, 90 % of what is free on CUDA."""

@@ -12,7 +12,7 @@ import torch
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.runtime.graphs import Launched
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.runner import ModelRunner, token_budget
 from server.engine.runtime.sampling import Sampled
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
@@ -29,9 +29,8 @@ class Engine:
         self._runner = runner
         limits = runner.limits
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
-        self._scheduler = Scheduler(
-            self._blocks, config.max_num_seqs, config.max_num_batched_tokens, limits.max_model_len
-        )
+        budget = token_budget(config, runner.device)
+        self._scheduler = Scheduler(self._blocks, config.max_num_seqs, budget, limits.max_model_len)
         self._eos = frozenset(limits.eos_token_ids)
         self._clocks: dict[str, RequestClock] = {}
         self._step_clock = StepClock()

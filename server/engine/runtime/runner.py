@@ -34,6 +34,8 @@ TRIAL_TOLERANCE = 1e-3
 LEAST_MODEL_LEN = 32
 CPU_CACHE_BYTES = 2**30
 CUDA_CACHE_SHARE = 0.9
+# Larger steps are hardly faster, and every request of a step waits for its end.
+TOKEN_BUDGETS = {"cpu": 256, "cuda": 4096}
 
 
 class EngineConfigError(Exception):
@@ -52,6 +54,11 @@ def resolve_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
         dtype = "float32" if device == "cpu" else "bfloat16"
     resolved: torch.dtype = getattr(torch, dtype)
     return torch.device(device, 0) if device == "cuda" else torch.device(device), resolved
+
+
+def token_budget(config: EngineConfig, device: torch.device) -> int:
+    """Most tokens in one step on device."""
+    return config.max_num_batched_tokens or TOKEN_BUDGETS[device.type]
 
 
 def usable_threads(config: EngineConfig) -> int:
