@@ -32,6 +32,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     """Number of most likely alternatives to return per token (0 to 20); None returns no log-probabilities."""
+    grammar: str | None = None
+    """A grammar that the text has to match, in llguidance's JSON form."""
 
 
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):

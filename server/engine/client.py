@@ -195,7 +195,8 @@ class EngineClient:
             self._stats = EngineStats()
             failed_starts = 0 if was_ready else failed_starts + 1
             if fatal or failed_starts >= MAX_FAILED_STARTS:
-                logger.error("engine failed: %s", message)
+                if not fatal:
+                    logger.error("engine failed: %s", message)
                 self._set_status(EngineStatus("failed", message=message))
                 return
             wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**failed_starts)

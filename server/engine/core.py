@@ -11,6 +11,7 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
+from server.engine.grammar import Grammars
 from server.engine.runtime.graphs import Launched
 from server.engine.runtime.runner import ModelRunner, token_budget
 from server.engine.runtime.sampling import Sampled
@@ -25,8 +26,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Scheduler and model runner together. Single-threaded: call step() while has_work."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+    def __init__(self, runner: ModelRunner, config: EngineConfig, grammars: Grammars | None = None) -> None:
         self._runner = runner
+        self._grammars = grammars
         limits = runner.limits
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
         budget = token_budget(config, runner.device)
@@ -49,7 +51,12 @@ class Engine:
             self._check(request)
             own = request.sampling.seed
             seed = self._random.getrandbits(63) if own is None else own
-            self._scheduler.add(Sequence(request, seed, self._eos))
+            sequence = Sequence(request, seed, self._eos)
+            if request.sampling.grammar is not None:
+                if self._grammars is None:
+                    raise ValueError("this engine was made without grammars")
+                sequence.constraint = self._grammars.start(request.sampling.grammar)
+            self._scheduler.add(sequence)
         except ValueError as e:
             self._rejected.append(RequestOutput(request.request_id, [], finish_reason="error", error=str(e)))
             return

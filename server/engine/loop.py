@@ -124,9 +124,7 @@ def _run(launch: Launch, channel: Channel, stop: _Stop) -> int:
         _serve(launch, channel, stop)
     except Exception as e:
         fatal = _is_fatal(e)
-        if fatal:
-            logger.error("%s", e)
-        else:
+        if not fatal:  # the API process ends with a fatal reason as its last line
             logger.exception("the engine failed")
         reason = (str(e).strip().splitlines() or ["no message"])[0]
         channel.send(EngineFailed(reason if fatal else f"{type(e).__name__}: {reason}", fatal))
@@ -149,12 +147,14 @@ def _serve(launch: Launch, channel: Channel, stop: _Stop) -> None:
     progress("starting the engine", 0.0)
     # Imported here: torch and transformers take seconds, in which the API should know that the engine is alive.
     from server.engine.core import Engine
+    from server.engine.grammar import Grammars
     from server.engine.start import load_runner
 
     config = launch.engine_config()
     runner = load_runner(Path(launch.checkpoint_folder), config, progress)
-    engine = Engine(runner, config)
     limits = runner.limits
+    end = limits.eos_token_ids[0] if limits.eos_token_ids else None
+    engine = Engine(runner, config, Grammars(Path(launch.checkpoint_folder), limits.vocab_size, end))
     channel.send(
         EngineReady(
             max_model_len=limits.max_model_len,

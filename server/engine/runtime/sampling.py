@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from server.engine.runtime.masks import apply_constraint
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
@@ -72,6 +73,7 @@ def _is_adjusted(sequence: Sequence) -> bool:
         or sequence.generated_counts is not None
         or sequence.seen is not None
         or sequence.num_generated < sampling.min_tokens
+        or sequence.constraint is not None
     )
 
 
@@ -92,6 +94,9 @@ def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
     if sequence.num_generated < sampling.min_tokens and sequence.stop_ids:
         banned = [i for i in sequence.stop_ids if 0 <= i < logits.shape[0]]
         logits[torch.tensor(banned, dtype=torch.int64, device=device)] = -math.inf
+    if sequence.constraint is not None:
+        ends = sequence.stop_ids if sequence.num_generated >= sampling.min_tokens else ()
+        apply_constraint(logits, sequence.constraint, ends)
 
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence], rows: list[int]) -> list[int]:

@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from typing import Protocol
 
 from server.types import FinishReason, GenerateRequest
 
 UNKNOWN = -1
 """Stands in a sequence's tokens for one that the device has sampled and the host has not read yet."""
+
+
+class Constraint(Protocol):
+    """How far a sequence is in the grammar that it has to keep to; see server.engine.grammar."""
+
+    def allowed(self) -> bytes:
+        """Which tokens may come next: bit i of byte i // 8 is token i."""
+        ...
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what was generated so far is complete."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing but the end can follow."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Take a generated token."""
+        ...
 
 
 class Phase(enum.Enum):
@@ -44,6 +67,7 @@ class Sequence:
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         counted = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         self.generated_counts: Counter[int] | None = Counter() if counted else None
+        self.constraint: Constraint | None = None
         self.seen: set[int] | None = set(self.tokens) if sampling.repetition_penalty != 1 else None
 
     def __repr__(self) -> str:
@@ -82,8 +106,12 @@ class Sequence:
             self.generated_counts[token] += 1
         if self.seen is not None:
             self.seen.add(token)
+        if self.constraint is not None and token not in self.stop_ids:
+            self.constraint.accept(token)
         if token in self.stop_ids and self.num_generated > self.sampling.min_tokens:
             self.finish_reason = "stop"
             self.stop_token_id = token
+        elif self.constraint is not None and self.constraint.done:
+            self.finish_reason = "stop"
         elif self.ends_by_length(max_model_len):
             self.finish_reason = "length"

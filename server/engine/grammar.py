@@ -1,0 +1,110 @@
+"""Grammars that bound what a sequence may generate: compiled by llguidance, cached, kept off the caller's thread."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+CACHED_GRAMMARS = 256
+
+
+class GrammarError(Exception):
+    """The grammar cannot be used, or the sequence left it; the message is one line."""
+
+
+class GrammarState:
+    """How far one sequence is in its grammar."""
+
+    def __init__(self, compiled: Future[LLMatcher]) -> None:
+        self._compiled = compiled
+        self._matcher: LLMatcher | None = None
+
+    def allowed(self) -> bytes:
+        """Which tokens may come next: bit i of byte i // 8 is token i. Raises GrammarError.
+
+        The first call waits until the grammar is compiled, which prefill has mostly hidden.
+        """
+        matcher = self._own()
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(_line(matcher.get_error()))
+        return mask
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what was generated so far is complete."""
+        return self._own().is_accepting()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing but the end can follow."""
+        return self._matcher is not None and self._matcher.is_stopped()
+
+    def accept(self, token: int) -> None:
+        """Take a generated token. One that the grammar forbids shows as GrammarError at the next allowed()."""
+        self._own().consume_token(token)
+
+    def _own(self) -> LLMatcher:
+        if self._matcher is None:
+            self._matcher = self._compiled.result().deep_copy()
+        return self._matcher
+
+
+class Grammars:
+    """Compiles grammars (llguidance's JSON form) for one checkpoint's tokenizer, in a thread of its own."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_id: int | None) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._lock = Lock()
+        # Large vocabularies take a second; the first request with a grammar should not wait for it.
+        self._tokenizer = self._thread.submit(_tokenizer, folder, vocab_size, eos_token_id)
+
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """The compiled grammar, from the cache where it is there; the future raises GrammarError."""
+        with self._lock:
+            compiled = self._cache.get(grammar)
+            if compiled is None:
+                compiled = self._cache[grammar] = self._thread.submit(self._compile, grammar)
+                if len(self._cache) > CACHED_GRAMMARS:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(grammar)
+        return compiled
+
+    def start(self, grammar: str) -> GrammarState:
+        """A sequence's own state in a grammar."""
+        return GrammarState(self.compile(grammar))
+
+    def close(self) -> None:
+        """End the thread; what waits for it is dropped."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        # llguidance's limits bound time and memory of compilation and of each mask.
+        matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if matcher.is_error():
+            raise GrammarError(_line(matcher.get_error()))
+        return matcher
+
+
+def _tokenizer(folder: Path, vocab_size: int, eos_token_id: int | None) -> LLTokenizer:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        definition = file.read_text(encoding="utf-8")
+    else:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        definition = loaded.backend_tokenizer.to_str()
+    try:
+        return LLTokenizer(definition, n_vocab=vocab_size, eos_token=eos_token_id)
+    except Exception as e:
+        raise GrammarError(f"this model's tokenizer does not work with grammars: {_line(str(e))}") from e
+
+
+def _line(message: str) -> str:
+    return " ".join(message.split())[:400]
