@@ -1,0 +1,132 @@
+"""Tool calls and thoughts come out the same however the text was cut; what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.text.answer import AnswerParser
+from server.text.reasoning import MARKS, ReasoningSplitter
+from server.text.toolcalls import JsonToolParser, MistralToolParser, ToolParser, WrittenToolParser, read_gemma_call
+
+
+def hermes() -> ToolParser:
+    return JsonToolParser("<tool_call>", "</tool_call>")
+
+
+def llama() -> ToolParser:
+    return JsonToolParser("<|python_tag|>", None, bare=True)
+
+
+def gemma() -> ToolParser:
+    return WrittenToolParser(
+        "<start_function_call>", "<end_function_call>", lambda body: read_gemma_call(body, "<escape>")
+    )
+
+
+Outcome = tuple[str, list[tuple[str, str]]]
+
+
+def parse(parser: ToolParser, text: str, step: int) -> Outcome:
+    content, calls, ids = "", {}, set()
+    pieces = [parser.push(text[i : i + step]) for i in range(0, len(text), step)] + [parser.finish()]
+    for part, deltas in pieces:
+        content += part
+        for delta in deltas:
+            if delta.index not in calls:
+                assert delta.id
+                assert delta.name
+                ids.add(delta.id)
+                calls[delta.index] = [delta.name, ""]
+            else:
+                assert delta.id is None
+                assert delta.name is None
+            calls[delta.index][1] += delta.arguments
+    assert len(ids) == len(calls)
+    assert list(calls) == list(range(len(calls)))
+    return content, [(name, arguments) for name, arguments in calls.values()]
+
+
+CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
+    (hermes, "Sure. <tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"<x> {\"}}\n</tool_call>",
+     ("Sure. ", [("f", '{"a": "<x> {"}')])),
+    (hermes, '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"arguments": {"b": [1]}, "name": "g"}'
+     "</tool_call>", ("", [("f", "{}"), ("g", '{"b": [1]}')])),
+    (hermes, '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call> end',
+     ("end", [("f", "{}"), ("g", "{}")])),
+    (hermes, '<tool_call>{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\":1}"}}</tool_call>',
+     ("", [("f", '{"a":1}')])),
+    (hermes, '<tool_call>{"name": "f", "arguments": {"a": 1', ("", [("f", '{"a": 1')])),
+    (hermes, "<tool_call>no json</tool_call>", ("<tool_call>no json</tool_call>", [])),
+    (hermes, "a < b <tool", ("a < b <tool", [])),
+    (hermes, "no calls", ("no calls", [])),
+    (llama, '{"name": "f", "parameters": {"q": "x"}}', ("", [("f", '{"q": "x"}')])),
+    (llama, '<|python_tag|>{"name": "f", "parameters": {"q": "x"}}; {"name": "g", "parameters": {}}',
+     ("", [("f", '{"q": "x"}'), ("g", "{}")])),
+    (llama, "{x} is a set", ("{x} is a set", [])),
+    (llama, "Here: {}", ("Here: {}", [])),
+    (MistralToolParser, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+     ("", [("f", '{"a": 1}'), ("g", "{}")])),
+    (MistralToolParser, 'Hm.[TOOL_CALLS]f[ARGS]{"a": "}"}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}',
+     ("Hm.", [("f", '{"a": "}"}'), ("g", "{}")])),
+    (MistralToolParser, "plain [text]", ("plain [text]", [])),
+    (gemma, "<start_function_call>call:f{a:<escape>x: {y}<escape>,b:[1,2],c:{d:true}}<end_function_call>",
+     ("", [("f", '{"a": "x: {y}", "b": [1, 2], "c": {"d": true}}')])),
+    (gemma, "<start_function_call>nothing<end_function_call>", ("<start_function_call>nothing<end_function_call>", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(("make", "text", "expected"), CASES, ids=[case[1][:40] for case in CASES])
+def test_calls(make: Callable[[], ToolParser], text: str, expected: Outcome, step: int) -> None:
+    assert parse(make(), text, step) == expected
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
+    ),
+    step=st.integers(1, 9),
+)
+def test_any_arguments(value: object, step: int) -> None:
+    arguments = json.dumps({"v": value}, ensure_ascii=False)
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    assert parse(hermes(), text, step) == ("", [("f", arguments)])
+
+
+@given(text=st.text('<>/tol_ca{}[]": nme\n', max_size=60), step=st.integers(1, 5))
+def test_nothing_gets_lost_or_raises(text: str, step: int) -> None:
+    for make in (hermes, llama, MistralToolParser, gemma):
+        content, calls = parse(make(), text, step)
+        assert calls or make is MistralToolParser or content.strip() == text.strip()
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("opened", "text", "expected"),
+    [
+        (False, "<think>\nHm.\n</think>\n\nYes.", ("\nHm.\n", "Yes.")),
+        (True, "Hm.</think>Yes.", ("Hm.", "Yes.")),
+        (False, "No thoughts <think> here", ("", "No thoughts <think> here")),
+        (False, "<thin", ("", "<thin")),
+        (True, "never ends </thi", ("never ends </thi", "")),
+        (False, "  <think>a</think>", ("a", "")),
+    ],
+)
+def test_reasoning(opened: bool, text: str, expected: tuple[str, str], step: int) -> None:
+    parser = AnswerParser(ReasoningSplitter(MARKS[0], opened=opened))
+    parts = [parser.push(text[i : i + step]) for i in range(0, len(text), step)] + [parser.finish()]
+    assert ("".join(p.reasoning for p in parts), "".join(p.content for p in parts)) == expected
+
+
+def test_a_single_call() -> None:
+    parser = AnswerParser(None, hermes(), single_call=True)
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert [delta.index for delta in parser.push(call * 3).calls] == [0]
+    assert parser.called
