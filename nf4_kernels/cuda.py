@@ -1,12 +1,14 @@
 """The CUDA kernels: loads libnf4_cuda.so and calls it with tensors' pointers on torch's current stream.
 
 Source: csrc/cuda/*.cu behind the C interface of csrc/params.h. load_error() says why when they cannot be used.
-The first product on a device allocates its workspaces; let it run once before capturing a CUDA graph.
+The first product on a device allocates its workspaces; let it run once before capturing a CUDA graph. In a captured graph
+a product reads its weight before the kernel in front of it has ended: nothing in the graph may write the weight.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +52,7 @@ class Linear(ctypes.Structure):
         ("counters", ctypes.c_void_p),
         ("m", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
+        ("constant_weights", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
     )
 
@@ -58,7 +61,8 @@ class RowsPlan(ctypes.Structure):
     """RowsPlan of params.h."""
 
     _fields_ = tuple(
-        (name, ctypes.c_int32) for name in ("warps", "blocks", "tiles", "stages", "parts", "part_blocks", "grid")
+        (name, ctypes.c_int32)
+        for name in ("warps", "blocks", "tiles", "stages", "cluster", "passes", "part_blocks", "chunk", "grid")
     )
 
 
@@ -175,8 +179,7 @@ def _multiply(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> No
         aligned = all(
             p % 16 == 0 for p in (weight.packed, weight.absmax, weight.absmax_8bit or 0, weight.absmax_code or 0)
         )
-        unshared = isinstance(choice, Rows) and choice.parts == 1
-        if aligned and (unshared or workspace is not None):
+        if aligned and (isinstance(choice, Rows) or workspace is not None):
             _multiply_fused(out, _aligned(x), weight, bias, choice, workspace)
             return
     _multiply_slices(out, x, weight, bias, choice.rows if isinstance(choice, Slices) else n)
@@ -222,14 +225,15 @@ def _multiply_fused(
         None if counters is None else counters.data_ptr(),
         x.shape[0],
         _DTYPES[x.dtype],
+        torch.cuda.is_current_stream_capturing(),
         torch.cuda.current_stream(x.device).cuda_stream,
     )
     if isinstance(choice, Wgmma):
         wgmma = WgmmaPlan(choice.tokens, choice.groups, choice.grid)
         _raise_for(loaded, loaded.nf4_cuda_linear_wgmma(linear_, wgmma), str(choice))
         return
-    fields = (choice.warps, choice.blocks, choice.tiles, choice.stages, choice.parts, choice.part_blocks, choice.grid)
-    _raise_for(loaded, loaded.nf4_cuda_linear_rows(linear_, RowsPlan(*fields)), str(choice))
+    rows = RowsPlan(**dataclasses.asdict(choice))
+    _raise_for(loaded, loaded.nf4_cuda_linear_rows(linear_, rows), str(choice))
 
 
 def _multiply_slices(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, rows: int) -> None:

@@ -15,6 +15,8 @@ GROUP_ROWS = 16
 MAX_ROWS_TOKENS = 32
 WORKSPACE_BYTES = 32 << 20
 COUNTERS = 1 << 16
+# Blocks that share row groups -> how many such clusters a multiprocessor has room for (four do not fit everywhere).
+CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 # (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/linear_rows.cu.
 INSTANCES = (
     *((16, blocks, 1) for blocks in range(1, 9)),
@@ -39,15 +41,18 @@ class Rows:
     blocks: int
     tiles: int
     stages: int
-    parts: int
+    cluster: int
+    passes: int
     part_blocks: int
+    chunk: int
     grid: int
 
     def __str__(self) -> str:
-        parts = "1 part" if self.parts == 1 else f"{self.parts} parts"
+        parts = self.cluster * self.passes
+        split = "1 part" if parts == 1 else f"{self.cluster} x {self.passes} parts"
         return (
             f"rows: {self.warps} warps x {self.blocks} blocks, {self.tiles * 8} tokens, {self.stages} stages, "
-            f"k in {parts} of {self.part_blocks} blocks, grid {self.grid}"
+            f"k in {split} of {self.part_blocks} blocks, grid {self.grid}"
         )
 
 
@@ -93,7 +98,7 @@ def plan(
     best: Rows | None = None
     best_cost = 0.0
     for candidate in _rows_candidates(n, k, tiles, arch, multiprocessors, nested):
-        cost = _rows_cost(candidate, n)
+        cost = _rows_cost(candidate, m, n)
         if best is None or cost < best_cost:
             best, best_cost = candidate, cost
     return best or slices
@@ -120,41 +125,49 @@ def _slice_rows(n: int) -> int:
     return n if slices == 1 else math.ceil(n / slices / 256) * 256
 
 
-def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int) -> int:
-    """How many ring stages fit: RowsLayout of csrc/cuda/linear_rows.cuh."""
+def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
+    """How many ring stages fit beside `slots` row groups' sums: RowsLayout of csrc/cuda/rows_layout.cuh."""
     stage_blocks = warps * blocks
     scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
     stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)
-    fixed = 65536 + 1024 + 2 * warps * tiles * 512 + 256
-    slots = 65536 // ((stage_blocks + 1) // 2 * 256)
-    return max(0, min(8, slots, (shared_bytes - fixed) // stage))
+    fixed = 65536 + 1024 + 2 * warps * tiles * 512 + 256 + slots * tiles * 512
+    decoded = 65536 // ((stage_blocks + 1) // 2 * 256)
+    return max(0, min(8, decoded, (shared_bytes - fixed) // stage))
 
 
 def _rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
     k_blocks, groups = k // 64, -(-n // GROUP_ROWS)
     found = []
     for warps, blocks, instance_tiles in INSTANCES:
-        stages = rows_stages(warps, blocks, tiles, nested, _SHARED_BYTES[arch])
-        if instance_tiles != tiles or stages < 2:
+        if instance_tiles != tiles:
             continue
-        # The fewest parts of the instance's width, and a few more where that fills the device better.
-        fewest = -(-k_blocks // (warps * blocks))
-        for parts in range(fewest, fewest + 4):
-            part_blocks = -(-k_blocks // parts)
-            if parts > 1:
-                part_blocks = -(-part_blocks // 4) * 4  # keeps rows' scales aligned
-            if part_blocks > warps * blocks or (parts - 1) * part_blocks >= k_blocks:
+        for cluster, share in CLUSTERS.items():
+            if cluster > 1 and arch < 90:
                 continue
-            if parts > 1 and (groups * parts * tiles * 512 > WORKSPACE_BYTES or groups > COUNTERS):
-                continue
-            grid = min(multiprocessors, groups * parts)
-            found.append(Rows(warps, blocks, tiles, stages, parts, part_blocks, grid))
+            runs = min(int(multiprocessors * share), groups)
+            fewest = -(-k_blocks // (cluster * warps * blocks))
+            for passes in range(fewest, fewest + 3):
+                parts = cluster * passes
+                part_blocks = -(-k_blocks // parts)
+                if parts > 1:
+                    part_blocks = -(-part_blocks // 4) * 4  # keeps rows' scales aligned
+                # Neither more than the instance holds nor so few that a smaller one would do; no part without any.
+                if not warps * (blocks - 1) < part_blocks <= warps * blocks or (parts - 1) * part_blocks >= k_blocks:
+                    continue
+                chunk = min(-(-groups // runs), 16 // tiles) if passes > 1 else -(-groups // runs)
+                slots = 2 * (cluster - 1) + (chunk if passes > 1 else 0)
+                stages = rows_stages(warps, blocks, tiles, nested, _SHARED_BYTES[arch], slots)
+                if stages >= 2:
+                    grid = runs * cluster
+                    found.append(Rows(warps, blocks, tiles, stages, cluster, passes, part_blocks, chunk, grid))
     return found
 
 
-def _rows_cost(rows: Rows, n: int) -> float:
-    """Microseconds, roughly: units of the busiest block, and the exchange of partial sums."""
-    groups = -(-n // GROUP_ROWS)
-    units = -(-groups * rows.parts // rows.grid)
-    unit = 0.6 + 0.19 * rows.blocks * rows.warps / 16 * (1 + 0.3 * (rows.tiles - 1))
-    return units * unit * (1.2 if rows.stages < 3 else 1.0) + (3.0 if rows.parts > 1 else 0.0)
+def _rows_cost(rows: Rows, m: int, n: int) -> float:
+    """Microseconds, roughly: the launch, the units of the busiest block, and its activations' way in."""
+    groups = math.ceil(n / GROUP_ROWS)
+    units = math.ceil(groups * rows.cluster / rows.grid) * rows.passes
+    unit = 0.215 + 0.237 * rows.blocks * rows.warps / 16 * (1 + 0.7 * (rows.tiles - 1))
+    unit *= (1.09 if rows.stages < 3 else 1.0) * (1 + 0.13 * rows.tiles if rows.warps < 16 else 1.0)
+    activations = rows.part_blocks / 64 * (1.05 + 0.39 * (rows.passes - 1)) * (0.24 + 0.095 * m)
+    return 4 + units * unit + activations + {1: 0.0, 2: 0.28, 4: 0.39}[rows.cluster]

@@ -32,6 +32,7 @@ typedef struct {
   int32_t* counters;
   int64_t m;
   int32_t dtype;
+  int32_t constant_weights; /* nothing under way on the stream writes the weight: it may be read at once */
   void* stream;
 } Nf4Linear;
 
@@ -41,8 +42,10 @@ typedef struct {
   int32_t blocks;      /* 64-wide k blocks of one of them */
   int32_t tiles;       /* of 8 tokens */
   int32_t stages;      /* of the shared-memory ring */
-  int32_t parts;       /* that k is split into */
-  int32_t part_blocks; /* 64-wide k blocks of a part */
+  int32_t cluster;     /* blocks that share rows, each with k parts of its own: 1 to 4; 1 before sm_90 */
+  int32_t passes;      /* k parts of a block */
+  int32_t part_blocks; /* 64-wide k blocks of a part; cluster * passes parts are k */
+  int32_t chunk;       /* row groups that go through all passes together */
   int32_t grid;
 } RowsPlan;
 

@@ -38,17 +38,19 @@ SHAPES = (
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("nested", [False, True])
-def test_rows_plans_cover_k_and_fit_the_workspace(n: int, k: int, arch: int, nested: bool) -> None:
+def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested: bool) -> None:
     for m in range(1, min(33, min_wgmma_tokens(n, k)) if arch == 90 else 33):
         choice = plan(m, n, k, arch, 132, nested=nested)
         assert isinstance(choice, Rows)
         assert m <= choice.tiles * 8
         assert (choice.warps, choice.blocks, choice.tiles) in INSTANCES
         assert choice.part_blocks <= choice.warps * choice.blocks
-        assert (choice.parts - 1) * choice.part_blocks < k // 64 <= choice.parts * choice.part_blocks
-        units = -(-n // 16) * choice.parts
-        assert 1 <= choice.grid <= min(132, units)
-        assert choice.parts == 1 or units * choice.tiles * 512 <= WORKSPACE_BYTES
+        parts = choice.cluster * choice.passes
+        assert (parts - 1) * choice.part_blocks < k // 64 <= parts * choice.part_blocks
+        assert 1 <= choice.grid <= min(132, -(-n // 16) * choice.cluster)
+        assert choice.grid % choice.cluster == 0
+        assert choice.cluster == 1 or arch >= 90
+        assert choice.passes == 1 or choice.chunk * choice.tiles <= 16
         assert 2 <= choice.stages <= 8
 
 

@@ -4,12 +4,11 @@
 namespace nf4 {
 namespace {
 
-// What the system keeps at the start of a block's shared memory on the current device; -1 where CUDA does not say.
-int reserved_shared_bytes() {
-  int device = 0, bytes = -1;
+// Of the current device; -1 where CUDA does not say.
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = -1;
   if (cudaGetDevice(&device) != cudaSuccess) return -1;
-  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrReservedSharedMemoryPerBlock, device) != cudaSuccess) return -1;
-  return bytes;
+  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : -1;
 }
 
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
@@ -17,11 +16,26 @@ cudaError_t launch(const RowsArgs& args, int grid, cudaStream_t stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   if (args.stages < 1 || args.stages > Layout::kStageLimit) return cudaErrorInvalidValue;
   auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested>;
-  int shared = Layout::total(args.stages);
+  int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
-  kernel<<<grid, (kWarps + kServiceWarps<kWarps, kTiles>) * 32, shared, stream>>>(args);
-  return cudaGetLastError();
+  // Both are Hopper's: blocks that start under the kernel before, and blocks that reach each other's shared memory.
+  bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  if (args.cluster > 1 && !hopper) return cudaErrorInvalidValue;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = args.cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3((kWarps + kServiceWarps<kWarps, kTiles>) * 32);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = !hopper ? 0 : args.cluster > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 template <int kWarps, int kBlocks, int kTiles>
@@ -45,25 +59,33 @@ NF4_EXPORT int nf4_cuda_linear_rows(const Nf4Linear* linear, const RowsPlan* pla
   const Nf4Weight& w = linear->weight;
   if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32) return cudaErrorInvalidValue;
   if (linear->m > plan->tiles * 8 || plan->blocks * plan->warps < plan->part_blocks) return cudaErrorInvalidValue;
-  if (nf4::reserved_shared_bytes() != nf4::kSharedBase) return cudaErrorNotSupported;
+  if (plan->cluster < 1 || plan->cluster > nf4::kMaxCluster || plan->grid % plan->cluster) return cudaErrorInvalidValue;
+  // What the system keeps at the start of a block's shared memory.
+  if (nf4::device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != nf4::kSharedBase) return cudaErrorNotSupported;
   nf4::RowsArgs args{};
   args.weight = w;
   args.x = linear->x;
   args.bias = linear->bias;
   args.out = linear->out;
-  args.partial = static_cast<float4*>(linear->workspace);
-  args.counters = linear->counters;
   args.m = static_cast<int>(linear->m);
   args.n = static_cast<int>(w.n);
   args.k = static_cast<int>(w.k);
   args.k_blocks = static_cast<int>(w.k / 64);
   args.scale_shift = nf4::log2_of(w.blocksize / 64);
-  args.groups = (args.n + nf4::kGroupRows - 1) / nf4::kGroupRows;
-  args.parts = plan->parts;
+  int groups = (args.n + nf4::kGroupRows - 1) / nf4::kGroupRows, runs = plan->grid / plan->cluster;
+  args.cluster = plan->cluster;
+  args.passes = plan->passes;
   args.part_blocks = plan->part_blocks;
   args.stages = plan->stages;
-  args.units_per_block = args.groups * args.parts / plan->grid;
-  args.blocks_with_more = args.groups * args.parts % plan->grid;
+  args.run_groups = groups / runs;
+  args.runs_with_more = groups % runs;
+  args.chunk = plan->chunk;
+  int pitch = args.k_blocks >> args.scale_shift;
+  bool whole = args.k_blocks % (1 << args.scale_shift) == 0 && pitch * (w.absmax_8bit ? 1 : 4) % 16 == 0;
+  args.scale_pitch = whole ? pitch : 0;
+  args.constant_weights = linear->constant_weights;
+  args.first_nap = plan->tiles > 1 ? 1000 : 0;
+  args.nap = args.part_blocks * (args.m > 2 ? 11 : 4);
   cudaStream_t stream = static_cast<cudaStream_t>(linear->stream);
 // nf4_kernels/plan.py lists the same instances.
 #define NF4_INSTANCE(WARPS, BLOCKS, TILES)                                                 \

@@ -1,0 +1,143 @@
+// What the parts of linear_rows.cuh share: arguments, the map of shared memory, a block's share of the work.
+#pragma once
+
+#include "common.cuh"
+#include "rows_sync.cuh"
+
+namespace nf4 {
+
+constexpr int kGroupRows = 16;
+// Service warps beside the consumers: produce, reduce and two that decode; or, where consumers need 128 registers each
+// and a block so has 16 warps only, one that produces and reduces and one that decodes.
+template <int kWarps, int kTiles>
+constexpr int kDecoders = kWarps == 14 && kTiles > 1 ? 1 : 2;
+template <int kWarps, int kTiles>
+constexpr int kServiceWarps = 2 * kDecoders<kWarps, kTiles>;
+constexpr int kMaxStages = 8;
+constexpr int kMaxCluster = 4;
+// The hardware barrier at which the copying warp waits for the shared-memory barriers that another warp sets up.
+constexpr int kOthersReady = 4;
+// Table entries lie 256 bytes apart, so that a byte permute makes an entry's offset: the 32 copies fill the first half
+// of each entry; the second halves hold the decoded scales.
+constexpr int kTableStride = 256;
+constexpr int kTableBytes = 256 * kTableStride;
+// Where dynamic shared memory starts from sm_80 on: the system's first KB lies before it. As a constant it goes into
+// the table lookups' immediate offsets; the kernel checks it. In a cluster a block's rank comes on top, in the highest
+// byte of every address.
+constexpr int kSharedBase = 1024;
+
+// Arrivals at a stage's `full` barrier: of the one lane that issues bulk copies, or of the warp that copies pieces.
+#if __CUDA_ARCH__ >= 900
+constexpr int kCopyArrivals = 1;
+#else
+constexpr int kCopyArrivals = 32;
+#endif
+
+struct RowsArgs {
+  Nf4Weight weight;
+  const void* x;
+  const void* bias;
+  void* out;
+  int m, n, k;
+  int k_blocks;     // k / 64
+  int scale_shift;  // log2(blocksize / 64)
+  int cluster;      // blocks that share row groups, each with parts of its own
+  int passes;       // parts of k that a block goes through one after another
+  int part_blocks;
+  int stages;           // of the ring
+  int run_groups;       // row groups of a cluster; the first runs_with_more clusters do one more
+  int runs_with_more;
+  int scale_pitch;      // scales of a row where all rows' begin at multiples of 16 bytes, else 0
+  int chunk;            // row groups that go through all passes together
+  int constant_weights; // weights and scales may be read before the kernel before this one has ended
+  // ns before the first copy, and between those that fill the ring: memory's pace rather than the copies', for they
+  // compete with the last units of the kernel before and with this one's activations.
+  unsigned first_nap, nap;
+};
+
+// Where things lie in dynamic shared memory.
+template <int kWarps, int kBlocks, int kTiles, bool kNested>
+struct RowsLayout {
+  static constexpr int kDecoders = nf4::kDecoders<kWarps, kTiles>;
+  static constexpr int kStageBlocks = kWarps * kBlocks;
+  // An odd multiple of 32 bytes: the rows g = 0..3 of a half warp's 8-byte reads then lie in different banks.
+  static constexpr int kWeightPitch = kStageBlocks * 32 + (kStageBlocks % 2 ? 0 : 32);
+  // Room from the 16-byte boundary before the first scale to the one after the last.
+  static constexpr int kScaleBytes = kStageBlocks * (kNested ? 1 : 4);
+  static constexpr int kScalePitch = ((kScaleBytes + 15 + 15) / 16 | 1) * 16;
+  static constexpr int kScales = kGroupRows * kWeightPitch;
+  static constexpr int kStageBytes = kScales + kGroupRows * kScalePitch;
+  static constexpr int kCode = kTableBytes;
+  static constexpr int kSums = kCode + 1024;
+  static constexpr int kBarriers = kSums + 2 * kWarps * kTiles * 512;
+  static constexpr int kBarrierCount = 3 * kMaxStages + 8;
+  static constexpr int kRing = kBarriers + kBarrierCount * 8;
+  static_assert(kRing % 128 == 0, "");
+  // The decoded scales of a stage: 64 bytes a k block, two blocks between table entries.
+  static constexpr int kDecodedStage = (kStageBlocks + 1) / 2 * kTableStride;
+  static constexpr int kSlots = kTableBytes / kDecodedStage, kStageLimit = kSlots < kMaxStages ? kSlots : kMaxStages;
+
+  // Behind the ring: two slots for what each other block of the cluster sends, then sums that wait for the next pass.
+  __host__ __device__ static int parts(int stages) { return kRing + stages * kStageBytes; }
+  __host__ __device__ static int held(int stages, int cluster) {
+    return parts(stages) + 2 * (cluster - 1) * kTiles * 512;
+  }
+  __host__ __device__ static int total(int stages, int cluster, int held_groups) {
+    return held(stages, cluster) + held_groups * kTiles * 512;
+  }
+  __device__ static unsigned barrier(unsigned base, int index) { return base + kBarriers + index * 8; }
+  __device__ static unsigned full(unsigned base, int stage) { return barrier(base, stage); }
+  __device__ static unsigned decoded(unsigned base, int stage) { return barrier(base, kMaxStages + stage); }
+  __device__ static unsigned empty(unsigned base, int stage) { return barrier(base, 2 * kMaxStages + stage); }
+  __device__ static unsigned sums_full(unsigned base, int i) { return barrier(base, 3 * kMaxStages + i); }
+  __device__ static unsigned sums_empty(unsigned base, int i) { return barrier(base, 3 * kMaxStages + 2 + i); }
+  __device__ static unsigned parts_full(unsigned base, int i) { return barrier(base, 3 * kMaxStages + 4 + i); }
+  __device__ static unsigned parts_free(unsigned base, int i) { return barrier(base, 3 * kMaxStages + 6 + i); }
+  // Byte offset of what another block of the cluster sends.
+  __device__ static int part_slot(const RowsArgs& args, int i, int rank) {
+    return parts(args.stages) + (i * (args.cluster - 1) + rank - 1) * kTiles * 512;
+  }
+  // Byte offset of the decoded scales [row % 8][row / 8] of one k block of a stage.
+  __device__ static int scale_slot(int stage, int block) {
+    return stage * kDecodedStage + (block >> 1) * kTableStride + 128 + (block & 1) * 64;
+  }
+};
+
+// The units (row group, part) of a block: of a run of row groups that its cluster has to itself, chunk by chunk, a
+// chunk once for each of the block's parts.
+struct RowsRun {
+  int group, last, chunk_first, chunk_last, pass, part, first_part, chunk, passes;
+  __device__ explicit RowsRun(const RowsArgs& args) : pass(0), chunk(args.chunk), passes(args.passes) {
+    int run = blockIdx.x / args.cluster, rank = blockIdx.x % args.cluster;
+    group = run * args.run_groups + min(run, args.runs_with_more);
+    last = group + args.run_groups + (run < args.runs_with_more);
+    part = first_part = rank * passes;
+    chunk_first = group;
+    chunk_last = min(group + chunk, last);
+  }
+  __device__ __forceinline__ bool done() const { return chunk_first == last; }
+  __device__ __forceinline__ bool last_pass() const { return pass == passes - 1; }
+  __device__ __forceinline__ void next() {
+    if (++group < chunk_last) return;
+    if (++pass == passes) {
+      pass = 0;
+      chunk_first = group;
+      chunk_last = min(group + chunk, last);
+    }
+    group = chunk_first;
+    part = first_part + pass;
+  }
+};
+
+struct RingPosition {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace nf4

@@ -1,0 +1,209 @@
+// The stages of linear_rows.cuh that bring weights and scales: copies into the ring, scales turned into floats.
+#pragma once
+
+#include <type_traits>
+
+#include "rows_layout.cuh"
+
+namespace nf4 {
+
+// Where the scales of one weight row and part begin, as indices into absmax or absmax_8bit.
+struct ScaleSpan {
+  int64_t first;  // of the part's first k block
+  int64_t piece;  // first, rounded down to 16 bytes: where the copy starts
+  template <bool kNested>
+  __device__ static ScaleSpan of(const RowsArgs& args, int row, int begin) {
+    int64_t first = (int64_t{row} * args.k_blocks + begin) >> args.scale_shift;
+    return {first, first & ~int64_t{kNested ? 15 : 3}};
+  }
+};
+
+// One unit's copies: 16 rows' bytes, and their scales in whole 16-byte pieces (a piece with one byte inside an
+// allocation is inside it whole). On Hopper one lane issues them: its addresses lie in uniform registers, where a
+// warp's lanes would issue theirs one by one, at 75 cycles each.
+template <typename Layout, bool kNested>
+__device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, const RowsRun& run, int stage) {
+  constexpr int kSize = kNested ? 1 : 4;
+  const char* codes = reinterpret_cast<const char*>(args.weight.packed);
+  const char* scales = kNested ? reinterpret_cast<const char*>(args.weight.absmax_8bit)
+                               : reinterpret_cast<const char*>(args.weight.absmax);
+  unsigned target = base + Layout::kRing + stage * Layout::kStageBytes, full = Layout::full(base, stage);
+  int begin = run.part * args.part_blocks, count = min(args.part_blocks, args.k_blocks - begin);
+  int row = run.group * kGroupRows, rows = min(kGroupRows, args.n - row);
+  int64_t block = int64_t{row} * args.k_blocks + begin;
+  auto scale_bytes = [&](int64_t first_block, int64_t piece) {
+    int64_t last = (first_block + count - 1) >> args.scale_shift;
+    return static_cast<unsigned>((((last + 1) * kSize + 15) & ~int64_t{15}) - piece * kSize);
+  };
+#if __CUDA_ARCH__ >= 900
+  if (elected()) {
+    unsigned bytes = count * 32;
+    int64_t first = block >> args.scale_shift, piece = first & ~int64_t{kNested ? 15 : 3};
+    if (args.scale_pitch && rows == kGroupRows) {
+      unsigned more = scale_bytes(block, piece);
+      barrier_expect(full, kGroupRows * (bytes + more));
+#pragma unroll
+      for (int r = 0; r < kGroupRows; ++r) {
+        bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full);
+        block += args.k_blocks;
+      }
+#pragma unroll
+      for (int r = 0; r < kGroupRows; ++r) {
+        bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full);
+        piece += args.scale_pitch;
+      }
+    } else {
+      unsigned total = 0;
+#pragma unroll 1
+      for (int r = 0; r < rows; ++r, block += args.k_blocks) {
+        piece = (block >> args.scale_shift) & ~int64_t{kNested ? 15 : 3};
+        unsigned more = scale_bytes(block, piece);
+        bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full);
+        bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full);
+        total += bytes + more;
+      }
+      barrier_expect(full, total);
+    }
+  }
+  __syncwarp();
+#else
+  int lane = threadIdx.x % 32, r = lane % kGroupRows;
+  block += int64_t{r} * args.k_blocks;
+  if (r >= rows) {
+    copy_and_arrive(0, nullptr, 0, full);
+  } else if (lane < kGroupRows) {
+    copy_and_arrive(target + r * Layout::kWeightPitch, codes + block * 32, count * 32, full);
+  } else {
+    int64_t piece = (block >> args.scale_shift) & ~int64_t{kNested ? 15 : 3};
+    unsigned bytes = scale_bytes(block, piece);
+    copy_and_arrive(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, bytes, full);
+  }
+#endif
+}
+
+template <typename Layout, bool kNested>
+__device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, RowsRun run) {
+  RingPosition ring;
+  nap(args.first_nap);
+  for (int unit = 0; !run.done(); run.next(), ++unit) {
+    if (unit == args.stages) barrier_sync(kOthersReady, 64);
+    if (unit >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
+    copy_unit<Layout, kNested>(args, base, run, ring.stage);
+    if (unit < args.stages) nap(args.nap);
+    ring.advance(args.stages);
+  }
+}
+
+// What a lane needs to turn the raw scales of one row and unit into floats.
+struct RowScales {
+  float2 low, high;  // nested: scale and offset of the scales, before and from k block `change` of the part on
+  int change, count;
+  const float* code;
+  __device__ __forceinline__ float2 outer(int block) const { return block < change ? low : high; }
+  __device__ __forceinline__ float of(uint8_t raw, float2 outer) const {
+    return nested_scale(code[raw], outer.x, outer.y);
+  }
+  __device__ __forceinline__ float of(uint8_t raw, int block) const { return of(raw, outer(block)); }
+  __device__ __forceinline__ float of(float raw, int block) const { return block < count ? raw : 0.0f; }
+};
+
+// Blocks of 64 whose rows begin at multiples of four scales: runs of four go around the decoders' half warps.
+// Upper half warps swap neighbours, so that the two halves of a warp always write different halves of a slot row.
+template <typename Layout, bool kNested>
+__device__ __forceinline__ void decode_fours(const char* raw, char* target, const RowScales& scales, int decoder) {
+  constexpr int kRuns = (Layout::kStageBlocks + 3) / 4, kBatch = 5;
+  constexpr int kDecoders = Layout::kDecoders, kRounds = (kRuns + 2 * kDecoders - 1) / (2 * kDecoders);
+  int half = threadIdx.x % 32 / 16;
+#pragma unroll
+  for (int first = 0; first < kRounds; first += kBatch) {
+    float values[kBatch][4];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      int run = 2 * (kDecoders * (first + i) + decoder) + half;
+      if (first + i >= kRounds) break;
+      if constexpr (kNested) {
+        unsigned word = *reinterpret_cast<const unsigned*>(raw + run * 4);
+        if (half) word = __byte_perm(word, 0, 0x2301);
+        float2 outer = scales.outer(run * 4);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[i][j] = scales.of(static_cast<uint8_t>(word >> (8 * j)), outer);
+      } else {
+        float4 four = *reinterpret_cast<const float4*>(raw + run * 16);
+        values[i][0] = scales.of(half ? four.y : four.x, run * 4 + half);
+        values[i][1] = scales.of(half ? four.x : four.y, run * 4 + (1 ^ half));
+        values[i][2] = scales.of(half ? four.w : four.z, run * 4 + 2 + half);
+        values[i][3] = scales.of(half ? four.z : four.w, run * 4 + 2 + (1 ^ half));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      int run = 2 * (kDecoders * (first + i) + decoder) + half;
+      if (first + i >= kRounds) break;
+      if (Layout::kStageBlocks % (8 * kDecoders) && run * 4 >= Layout::kStageBlocks) continue;
+      char* slots = target + run * 2 * kTableStride + half * 64;
+      *reinterpret_cast<float*>(slots) = values[i][0];
+      *reinterpret_cast<float*>(slots + 64 - 128 * half) = values[i][1];
+      *reinterpret_cast<float*>(slots + kTableStride) = values[i][2];
+      *reinterpret_cast<float*>(slots + kTableStride + 64 - 128 * half) = values[i][3];
+    }
+  }
+}
+
+// Any blocksize and alignment: single blocks go around the decoders' half warps.
+template <typename Layout, bool kNested>
+__device__ __forceinline__ void decode_any(const char* raw, char* target, const RowScales& scales, int decoder,
+                                           int phase, int shift) {
+  using Raw = std::conditional_t<kNested, uint8_t, float>;
+  int half = threadIdx.x % 32 / 16;
+#pragma unroll 4
+  for (int block = 2 * decoder + half; block < Layout::kStageBlocks; block += 2 * Layout::kDecoders) {
+    Raw value = reinterpret_cast<const Raw*>(raw)[(block + phase) >> shift];
+    *reinterpret_cast<float*>(target + (block >> 1) * kTableStride + half * 64) = scales.of(value, block);
+  }
+}
+
+// A scale of scales and its offset.
+__device__ __forceinline__ float2 outer_scale(const Nf4Weight& weight, int64_t group) {
+  return make_float2(__ldg(weight.absmax + group), __ldg(weight.absmax_offset + group * weight.offset_stride));
+}
+
+// Lane l does row l % 16. All decoders take part in every unit: a barrier's waiter must see each of its phases.
+template <typename Layout, bool kNested>
+__device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsRun run, int decoder) {
+  static_assert(Layout::kStageBlocks % 2 == 0, "two k blocks share a slot row");
+  unsigned base = shared_address(shared);
+  int lane = threadIdx.x % 32, row = lane % 16;
+  RowScales scales{};
+  scales.code = reinterpret_cast<const float*>(shared + Layout::kCode);
+  char* slots = shared + Layout::scale_slot(0, 0) + row % 8 * 8 + row / 8 * 4;
+  bool fours = args.scale_shift == 0 && args.k_blocks % 4 == 0 && args.part_blocks % 4 == 0;
+  RingPosition ring;
+  for (; !run.done(); run.next()) {
+    int begin = run.part * args.part_blocks;
+    scales.count = min(args.part_blocks, args.k_blocks - begin);
+    int weight_row = min(run.group * kGroupRows + row, args.n - 1);
+    ScaleSpan span = ScaleSpan::of<kNested>(args, weight_row, begin);
+    int64_t row_block = int64_t{weight_row} * args.k_blocks + begin;
+    if (kNested) {
+      // A row's blocks of a part are fewer than 256: they span at most two scales of scales.
+      int64_t second = span.first >> 8, last = (row_block + scales.count - 1) >> (args.scale_shift + 8);
+      scales.low = outer_scale(args.weight, second);
+      scales.high = outer_scale(args.weight, min(second + 1, last));
+      scales.change = static_cast<int>((((second + 1) << 8) << args.scale_shift) - row_block);
+    }
+    const char* raw = shared + Layout::kRing + ring.stage * Layout::kStageBytes + Layout::kScales +
+                      row * Layout::kScalePitch + (span.first - span.piece) * (kNested ? 1 : 4);
+    char* target = slots + ring.stage * Layout::kDecodedStage;
+    barrier_wait(Layout::full(base, ring.stage), ring.parity);
+    if (fours) {
+      decode_fours<Layout, kNested>(raw, target, scales, decoder);
+    } else {
+      int phase = static_cast<int>(row_block & ((1 << args.scale_shift) - 1));
+      decode_any<Layout, kNested>(raw, target, scales, decoder, phase, args.scale_shift);
+    }
+    barrier_arrive(Layout::decoded(base, ring.stage));
+    ring.advance(args.stages);
+  }
+}
+
+}  // namespace nf4

@@ -1,0 +1,162 @@
+// The last stage of linear_rows.cuh: sums of the warps, of the passes and of the blocks of a cluster; outputs.
+#pragma once
+
+#include "rows_scales.cuh"
+
+namespace nf4 {
+
+__device__ __forceinline__ void add(float4& sum, float4 value) {
+  sum.x += value.x;
+  sum.y += value.y;
+  sum.z += value.z;
+  sum.w += value.w;
+}
+
+// Adds bias, rounds once and writes the 16 rows x 8 tokens that a warp's accumulators hold.
+template <typename T>
+__device__ __forceinline__ void write_outputs(const RowsArgs& args, int group, int token_tile, float4 sum) {
+  int lane = threadIdx.x % 32, row = group * kGroupRows + lane / 4, token = token_tile * 8 + lane % 4 * 2;
+  T* out = static_cast<T*>(args.out);
+  const T* bias = static_cast<const T*>(args.bias);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int r = row + half * 8;
+    if (r >= args.n) continue;
+    float add = bias ? to_float(bias[r]) : 0.0f;
+    int64_t at = int64_t{token} * args.n + r;
+    if (token < args.m) out[at] = from_float<T>((half ? sum.z : sum.x) + add);
+    if (token + 1 < args.m) out[at + args.n] = from_float<T>((half ? sum.w : sum.y) + add);
+  }
+}
+
+template <typename T, int kTiles>
+__device__ __forceinline__ void write_outputs(const RowsArgs& args, int group, const float4 (&sum)[kTiles]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) write_outputs<T>(args, group, tile, sum[tile]);
+}
+
+// The reducing warp's place in its rings and, in the first block of a cluster, the sums of the row group before: they
+// wait for what the other blocks have, which is on its way while this block adds its next.
+template <int kTiles>
+struct Reduction {
+  RingPosition sums, parts;
+  float4 sum[kTiles], waiting[kTiles];
+  int waiting_group = -1;
+};
+
+// Adds the warps' sums of a unit.
+template <int kWarps, int kTiles, typename Layout>
+__device__ __forceinline__ void gather(char* shared, Reduction<kTiles>& at) {
+  unsigned base = shared_address(shared);
+  barrier_wait(Layout::sums_full(base, at.sums.stage), at.sums.parity);
+  const float4* from = reinterpret_cast<const float4*>(shared + Layout::kSums) +
+                       at.sums.stage * kWarps * kTiles * 32 + threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    at.sum[tile] = from[tile * 32];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) add(at.sum[tile], from[(warp * kTiles + tile) * 32]);
+  }
+  barrier_arrive(Layout::sums_empty(base, at.sums.stage));
+  at.sums.advance(2);
+}
+
+// Adds the passes before, and keeps the sums for the next pass; returns whether there is one.
+template <int kTiles, typename Layout>
+__device__ __forceinline__ bool hold(const RowsArgs& args, char* shared, const RowsRun& run, Reduction<kTiles>& at) {
+  if (args.passes == 1) return false;
+  float4* held = reinterpret_cast<float4*>(shared + Layout::held(args.stages, args.cluster)) +
+                 (run.group - run.chunk_first) * kTiles * 32 + threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (run.pass > 0) add(at.sum[tile], held[tile * 32]);
+    if (!run.last_pass()) held[tile * 32] = at.sum[tile];
+  }
+  return !run.last_pass();
+}
+
+// Sends a row group's sums to the first block of the cluster.
+template <int kTiles, typename Layout>
+__device__ __forceinline__ void send(const RowsArgs& args, unsigned base, int rank, Reduction<kTiles>& at) {
+  barrier_wait(Layout::parts_free(base, at.parts.stage), at.parts.parity ^ 1);
+  unsigned target = remote_address(base + Layout::part_slot(args, at.parts.stage, rank) + threadIdx.x % 32 * 16, 0);
+  unsigned barrier = remote_address(Layout::parts_full(base, at.parts.stage), 0);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) store_remote(target + tile * 512, at.sum[tile], barrier);
+  at.parts.advance(2);
+}
+
+// Adds the other blocks' sums of the waiting row group, in their order.
+template <int kTiles, typename Layout>
+__device__ __forceinline__ void add_parts(const RowsArgs& args, char* shared, const RowsRun& run,
+                                          Reduction<kTiles>& at) {
+  int lane = threadIdx.x % 32, stage = at.parts.stage;
+  unsigned base = shared_address(shared);
+  if (lane == 0) barrier_expect(Layout::parts_full(base, stage), (args.cluster - 1) * kTiles * 512);
+  barrier_wait(Layout::parts_full(base, stage), at.parts.parity);
+  for (int other = 1; other < args.cluster; ++other) {
+    const float4* from = reinterpret_cast<const float4*>(shared + Layout::part_slot(args, stage, other)) + lane;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) add(at.waiting[tile], from[tile * 32]);
+  }
+  __syncwarp();
+  // A block may have ended where it has nothing left to send.
+  bool more = at.waiting_group + 2 < run.last;
+  if (more && lane > 0 && lane < args.cluster) {
+    barrier_arrive_remote(remote_address(Layout::parts_free(base, stage), lane));
+  }
+  at.parts.advance(2);
+}
+
+// kCopies: the same warp fills a stage again as soon as it is empty, and then adds the sums that came of it.
+template <typename T, int kWarps, int kTiles, typename Layout, bool kNested, bool kCopies>
+__device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsRun run) {
+  unsigned base = shared_address(shared);
+  int rank = blockIdx.x % args.cluster;
+  RowsRun ahead = run;
+  if constexpr (kCopies) {
+    nap(args.first_nap);
+    for (int stage = 0; stage < args.stages && !ahead.done(); ++stage, ahead.next()) {
+      copy_unit<Layout, kNested>(args, base, ahead, stage);
+      nap(args.nap);
+    }
+    barrier_sync(kOthersReady, 64);
+  }
+  wait_for_previous();
+  RingPosition ring;
+  Reduction<kTiles> at;
+  for (;; run.next()) {
+    bool more = !run.done();
+    if (more) {
+      if constexpr (kCopies) {
+        barrier_wait(Layout::empty(base, ring.stage), ring.parity);
+        if (!ahead.done()) {
+          copy_unit<Layout, kNested>(args, base, ahead, ring.stage);
+          ahead.next();
+        }
+        ring.advance(args.stages);
+      }
+      gather<kWarps, kTiles, Layout>(shared, at);
+      if (hold<kTiles, Layout>(args, shared, run, at)) continue;
+      if (rank > 0) {
+        send<kTiles, Layout>(args, base, rank, at);
+        continue;
+      }
+    }
+    if (args.cluster == 1) {
+      if (!more) return;
+      write_outputs<T>(args, run.group, at.sum);
+      continue;
+    }
+    if (at.waiting_group >= 0) {
+      add_parts<kTiles, Layout>(args, shared, run, at);
+      write_outputs<T>(args, at.waiting_group, at.waiting);
+    }
+    if (!more) return;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) at.waiting[tile] = at.sum[tile];
+    at.waiting_group = run.group;
+  }
+}
+
+}  // namespace nf4
