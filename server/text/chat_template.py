@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from server.text.dialect import Dialect
 from server.text.errors import PromptError
+from server.text.guard import SpecialTextGuard
 
 # Names that transformers or the template's sandbox give a meaning of their own.
 RESERVED_VARIABLES = frozenset(
@@ -25,9 +27,17 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         template = tokenizer.chat_template
+        with_tools = None
         if isinstance(template, dict):
+            with_tools = template.get("tool_use")
             template = template.get("default")
         self.source: str | None = template
+        self._source_with_tools: str | None = with_tools or template
+        added = tokenizer.added_tokens_decoder.values()
+        self.dialect = Dialect.of(self._source_with_tools, [token.content for token in added])
+        self.guard = SpecialTextGuard(
+            {*(token.content for token in added if token.special), *tokenizer.all_special_tokens}
+        )
         self._wants_parts = self.source is not None and self._only_takes_parts()
         self._knows_developer = self.source is not None and "developer" in self.source
 
@@ -37,9 +47,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. A message's content is a string; variables are extra names the template may look at.
+        """The prompt text, in which special tokens from messages and tools are marked (see server.text.guard).
+
+        A message's content is a string; variables are extra names the template may look at.
 
         Raises PromptError when the model has no template or the template refuses the messages.
         """
@@ -48,14 +61,17 @@ class ChatTemplate:
         reserved = RESERVED_VARIABLES.intersection(variables or {})
         if reserved:
             raise PromptError(f"{sorted(reserved)[0]!r} cannot be set through chat_template_kwargs")
+        if self.dialect.family == "generic":
+            messages, tools = self.dialect.with_tools(messages, tools), ()
         try:
             text = self._tokenizer.apply_chat_template(
-                [self._prepared(message) for message in messages],
-                chat_template=self.source,
+                self.guard.mark([self._prepared(message) for message in messages]),
+                tools=self.guard.mark(list(tools)) or None,
+                chat_template=self._source_with_tools if tools else self.source,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(variables or {}),
+                **self.guard.mark(dict(variables or {})),
             )
         except Exception as e:  # the template is the checkpoint's code: whatever it raises is about these messages
             reason = " ".join(str(e).split()) or type(e).__name__

@@ -27,12 +27,14 @@ class Detokenizer(Protocol):
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes by token id, looked up in the vocabulary once per id; special tokens count as empty where skipped."""
+    """Bytes by token id, looked up in the vocabulary once per id; special tokens but kept count as empty where skipped."""
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, skip_special_tokens: bool, kept: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__()
         self._vocabulary = vocabulary
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = vocabulary.special_ids - kept if skip_special_tokens else frozenset[int]()
 
     def __missing__(self, token_id: int) -> bytes:
         value = b"" if token_id in self._skipped else self._vocabulary.token_bytes(token_id)

@@ -38,6 +38,9 @@ class Tokenizer:
         self.vocabulary = Vocabulary(tokenizer)
         self.chat_template = ChatTemplate(tokenizer)
         self._tables = {skip: TokenBytes(self.vocabulary, skip_special_tokens=skip) for skip in (False, True)}
+        self.dialect = self.chat_template.dialect
+        kept = frozenset(i for mark in self.dialect.marks if (i := self.special_id(mark)) is not None)
+        self._marked_table = TokenBytes(self.vocabulary, skip_special_tokens=True, kept=kept)
         # One thread: prompts of many megabytes then take one core at most from the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -67,6 +70,32 @@ class Tokenizer:
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a prompt that the chat template has rendered; the template writes the special tokens itself."""
+        if not self.chat_template.guard.is_marked(text):
+            return self.encode(text, add_special_tokens=False)
+        return self.chat_template.guard.encode(
+            text, lambda piece: self.encode(piece, add_special_tokens=False), self.encode_plain
+        )
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which special tokens are text, too."""
+        backend = self._backend
+        if backend is None:
+            with self._lock:
+                return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        # The pipeline without its added tokens; the switch for that is a state that all threads share.
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        splits = [text]
+        if backend.pre_tokenizer is not None:
+            splits = [split for split, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for split in splits for token in backend.model.tokenize(split)]
+
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token that is written so; None for other texts."""
+        return self.vocabulary.special_ids_by_text.get(text)
+
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, found without encoding; 0 where nothing can be said."""
         return -(-len(text) // self._longest_token) if self._longest_token else 0
@@ -77,16 +106,20 @@ class Tokenizer:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, at_start: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, at_start: bool = True, keep_marks: bool = False
+    ) -> Detokenizer:
         """A new detokenizer for one sequence.
 
         at_start: the text begins with this sequence, so a tokenizer that writes a space before every first word has it
-        dropped; False for text that goes on from a prompt.
+        dropped; False for text that goes on from a prompt. keep_marks: the dialect's marks are written out although
+        special tokens are skipped.
         """
         if self.vocabulary.kind == "other":
             return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
         strip = at_start and self.vocabulary.strips_leading_space
-        return ByteDetokenizer(self._tables[skip_special_tokens], strip_leading_space=strip)
+        table = self._marked_table if keep_marks and skip_special_tokens else self._tables[skip_special_tokens]
+        return ByteDetokenizer(table, strip_leading_space=strip)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence at once."""

@@ -44,6 +44,7 @@ class Vocabulary:
             + list(tokenizer.all_special_ids)
         )
         self._added: dict[int, str] = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+        self.special_ids_by_text = {self._added[i]: i for i in self.special_ids if i in self._added}
         self.kind, self.strips_leading_space = _decoder_kind(tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -1,0 +1,149 @@
+"""How one model writes tool calls and thoughts: read off its chat template and vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from server.text.reasoning import MARKS, ReasoningMarks, ReasoningSplitter
+from server.text.toolcalls import (
+    JsonToolParser,
+    MistralToolParser,
+    ToolParser,
+    WrittenToolParser,
+    call_id,
+    read_gemma_call,
+    short_call_id,
+)
+
+Family = Literal["hermes", "llama", "mistral", "gemma", "gemma4", "generic"]
+
+MAX_CALLS = 16
+"""Calls that a forced answer may hold; a small model would go on for ever."""
+
+# For models whose template knows no tools: the instructions that Hermes and Qwen models are trained on.
+_INSTRUCTIONS = """You may call one or more functions to help the user. Here are the available functions:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a JSON object with the function's name and arguments within <tool_call></tool_call> tags:
+<tool_call>
+{{"name": "function-name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One model's way of writing. family is generic where the template has no place for tools."""
+
+    family: Family
+    reasoning: ReasoningMarks | None
+    effort: Literal["reasoning_effort", "enable_thinking"] | None
+    """The template's variable that sets how much the model thinks."""
+    named_mistral: bool = False
+
+    @classmethod
+    def of(cls, template: str | None, tokens: Sequence[str]) -> Dialect:
+        """The dialect of a chat template and the added tokens of its vocabulary."""
+        source, added = template or "", frozenset(tokens)
+        # A base model has no template; its vocabulary may still hold its family's marks.
+        reasoning = next((m for m in MARKS if m.end in source or (m.start in added and m.end in added)), None)
+        effort: Literal["reasoning_effort", "enable_thinking"] | None = None
+        if "reasoning_effort" in source:
+            effort = "reasoning_effort"
+        elif "enable_thinking" in source:
+            effort = "enable_thinking"
+        return cls(_family(source), reasoning, effort, "[ARGS]" in added)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that must not be dropped from an answer that is parsed, special tokens or not."""
+        calls: dict[Family, tuple[str, ...]] = {
+            "hermes": ("<tool_call>", "</tool_call>"),
+            "generic": ("<tool_call>", "</tool_call>"),
+            "llama": ("<|python_tag|>",),
+            "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+            "gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+            "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+        }
+        thoughts = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
+        return (*calls[self.family], *thoughts)
+
+    def tool_parser(self) -> ToolParser:
+        """A parser for one answer."""
+        match self.family:
+            case "llama":
+                return JsonToolParser("<|python_tag|>", None, bare=True)
+            case "mistral":
+                return MistralToolParser()
+            case "gemma":
+                return WrittenToolParser(
+                    "<start_function_call>", "<end_function_call>", lambda body: read_gemma_call(body, "<escape>")
+                )
+            case "gemma4":
+                return WrittenToolParser("<|tool_call>", "<tool_call|>", lambda body: read_gemma_call(body, '<|"|>'))
+            case _:
+                return JsonToolParser("<tool_call>", "</tool_call>")
+
+    def reasoning_splitter(self, prompt: str) -> ReasoningSplitter | None:
+        """A splitter for the answer to this prompt; None where the model writes no thoughts."""
+        if self.reasoning is None:
+            return None
+        return ReasoningSplitter(self.reasoning, opened=self.thinks_on(prompt))
+
+    def thinks_on(self, prompt: str) -> bool:
+        """Whether the prompt ends inside the thoughts."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.start)
+
+    def new_call_id(self) -> str:
+        """An id that this model's template takes."""
+        return short_call_id() if self.family == "mistral" else call_id()
+
+    def with_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
+        """Messages for a template that knows no tools: instructions first, calls and results as text."""
+        result: list[dict[str, Any]] = []
+        if tools:
+            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            result.append({"role": "system", "content": _INSTRUCTIONS.format(tools=listed)})
+        for message in messages:
+            content = message.get("content") or ""
+            if message["role"] in ("system", "developer") and result and result[0]["role"] == "system":
+                result[0]["content"] = f"{content}\n\n{result[0]['content']}"
+            elif message["role"] == "tool":
+                response = f"<tool_response>\n{content}\n</tool_response>"
+                if result and result[-1]["role"] == "user" and result[-1]["content"].startswith("<tool_response>"):
+                    result[-1]["content"] += f"\n{response}"
+                else:
+                    result.append({"role": "user", "content": response})
+            elif message.get("tool_calls"):
+                calls = [
+                    json.dumps(
+                        {"name": c["function"]["name"], "arguments": c["function"]["arguments"]}, ensure_ascii=False
+                    )
+                    for c in message["tool_calls"]
+                ]
+                written = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+                result.append({"role": "assistant", "content": f"{content}\n{written}" if content else written})
+            else:
+                result.append(dict(message))
+        return result
+
+
+def _family(source: str) -> Family:
+    for mark, family in _SIGNS:
+        if mark in source:
+            return family
+    return "hermes" if "tools" in source else "generic"
+
+
+_SIGNS: tuple[tuple[str, Family], ...] = (
+    ("[TOOL_CALLS]", "mistral"),
+    ("<start_function_call>", "gemma"),
+    ("<|tool_call>", "gemma4"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama"),
+    ('"parameters": ', "llama"),
+)

@@ -1,0 +1,155 @@
+"""Grammars for answers, in llguidance's JSON form: JSON by a schema, a regex, a choice, forced tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from server.text.dialect import MAX_CALLS, Dialect
+
+# One space, or a new line with its indent: what people and models write, and no room for a small model to get lost in.
+_JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
+
+SpecialId = Callable[[str], int | None]
+"""Id of a special token by its text; None for one that is plain text to the tokenizer."""
+
+
+def json_grammar(schema: Any) -> str:
+    """Texts that are JSON documents of a schema."""
+    return _lark(f"start: {_inline(schema)}")
+
+
+def regex_grammar(pattern: str) -> str:
+    """Texts that match a regular expression as a whole."""
+    return _lark(f"start: /{regex_to_lark(pattern)}/")
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """One of some texts."""
+    return _lark("start: " + " | ".join(_quoted(choice) for choice in choices))
+
+
+def text_grammar(grammar: str) -> str:
+    """A grammar as clients write it: Lark's notation, or GBNF (llama.cpp's). Raises ValueError for neither."""
+    try:
+        return _lark(any_to_lark(grammar))
+    except Exception as e:
+        raise ValueError(f"it is no grammar: {e}") from e
+
+
+def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special: SpecialId, *, several: bool) -> str:
+    """Answers that are nothing but calls of these tools (their "function" objects), as the dialect writes them."""
+    functions = [tool["function"] for tool in tools]
+
+    def mark(text: str) -> str:
+        token = special(text)
+        return _quoted(text) if token is None else f"<[{token}]>"
+
+    repeat = f"{{1,{MAX_CALLS}}}" if several else ""
+    match dialect.family:
+        case "mistral" if dialect.named_mistral:
+            calls = [
+                f"{mark('[TOOL_CALLS]')} {_quoted(f['name'])} {mark('[ARGS]')} {_inline(_parameters(f))}"
+                for f in functions
+            ]
+            return _lark(f"start: call{repeat}\ncall: " + " | ".join(calls))
+        case "mistral":
+            schema = {"type": "array", "minItems": 1, "maxItems": MAX_CALLS if several else 1}
+            items = _call_schema(functions, "arguments")
+            definitions = {key: items.pop(key) for key in ("$defs", "definitions") if key in items}
+            return _lark(f"start: {mark('[TOOL_CALLS]')} {_inline({**schema, 'items': items, **definitions})}")
+        case "gemma" | "gemma4":
+            return _lark(_gemma(dialect, functions, mark, repeat))
+        case "llama":
+            return _lark(f"start: {_inline(_call_schema(functions, 'parameters'))}")
+        case _:
+            body = _inline(_call_schema(functions, "arguments"))
+            opening, closing = mark("<tool_call>"), mark("</tool_call>")
+            more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else ""
+            return _lark(f'start: call{more}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {body}')
+
+
+def after_thoughts(grammar: str, dialect: Dialect, special: SpecialId, *, opened: bool) -> str:
+    """The grammar for the answer that follows a reasoning model's thoughts."""
+    if dialect.reasoning is None:
+        return grammar
+    start, end = dialect.reasoning.start, dialect.reasoning.end
+    opening, closing = special(start), special(end)
+    first = _quoted(start) if opening is None else f"<[{opening}]>"
+    by_text, by_token = f"thoughts[suffix={_quoted(end)}]: /(?s:.*)/", f"thoughts: /(?s:.*)/ <[{closing}]>"
+    thoughts = by_text if closing is None else by_token
+    whole = "thoughts GAP answer"
+    start_rule = f"start: {whole}" if opened else f"start: {first} {whole} | answer"
+    inner = json.loads(grammar)["grammars"]
+    inner[0]["name"] = "answer"
+    lark = f"{start_rule}\n{thoughts}\nGAP: /\\n{{0,2}}/\nanswer: @answer"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]}, ensure_ascii=False)
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)
+
+
+def _inline(schema: Any) -> str:
+    """A schema within Lark text."""
+    styled = {"x-guidance": _JSON_STYLE, **schema} if isinstance(schema, dict) else schema
+    return f"%json {json.dumps(styled, ensure_ascii=False)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = dict(function.get("parameters") or {})
+    return {"type": "object", **parameters}
+
+
+def _call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
+    """A call of one of the functions. Definitions that schemas refer to from their root are moved along."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for function in functions:
+        parameters = _parameters(function)
+        for keyword in ("$defs", "definitions"):
+            for name, definition in (parameters.pop(keyword, None) or {}).items():
+                definitions.setdefault(keyword, {})[name] = definition
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, arguments: parameters},
+                "required": ["name", arguments],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls, **definitions} if len(calls) > 1 else {**calls[0], **definitions}
+
+
+def _gemma(dialect: Dialect, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], repeat: str) -> str:
+    """Gemma's notation is no JSON: names of functions and arguments are held to the schema, values to their syntax."""
+    opening, closing, quote = dialect.marks[:3]
+    calls = []
+    for function in functions:
+        names = list((function.get("parameters") or {}).get("properties") or {})
+        if names:
+            key = "(" + " | ".join(_quoted(f"{name}:") for name in names) + ")"
+            body = f'"{{" ({key} value ("," {key} value){{0,{len(names) - 1}}})? "}}"'
+        else:
+            body = '"{}"'
+        calls.append(f"{_quoted('call:' + function['name'])} {body}")
+    return "\n".join(
+        [
+            f"start: call{repeat}",
+            f"call: {mark(opening)} ({' | '.join(calls)}) {mark(closing)}",
+            'value: string | NUMBER | "true" | "false" | "null" | list | object',
+            'list: "[" (value ("," value){0,63})? "]"',
+            'object: "{" (KEY value ("," KEY value){0,63})? "}"',
+            f"string: {mark(quote)} /[^<]*/ {mark(quote)}",
+            r"NUMBER: /-?[0-9]{1,18}(\.[0-9]{1,18})?/",
+            "KEY: /[A-Za-z_][A-Za-z0-9_]{0,63}:/",
+        ]
+    )

@@ -1,0 +1,61 @@
+"""Special tokens that a client writes into a message are text: only the chat template's own are tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# Private-use characters around a special token's text; a client's own are dropped, so that none can be forged.
+_START, _END = "\U000ffff0", "\U000ffff1"
+_LONE = re.compile(f"[{_START}{_END}]")
+
+Encode = Callable[[str], list[int]]
+
+
+class SpecialTextGuard:
+    """Marks special tokens in a client's strings before a template joins them, and encodes the joined text."""
+
+    def __init__(self, special_tokens: Iterable[str]) -> None:
+        longest_first = sorted((token for token in special_tokens if token), key=len, reverse=True)
+        found = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._special = re.compile(found)
+        self._marked = re.compile(f"{_START}({found}){_END}|{_LONE.pattern}")
+
+    def mark(self, value: Any) -> Any:
+        """A value of JSON with every special token in its strings (not in keys) marked."""
+        match value:
+            case str():
+                return self._special.sub(f"{_START}\\g<0>{_END}", _LONE.sub("", value))
+            case dict():
+                return {key: self.mark(inner) for key, inner in value.items()}
+            case list() | tuple():
+                return [self.mark(inner) for inner in value]
+        return value
+
+    @staticmethod
+    def is_marked(text: str) -> bool:
+        """Whether there is a mark in a text."""
+        return _LONE.search(text) is not None
+
+    @staticmethod
+    def plain(text: str) -> str:
+        """The text without marks."""
+        return _LONE.sub("", text)
+
+    def encode(self, text: str, encode: Encode, encode_plain: Encode) -> list[int]:
+        """Ids of a marked text; encode_plain takes special tokens for text."""
+        # Odd pieces are marked tokens, None where a template's string functions have separated a token's marks.
+        pieces = self._marked.split(text)
+        ids = encode(pieces[0])
+        for i, piece in enumerate(pieces[1:], start=1):
+            if piece:
+                ids += _continued(piece, encode_plain if i % 2 else encode)
+        return ids
+
+
+def _continued(piece: str, encode: Encode) -> list[int]:
+    """Ids of a piece within a text: SentencePiece puts a space before the first word, which a line end takes here."""
+    line_end = encode("\n")
+    ids = encode("\n" + piece)
+    return ids[len(line_end) :] if line_end and ids[: len(line_end)] == line_end else encode(piece)
