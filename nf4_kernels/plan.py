@@ -9,6 +9,7 @@ The costs are fitted to measurements on an H200; bench/results/ holds what each 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 GROUP_ROWS = 16
@@ -26,9 +27,9 @@ INSTANCES = (
     (16, 1, 4),
     (16, 2, 4),
 )
-# Token tile -> warpgroups: the instances of csrc/cuda/linear_wgmma_sm90.cu, and where they are measured to be faster.
-WGMMA_GROUPS = {16: 4, 32: 3, 64: 3, 128: 2, 256: 2}
-MAX_WGMMA_TOKENS = 1024
+# Token tile -> warpgroups: the instances of csrc/cuda/linear_wgmma_sm90.cu.
+WGMMA_GROUPS = {16: 3, 32: 3, 64: 3, 128: 2, 256: 2}
+WGMMA_TOKENS = range(9, 1025)
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _SLICE_ROWS = 12288
 
@@ -87,36 +88,66 @@ def plan(
     m: int, n: int, k: int, arch: int, multiprocessors: int, blocksize: int = 64, nested: bool = True
 ) -> Rows | Wgmma | Slices:
     """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability."""
-    slices = Slices(_slice_rows(n))
-    if arch == 90 and k % 64 == 0 and blocksize >= 64 and min_wgmma_tokens(n, k) <= m <= MAX_WGMMA_TOKENS:
-        wgmma = _wgmma(m, n, k, multiprocessors)
-        if wgmma is not None:
-            return wgmma
-    if not 1 <= m <= MAX_ROWS_TOKENS or k % 64 or blocksize < 64 or arch not in _SHARED_BYTES:
-        return slices
-    tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-    best: Rows | None = None
-    best_cost = 0.0
-    for candidate in _rows_candidates(n, k, tiles, arch, multiprocessors, nested):
-        cost = _rows_cost(candidate, m, n)
-        if best is None or cost < best_cost:
-            best, best_cost = candidate, cost
-    return best or slices
+    choice: Rows | Wgmma | Slices = Slices(_slice_rows(n))
+    cost = _slices_cost(m, n, k)
+    if k % 64 or blocksize < 64:
+        return choice
+    if 1 <= m <= MAX_ROWS_TOKENS and arch in _SHARED_BYTES:
+        tiles = 1 if m <= 8 else 2 if m <= 16 else 4
+        rows = _rows_candidates(n, k, tiles, arch, multiprocessors, nested)
+        if rows:
+            choice = min(rows, key=lambda candidate: _rows_cost(candidate, m, n))
+            cost = _rows_cost(choice, m, n)
+    if arch == 90 and m in WGMMA_TOKENS:
+        for wgmma in _wgmma_candidates(m, n, k, multiprocessors):
+            wgmma_cost = _wgmma_cost(wgmma, m, n, k)
+            if wgmma_cost < cost:
+                choice, cost = wgmma, wgmma_cost
+    return choice
 
 
-def min_wgmma_tokens(n: int, k: int) -> int:
-    """From how many tokens on linear_wgmma is the faster kernel for a weight [n, k]; beyond its most: never."""
-    if n * k >= 100 << 20:
-        return 9
-    return 17 if n * k >= 20 << 20 else MAX_WGMMA_TOKENS + 1
+# Microseconds of a launch; of a unit (groups * 64 rows x tokens x 256 k), and what it takes longer for each token tile
+# beyond the first; of a tile that is cut between blocks; of each of its parts beyond two.
+_WGMMA_COSTS = {
+    16: (3.71, 1.070, 0.0, 5.17, 0.104),
+    32: (3.88, 1.286, 0.0, 5.48, 0.204),
+    64: (3.65, 1.719, 0.0, 6.77, 0.464),
+    128: (7.66, 1.771, 0.0360, 5.28, 0.593),
+    256: (6.57, 3.089, 0.1027, 11.64, 2.642),
+}
 
 
-def _wgmma(m: int, n: int, k: int, multiprocessors: int) -> Wgmma | None:
-    tokens = next((t for t in WGMMA_GROUPS if m <= t), max(WGMMA_GROUPS))
-    groups = WGMMA_GROUPS[tokens]
-    tiles = -(-n // (groups * 64)) * -(-m // tokens)
-    choice = Wgmma(tokens, groups, min(multiprocessors, tiles * -(-k // 256)))
-    return choice if tiles * groups <= COUNTERS else None
+def _wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Wgmma]:
+    """The instances, on all multiprocessors or on so many that every tile is cut into as many parts."""
+    for tokens, groups in WGMMA_GROUPS.items():
+        tiles = -(-n // (groups * 64)) * -(-m // tokens)
+        if tiles * groups > COUNTERS:
+            continue
+        if m > tokens * 2 and tokens < 128:
+            continue  # the weight would be read many times; not measured
+        parts = min(-(-k // 256), multiprocessors // tiles)
+        for grid in range(tiles, tiles * parts + 1, tiles):
+            yield Wgmma(tokens, groups, grid)
+        if parts < 5 or tiles * parts < 0.9 * multiprocessors:
+            yield Wgmma(tokens, groups, min(multiprocessors, tiles * -(-k // 256)))
+
+
+def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int) -> float:
+    """Microseconds, within 7 % (rms) of what was measured for 8 shapes and 16 to 1024 rows."""
+    launch, unit, more, cut, part = _WGMMA_COSTS[wgmma.tokens]
+    token_tiles, steps = math.ceil(m / wgmma.tokens), math.ceil(k / 256)
+    tiles = math.ceil(n / (wgmma.groups * 64)) * token_tiles
+    units = math.ceil(tiles * steps / wgmma.grid)
+    cost = launch + units * (unit + more * (token_tiles - 1))
+    if tiles % wgmma.grid == 0:
+        return cost
+    parts = math.ceil(wgmma.grid / tiles) + (wgmma.grid % tiles != 0)
+    return cost + cut + part * max(0, parts - 2)
+
+
+def _slices_cost(m: int, n: int, k: int) -> float:
+    """Microseconds, within 10 % (rms): two launches, the weight written and read, the product."""
+    return 12.5 + n * k * (1.1e-6 + 2.1e-9 * m)
 
 
 def _slice_rows(n: int) -> int:

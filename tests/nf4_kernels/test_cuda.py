@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, reference
+from nf4_kernels.plan import WGMMA_GROUPS, Wgmma
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,6 +127,35 @@ def test_results_do_not_change_from_run_to_run(m: int) -> None:
         x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
         first = w.linear(x)
         assert all(torch.equal(w.linear(x), first) for _ in range(50))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's wgmma"
+)
+@pytest.mark.parametrize("tokens", WGMMA_GROUPS)
+def test_every_wgmma_instance_however_its_work_is_cut(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, k, m, blocksize, nested, blocks in [
+        (1000, 4160, tokens, 64, True, 132),
+        (193, 448, 2 * tokens + 1, 128, False, 5),
+        (63, 4096, tokens - 1, 64, True, 7),
+        (1, 64, tokens, 512, True, 1),
+        (514, 2304, tokens + 9, 64, False, 11),
+        (700, 1088, 9, 256, True, 132),
+    ]:
+        units = -(-n // (WGMMA_GROUPS[tokens] * 64)) * -(-m // tokens) * -(-k // 256)
+        choice = Wgmma(tokens, WGMMA_GROUPS[tokens], min(blocks, units))
+        monkeypatch.setattr(cuda, "_plan", lambda *_, choice=choice: choice)
+        w = random_weight(n, k, blocksize, nested, offsets=nested)
+        for dtype in HALVES:
+            x = torch.randn(m, k, device=DEVICE, dtype=dtype)
+            workspace = cuda._workspace(DEVICE)
+            assert workspace is not None
+            workspace[0].fill_(0xFF)
+            torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)
+            got = w.linear(x)
+            assert relative_error(got, x.double() @ w.exact().T) < TOLERANCE[dtype] * (3 if n == 1 else 1), (n, k, m)
+            assert torch.equal(w.linear(x), got)
+            assert not workspace[1].any()
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 100])

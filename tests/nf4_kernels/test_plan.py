@@ -11,13 +11,12 @@ from nf4_kernels import cuda
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
-    MAX_WGMMA_TOKENS,
     WGMMA_GROUPS,
+    WGMMA_TOKENS,
     WORKSPACE_BYTES,
     Rows,
     Slices,
     Wgmma,
-    min_wgmma_tokens,
     plan,
     rows_stages,
 )
@@ -39,8 +38,10 @@ SHAPES = (
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested: bool) -> None:
-    for m in range(1, min(33, min_wgmma_tokens(n, k)) if arch == 90 else 33):
+    for m in range(1, 33):
         choice = plan(m, n, k, arch, 132, nested=nested)
+        if arch == 90 and m in WGMMA_TOKENS and isinstance(choice, Wgmma):
+            continue
         assert isinstance(choice, Rows)
         assert m <= choice.tiles * 8
         assert (choice.warps, choice.blocks, choice.tiles) in INSTANCES
@@ -56,16 +57,23 @@ def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_wgmma_plans_fit_the_workspace(n: int, k: int) -> None:
-    assert isinstance(plan(MAX_WGMMA_TOKENS + 1, n, k, 90, 132), Slices)
-    for m in range(min_wgmma_tokens(n, k), MAX_WGMMA_TOKENS + 1):
+    assert isinstance(plan(WGMMA_TOKENS.stop, n, k, 90, 132), Slices)
+    for m in WGMMA_TOKENS:
         choice = plan(m, n, k, 90, 132)
-        assert isinstance(choice, Wgmma)
+        if not isinstance(choice, Wgmma):
+            continue
         assert choice.groups == WGMMA_GROUPS[choice.tokens]
-        assert choice.tokens >= min(m, 256)
         assert m > 256 or choice.workspace_bytes(m, k) <= WORKSPACE_BYTES
         tiles = -(-n // (choice.groups * 64)) * -(-m // choice.tokens)
         assert tiles * choice.groups <= COUNTERS
         assert 1 <= choice.grid <= min(132, tiles * -(-k // 256))
+
+
+def test_large_weights_and_tens_of_rows_go_to_wgmma_on_hopper_alone() -> None:
+    for m in (16, 32, 64, 100, 128, 256, 512):
+        assert isinstance(plan(m, 25600, 5120, 90, 132), Wgmma)
+        assert not isinstance(plan(m, 25600, 5120, 100, 132), Wgmma)
+        assert not isinstance(plan(m, 25600, 5120, 90, 132, blocksize=32), Wgmma)
 
 
 def test_what_rows_cannot_do_goes_to_slices() -> None:

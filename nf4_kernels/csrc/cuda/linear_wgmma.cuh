@@ -21,8 +21,12 @@
 #pragma once
 
 #include "wgmma_service.cuh"
+#include "wgmma_sums.cuh"
 
 namespace nf4 {
+
+// Hardware barriers: 1 to 4 are the groups', 8 the scales'.
+constexpr int kTableFilled = 7;
 
 // All 32 copies of the table, 16 entries a turn: pairs of T, or pairs of floats.
 template <typename T, bool kFloats>
@@ -73,79 +77,6 @@ __device__ __forceinline__ void add_scaled(float (&total)[kCount], const float (
   }
 }
 
-// Adds bias, rounds once and writes a warpgroup's 64 rows x kTokens tokens.
-template <typename T, int kTokens>
-__device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int token, const float (&sum)[kTokens / 2]) {
-  T* out = static_cast<T*>(args.out);
-  const T* bias = static_cast<const T*>(args.bias);
-  if (row >= args.n) return;
-  bool both = row + 1 < args.n, paired = both && args.n % 2 == 0;
-  float add0 = bias ? to_float(bias[row]) : 0.0f, add1 = bias && both ? to_float(bias[row + 1]) : 0.0f;
-#pragma unroll
-  for (int i = 0; i < kTokens / 2; i += 4) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      int at_token = token + i * 2 + j;
-      if (at_token >= args.m) continue;
-      T* at = out + int64_t{at_token} * args.n + row;
-      if (paired) {
-        *reinterpret_cast<unsigned*>(at) = pack2<T>(sum[i + j] + add0, sum[i + j + 2] + add1);
-      } else {
-        at[0] = from_float<T>(sum[i + j] + add0);
-        if (both) at[1] = from_float<T>(sum[i + j + 2] + add1);
-      }
-    }
-  }
-}
-
-// A tile that is cut belongs to the block that has its first unit; the others hand their parts over and go on. That
-// block comes to the tile last of its run, the others first of theirs (or only), so it hardly ever waits; and it waits
-// only for blocks that were started before it (runs are dealt out from the line's end), so it never waits forever.
-// True in the owner, with the whole sum.
-template <int kCount, int kGroups>
-__device__ __forceinline__ bool combine_parts(const WgmmaArgs& args, int tile, bool owner, int group,
-                                              float (&sum)[kCount]) {
-  int thread = threadIdx.x % 128, run = WgmmaRun::index();
-  auto slot = [&](int of_run) {
-    return args.partial + (int64_t{of_run} * kGroups + group) * (kCount / 4) * 128 + thread;
-  };
-  int* counter = args.counters + tile * kGroups + group;
-  if (!owner) {
-    float4* mine = slot(run);
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      __stcg(mine + i / 4 * 128, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
-    }
-    barrier_sync(1 + group, 128);
-    if (thread == 0) {
-      __threadfence();
-      atomicAdd(counter, 1);
-    }
-    return false;
-  }
-  int end = (tile + 1) * args.steps, last = run;
-  while (WgmmaRun::start(args, last + 1) < end) ++last;
-  if (thread == 0) {
-    while (*const_cast<volatile int*>(counter) != last - run) __nanosleep(20);
-    *counter = 0;
-    __threadfence();
-  }
-  barrier_sync(1 + group, 128);
-#pragma unroll (kCount <= 16 ? 8 : kCount <= 32 ? 4 : 2)
-  for (int other = run + 1; other <= last; ++other) {
-    const float4* from = slot(other);
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      float4 part = __ldcg(from + i / 4 * 128);
-      sum[i] += part.x;
-      sum[i + 1] += part.y;
-      sum[i + 2] += part.z;
-      sum[i + 3] += part.w;
-    }
-  }
-  return true;
-}
-
 template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns>
 __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shared) {
   using Layout = WgmmaLayout<kTokens, kGroups, kStages, kTokenStages>;
@@ -161,19 +92,20 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   Ring<kStages> ring;
   Ring<kTokenStages> tokens;
   WgmmaRun run(args);
-  int released = 0;
+  int released = 0, unannounced = -1;
   uint2 upper[4], lower[4];
   float2 scale[4];
   unsigned a[2][4][4];
+  bool tokens_there = false, weights_there = false, scales_there = false;
   auto take_stage = [&] {
-    barrier_wait(layout.weights_full(ring.stage), ring.parity);
+    if (!weights_there) barrier_wait(layout.weights_full(ring.stage), ring.parity);
     const char* rows = my_rows + ring.stage * Layout::kWeightBytes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       upper[i] = *reinterpret_cast<const uint2*>(rows + ((chunk ^ 2 * i) << 4));
       lower[i] = *reinterpret_cast<const uint2*>(rows + 128 + ((chunk ^ 1 ^ 2 * i) << 4));
     }
-    barrier_wait(layout.scales_full(ring.stage), ring.parity);
+    if (!scales_there) barrier_wait(layout.scales_full(ring.stage), ring.parity);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scale[i] = *reinterpret_cast<const float2*>(my_scales + ring.stage * Layout::kScaleBytes + i * Layout::kRows * 4);
@@ -200,8 +132,18 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   constexpr int kBlocks = Layout::kTokenBlocks;
   auto release = [&](int i) {
     if (i % kBlocks == kBlocks - 1) {
-      if (lane == 0) barrier_arrive(layout.tokens_empty(released));
+      warp_arrive(layout.tokens_empty(released));
       released = released + 1 == kTokenStages ? 0 : released + 1;
+    }
+  };
+  // Asks, while k block i is multiplied, for what comes next.
+  auto look_ahead = [&](int i) {
+    if (i % kBlocks == kBlocks - 1) {
+      tokens_there = barrier_passed(layout.tokens_full(tokens.stage), tokens.parity);
+    }
+    if (i == 3) {
+      weights_there = barrier_passed(layout.weights_full(ring.stage), ring.parity);
+      scales_there = barrier_passed(layout.scales_full(ring.stage), ring.parity);
     }
   };
   // Groups take turns at the tensor cores: side by side they would end, and then decode, all at the same time.
@@ -211,15 +153,21 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
     float total[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) total[i] = 0.0f;
+    weights_there = scales_there = false;
     take_stage();
 #pragma unroll
     for (int s = 0; s < 4; ++s) decode(0, s);
     for (int step = 0; step < run.steps; ++step) {
+      if (step == 1 && unannounced >= 0) {
+        announce_part(args, unannounced);
+        unannounced = -1;
+      }
       float sums[kSums ? kSums : 1][kCount];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (i % kBlocks == 0) barrier_wait(layout.tokens_full(tokens.stage), tokens.parity);
+        if (i % kBlocks == 0 && !tokens_there) barrier_wait(layout.tokens_full(tokens.stage), tokens.parity);
         uint64_t tile = swizzled_tile(layout.tokens(tokens.stage) + i % kBlocks * kTokens * 128);
+        if (i % kBlocks == kBlocks - 1) tokens.advance();
         if (kTurns) barrier_sync(kTurn + group, 256);
         const int kNow = kSums == 2 ? i % 2 : 0;
         // Between products, what the next ones need: a product holds its warp until the one before has begun.
@@ -230,6 +178,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
             wgmma<T, kTokens>(total, a[i % 2][s], tile + s * 2, true);
             wgmma_commit();
             if (s == 0) {
+              look_ahead(i);
               wgmma_wait<1>();
               if (i > 0) release(i - 1);
               else if (step > 0) release(3);
@@ -239,6 +188,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
           }
           wgmma<T, kTokens>(sums[kNow], a[i % 2][s], tile + s * 2, s > 0);
           wgmma_commit();
+          if (s == 0) look_ahead(i);
           if constexpr (kSums == 2) if (i > 0) {
             if (s == 0) {
               wgmma_wait<1>();
@@ -253,7 +203,6 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
           wgmma_wait<2>();
           barrier_signal(kTurn + (group + 1) % kGroups, 256);
         }
-        if (i % kBlocks == kBlocks - 1) tokens.advance();
         float2 by = scale[i];
         if (i == 3 && step + 1 < run.steps) {
           take_stage();
@@ -276,11 +225,19 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
 
     int row = run.tile / args.token_tiles * Layout::kRows + row_in_block;
     int token = run.tile % args.token_tiles * kTokens + t * 2;
-    bool whole = run.steps == args.steps;
-    if (whole || combine_parts<kCount, kGroups>(args, run.tile, run.first_step == 0, group, total)) {
-      write_tile<T, kTokens>(args, row, token, total);
+    if (run.first_step > 0) {
+      hand_over<kCount, kGroups>(args, group, total);
+      unannounced = run.tile * kGroups + group;
+      continue;
     }
+    if (run.steps < args.steps) {
+      if (unannounced >= 0) announce_part(args, unannounced);
+      unannounced = -1;
+      add_parts<kCount, kGroups>(args, run.tile, group, total);
+    }
+    write_tile<T, kTokens>(args, row, token, total);
   }
+  if (unannounced >= 0) announce_part(args, unannounced);
 }
 
 template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested>
@@ -305,10 +262,9 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  fill_table<T, kSums == 0>(shared, warp, (kGroups + 1) * 4, Layout::kTableStride);
   __syncthreads();
   if (warp >= kGroups * 4) {
-    give_registers<kTokens == 256 ? 40 : 64>();
+    give_registers<kTokens == 256 ? 40 : kGroups == 2 ? 72 : kGroups == 3 ? 80 : 64>();
     int service = warp - kGroups * 4;
     if (service == 0) {
       if (lane == 0) bring_weights<Layout, kStages>(args, &map, layout);
@@ -319,6 +275,9 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     }
   } else {
     take_registers<kTokens == 256 ? 232 : kGroups == 2 ? 216 : kGroups == 3 ? 144 : 104>();
+    // Meanwhile the first stages are on their way.
+    fill_table<T, kSums == 0>(shared, warp, kGroups * 4, Layout::kTableStride);
+    barrier_sync(kTableFilled, kGroups * 128);
     multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns>(args, shared);
   }
 #endif

@@ -118,9 +118,12 @@ NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* p
   args.scale_shift = nf4::log2_of(w.blocksize / 64);
   args.steps = static_cast<int>(sizes.steps);
   args.token_tiles = static_cast<int>(sizes.token_tiles);
-  args.units = static_cast<int>(sizes.row_tiles * sizes.token_tiles * sizes.steps);
+  int units = static_cast<int>(sizes.row_tiles * sizes.token_tiles * sizes.steps), grid = static_cast<int>(sizes.grid);
+  args.run_units = units / grid;
+  args.longer_runs = units % grid;
   args.whole_scales = args.k_blocks % 4 == 0 && w.blocksize == 64 &&
                       (w.absmax_8bit ? nf4::aligned(w.absmax_8bit, 4) : nf4::aligned(w.absmax, 16));
+  args.wide_scales = args.whole_scales && args.k_blocks % 16 == 0 && nf4::aligned(w.absmax_8bit, 16);
   CUtensorMap map;
   if (!nf4::weight_map(w, plan->groups * 64, &map)) return cudaErrorNotSupported;
 #define NF4_INSTANCE(TOKENS, GROUPS, STAGES, TOKEN_STAGES, SUMS, TURNS)                                 \
@@ -130,7 +133,7 @@ NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* p
 #ifdef NF4_WGMMA_INSTANCES
   NF4_WGMMA_INSTANCES
 #else
-  NF4_INSTANCE(16, 4, 3, 4, 2, false)
+  NF4_INSTANCE(16, 3, 4, 5, 2, false)
   NF4_INSTANCE(32, 3, 4, 3, 2, false)
   NF4_INSTANCE(64, 3, 4, 3, 1, false)
   NF4_INSTANCE(128, 2, 4, 5, 1, true)

@@ -29,6 +29,29 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
+// One thread of the warp arrives. (Comparing the lane's number would read it anew each time: registers are short.)
+__device__ __forceinline__ void warp_arrive(unsigned barrier) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      ".reg .b64 t;\n"
+      "elect.sync _|p, 0xFFFFFFFF;\n"
+      "@p mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier)
+      : "memory");
+}
+
+// Whether the phase of this parity is complete; asked early, the answer is there when it is needed.
+__device__ __forceinline__ bool barrier_passed(unsigned barrier, unsigned parity) {
+  unsigned passed;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed;
+}
+
 __device__ __forceinline__ void expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(barrier), "r"(bytes)
                : "memory");

@@ -24,8 +24,9 @@ struct WgmmaArgs {
   int scale_shift;  // log2(blocksize / 64)
   int steps;        // of 256 k a tile
   int token_tiles;
-  int units;        // row tiles * token tiles * steps
+  int run_units, longer_runs;  // units of a block's run; so many runs, the first, have one more
   bool whole_scales;  // four k blocks' scales of a row are four aligned neighbours
+  bool wide_scales;   // and 16 are 16 aligned bytes
 };
 
 template <int kTokens, int kGroups, int kStages, int kTokenStages>
@@ -74,7 +75,7 @@ struct WgmmaRun {
   int next, last;
   int tile, first_step, steps;
   __device__ static int start(const WgmmaArgs& args, int run) {
-    return static_cast<int>(int64_t{args.units} * run / gridDim.x);
+    return run * args.run_units + min(run, args.longer_runs);
   }
   __device__ static int index() { return gridDim.x - 1 - blockIdx.x; }
   __device__ explicit WgmmaRun(const WgmmaArgs& args) : next(start(args, index())), last(start(args, index() + 1)) {}

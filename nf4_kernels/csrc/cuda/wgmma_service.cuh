@@ -58,27 +58,46 @@ __device__ __forceinline__ void bring_tokens(const WgmmaArgs& args, Layout layou
   }
 }
 
-// The scales of one row and stage as they lie in memory, where four k blocks' scales are aligned neighbours.
-template <bool kNested>
+// The scales of one row and kSteps stages as they lie in memory, where each stage's four are aligned neighbours. Four
+// stages of nested ones are one 16-byte read where the row allows it: a launch's first reads wait behind its weights.
+template <bool kNested, int kSteps>
 struct RawScales {
-  float4 scales;
-  __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
-    scales = __ldg(reinterpret_cast<const float4*>(w.absmax + first));
+  float4 scales[kSteps];
+  __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
+    const float4* from = reinterpret_cast<const float4*>(args.weight.absmax) + int64_t{row} * (args.k_blocks / 4);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) scales[i] = __ldg(from + min(step + i, last));
   }
-  __device__ __forceinline__ float4 decoded(const float*) const { return scales; }
+  __device__ __forceinline__ float4 decoded(int i, const float*) const { return scales[i]; }
 };
-template <>
-struct RawScales<true> {
-  uchar4 raw;
-  float absmax, offset;
-  __device__ __forceinline__ void load(const Nf4Weight& w, int64_t first) {
-    raw = __ldg(reinterpret_cast<const uchar4*>(w.absmax_8bit + first));
-    absmax = __ldg(w.absmax + (first >> 8));
-    offset = __ldg(w.absmax_offset + (first >> 8) * w.offset_stride);
+template <int kSteps>
+struct RawScales<true, kSteps> {
+  unsigned raw[kSteps];
+  float absmax[2], offset[2];  // of the first block and of the last
+  int second;                  // the step from which the second count
+  __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
+    const Nf4Weight& w = args.weight;
+    unsigned first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
+    if (kSteps == 4 && args.wide_scales) {
+      uint4 words = __ldg(reinterpret_cast<const uint4*>(w.absmax_8bit + first));
+      raw[0] = words.x, raw[1 % kSteps] = words.y, raw[2 % kSteps] = words.z, raw[3 % kSteps] = words.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        raw[i] = __ldg(reinterpret_cast<const unsigned*>(w.absmax_8bit + first) + min(i, last - step));
+      }
+    }
+    unsigned group = first >> 8, end = (first + min(kSteps - 1, last - step) * 4) >> 8;
+    second = static_cast<int>((256 - first % 256) / 4);
+    absmax[0] = __ldg(w.absmax + group);
+    absmax[1] = __ldg(w.absmax + end);
+    offset[0] = __ldg(w.absmax_offset + group * w.offset_stride);
+    offset[1] = __ldg(w.absmax_offset + end * w.offset_stride);
   }
-  __device__ __forceinline__ float4 decoded(const float* code) const {
-    return make_float4(nested_scale(code[raw.x], absmax, offset), nested_scale(code[raw.y], absmax, offset),
-                       nested_scale(code[raw.z], absmax, offset), nested_scale(code[raw.w], absmax, offset));
+  __device__ __forceinline__ float4 decoded(int i, const float* code) const {
+    float by = i < second ? absmax[0] : absmax[1], add = i < second ? offset[0] : offset[1];
+    auto scale = [&](int byte) { return nested_scale(code[raw[i] >> 8 * byte & 255], by, add); };
+    return make_float4(scale(0), scale(1), scale(2), scale(3));
   }
 };
 
@@ -104,13 +123,15 @@ __device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float
 template <typename Layout, int kStages, bool kNested>
 __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layout, char* shared, int thread) {
   constexpr int kPerThread = Layout::kRows / 64;
-  // Stages whose loads are under way together.
-  constexpr int kAhead = Layout::kSlow ? 1 : kPerThread > 3 || !kNested ? 2 : 3;
+  constexpr int kSteps = Layout::kSlow ? 1 : kNested ? 4 : 2;
   float* code = reinterpret_cast<float*>(shared + Layout::kCode);
-  if constexpr (kNested) {
+  bool code_there = !kNested;
+  auto bring_code = [&] {
+    if (code_there) return;
+    code_there = true;
     for (int i = thread; i < 256; i += 64) code[i] = __ldg(args.weight.absmax_code + i);
     barrier_sync(8, 64);
-  }
+  };
   WgmmaRun run(args);
   Ring<kStages> ring;
   auto put = [&](int i, float4 scales) {
@@ -128,6 +149,7 @@ __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layou
   while (run.take(args)) {
     int row = run.tile / args.token_tiles * Layout::kRows + thread, end = run.first_step + run.steps;
     if (!args.whole_scales) {
+      bring_code();
       for (int step = run.first_step; step < end; ++step) {
         wait_stage();
         for (int i = 0; i < kPerThread; ++i) put(i, load_scales<kNested>(args, code, row + i * 64, step));
@@ -135,22 +157,19 @@ __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layou
       }
       continue;
     }
-    for (int step = run.first_step; step < end; step += kAhead) {
-      RawScales<kNested> raw[kAhead][kPerThread];
+    // In batches that start on a multiple of their size.
+    for (int batch = run.first_step & -kSteps; batch < end; batch += kSteps) {
+      RawScales<kNested, kSteps> raw[kPerThread];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
+      for (int i = 0; i < kPerThread; ++i) raw[i].load(args, min(row + i * 64, args.n - 1), batch, end - 1);
+      bring_code();  // while the first scales are on their way
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) {
-          int at_row = min(row + i * 64, args.n - 1), at_step = min(step + j, end - 1);
-          raw[j][i].load(args.weight, int64_t{at_row} * args.k_blocks + at_step * 4);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        if (step + j >= end) break;
+      for (int j = 0; j < kSteps; ++j) {
+        if (batch + j < run.first_step) continue;
+        if (batch + j >= end) break;
         wait_stage();
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) put(i, raw[j][i].decoded(code));
+        for (int i = 0; i < kPerThread; ++i) put(i, raw[i].decoded(j, code));
         send_stage();
       }
     }

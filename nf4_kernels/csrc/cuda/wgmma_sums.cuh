@@ -1,0 +1,95 @@
+// What becomes of linear_wgmma.cuh's sums: written out, or for a tile that is cut between blocks, brought together.
+#pragma once
+
+#include "wgmma_layout.cuh"
+
+namespace nf4 {
+
+// Adds bias, rounds once and writes a warpgroup's 64 rows x kTokens tokens.
+template <typename T, int kTokens>
+__device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int token, const float (&sum)[kTokens / 2]) {
+  if (row >= args.n) return;
+  const T* bias = static_cast<const T*>(args.bias);
+  bool both = row + 1 < args.n, paired = both && args.n % 2 == 0;
+  float add0 = bias ? to_float(bias[row]) : 0.0f, add1 = bias && both ? to_float(bias[row + 1]) : 0.0f;
+  T* at = static_cast<T*>(args.out) + int64_t{token} * args.n + row;
+  int64_t next = args.n, next_pair = int64_t{args.n} * 8;
+  // A whole tile of an even number of rows, nearly always, needs no branch a store.
+  if (paired && token / kTokens * kTokens + kTokens <= args.m) {
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; i += 4, at += next_pair) {
+      *reinterpret_cast<unsigned*>(at) = pack2<T>(sum[i] + add0, sum[i + 2] + add1);
+      *reinterpret_cast<unsigned*>(at + next) = pack2<T>(sum[i + 1] + add0, sum[i + 3] + add1);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; i += 4, at += next_pair) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (token + i * 2 + j >= args.m) return;
+      T* to = at + j * next;
+      if (paired) {
+        *reinterpret_cast<unsigned*>(to) = pack2<T>(sum[i + j] + add0, sum[i + j + 2] + add1);
+      } else {
+        to[0] = from_float<T>(sum[i + j] + add0);
+        if (both) to[1] = from_float<T>(sum[i + j + 2] + add1);
+      }
+    }
+  }
+}
+
+// A tile that is cut belongs to the block that has its first unit; the others hand their parts over and go on. That
+// block comes to the tile last of its run, the others first of theirs (or only), so it hardly ever waits; and it waits
+// only for blocks that were started before it (runs are dealt out from the line's end), so it never waits forever.
+template <int kCount, int kGroups>
+__device__ __forceinline__ float4* part_of(const WgmmaArgs& args, int run, int group) {
+  return args.partial + (int64_t{run} * kGroups + group) * (kCount / 4) * 128 + threadIdx.x % 128;
+}
+
+// Writes a part; announce_part(), later, tells the owner: then the stores have landed and telling waits for nothing.
+template <int kCount, int kGroups>
+__device__ __forceinline__ void hand_over(const WgmmaArgs& args, int group, const float (&sum)[kCount]) {
+  float4* mine = part_of<kCount, kGroups>(args, WgmmaRun::index(), group);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    __stcg(mine + i / 4 * 128, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
+  }
+  barrier_sync(1 + group, 128);
+}
+
+__device__ __forceinline__ void announce_part(const WgmmaArgs& args, int counter) {
+  if (threadIdx.x % 128 == 0) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(args.counters + counter) : "memory");
+  }
+}
+
+// Adds the other blocks' parts to the owner's, in their order.
+template <int kCount, int kGroups>
+__device__ __forceinline__ void add_parts(const WgmmaArgs& args, int tile, int group, float (&sum)[kCount]) {
+  int run = WgmmaRun::index(), end = (tile + 1) * args.steps, last = run;
+  while (WgmmaRun::start(args, last + 1) < end) ++last;
+  if (threadIdx.x % 128 == 0) {
+    int* counter = args.counters + tile * kGroups + group;
+    int there;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
+    } while (there != last - run);
+    *counter = 0;
+  }
+  barrier_sync(1 + group, 128);
+#pragma unroll (kCount <= 16 ? 8 : kCount <= 32 ? 4 : 2)
+  for (int other = run + 1; other <= last; ++other) {
+    const float4* from = part_of<kCount, kGroups>(args, other, group);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      float4 part = __ldcg(from + i / 4 * 128);
+      sum[i] += part.x;
+      sum[i + 1] += part.y;
+      sum[i + 2] += part.z;
+      sum[i + 3] += part.w;
+    }
+  }
+}
+
+}  // namespace nf4
