@@ -22,6 +22,7 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config
 from server.engine.client import EngineClient, EngineStatus
+from server.engine.grammar import Grammars
 from server.text.errors import TokenizerError
 from server.text.tokenizer import Tokenizer
 
@@ -52,6 +53,8 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
                 await service.engine.stop()
             if service.tokenizer is not None:
                 service.tokenizer.close()
+            if service.grammars is not None:
+                service.grammars.close()
 
     app = FastAPI(title="NF4 server", version="0.1.0", lifespan=lifespan, redoc_url=None)
     app.state.service = service
@@ -92,6 +95,7 @@ async def _start(service: Service, on_status: StatusListener) -> None:
         service.metrics.watch_engine(lambda: (service.status.state, engine.restarts))
         service.engine = engine
         await engine.start()
+        service.grammars = Grammars(folder)
         service.tokenizer = await _in_thread(lambda: Tokenizer.load(folder))
         # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
         gc.collect()

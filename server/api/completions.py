@@ -17,9 +17,10 @@ from server.api.generation import Delta, Generation, closing
 from server.api.launch import admit, check_length, launch, new_id
 from server.api.operations import json_response, service_of
 from server.api.options import UNSUPPORTED, GenerationOptions
-from server.api.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionLogprobsBuilder
+from server.api.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionLogprobsBuilder, Timings
 from server.api.service import Backend
 from server.api.streaming import DONE, EventStream, event, unless_disconnected
+from server.api.structured import check_grammar, form_grammar
 from server.api.validation import json_type, read_json, validate
 from server.types import TokenLogprob
 
@@ -137,6 +138,10 @@ async def completions(request: Request) -> Response:
     ticket = admit(service, count * (options.n or 1), "n" if count == 1 else "prompt")
     try:
         encoded = await backend.tokenizer.off_loop(size, lambda: _encode(options, backend))
+        grammar, form = None, options.answer_form()
+        if form is not None:
+            grammar = await backend.tokenizer.off_loop(size, lambda: form_grammar(form))
+            await check_grammar(backend.grammars, grammar, form[2])
         answer = _Answer(options, backend, service.model_name)
         generation = launch(
             service,
@@ -151,6 +156,7 @@ async def completions(request: Request) -> Response:
             logprobs=options.logprobs,
             at_start=False,
             param="prompt",
+            grammar=grammar,
         )
     except BaseException:
         ticket.release()
@@ -172,6 +178,7 @@ class _Answer:
         self._model = model
         self._tokenizer = backend.tokenizer
         self._logprobs = options.logprobs is not None
+        self._timings = bool(options.timings)
         stream = options.stream_options
         self._usage_at_end = bool(stream and stream.include_usage)
         self._usage_always = bool(stream and stream.continuous_usage_stats)
@@ -192,6 +199,7 @@ class _Answer:
                 self._shape(CompletionLogprobsBuilder(self._tokenizer), logprobs[index]),
                 delta.finish_reason,
                 delta.stop_reason,
+                self._timings_of(generation, delta),
             )
             for index, delta in sorted(last.items())
         ]
@@ -207,6 +215,7 @@ class _Answer:
                     self._shape(builders[delta.index], delta.logprobs),
                     delta.finish_reason,
                     delta.stop_reason,
+                    self._timings_of(generation, delta),
                 )
                 usage = generation.usage() if self._usage_always else None
                 shown = usage if self._usage_at_end or self._usage_always else msgspec.UNSET
@@ -214,6 +223,10 @@ class _Answer:
         if self._usage_at_end:
             yield event(Completion(self.id, self._created, self._model, [], generation.usage()))
         yield DONE
+
+    def _timings_of(self, generation: Generation, delta: Delta) -> Timings | msgspec.UnsetType:
+        wanted = self._timings and delta.finish_reason is not None
+        return Timings.of(generation.runs[delta.index].timeline) if wanted else msgspec.UNSET
 
     def _shape(self, builder: CompletionLogprobsBuilder, entries: list[TokenLogprob]) -> CompletionLogprobs | None:
         return builder.build(entries) if self._logprobs else None

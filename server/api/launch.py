@@ -82,19 +82,24 @@ def launch(
     logprobs: int | None,
     at_start: bool,
     param: str,
+    grammar: str | None = None,
+    keep_marks: bool = False,
 ) -> Generation:
     """A generation of n sequences for each prompt, numbered prompt by prompt; it starts when it is read.
 
     at_start: the answer is a text of its own, not one that goes on from the prompt. param names the prompt in errors.
+    grammar bounds every sequence; keep_marks leaves the marks of tool calls and thoughts in the text.
     Raises ApiError.
     """
     runs: list[SequenceRun] = []
     for prompt in prompts:
         max_tokens = resolve_max_tokens(backend, len(prompt), requested_tokens, default_tokens, param)
-        for sampling in options.sampling(max_tokens, backend.limits.vocab_size, logprobs):
+        for sampling in options.sampling(max_tokens, backend.limits.vocab_size, logprobs, grammar):
             text = OutputText(
                 backend.tokenizer.detokenizer(
-                    skip_special_tokens=options.skip_special_tokens is not False, at_start=at_start
+                    skip_special_tokens=options.skip_special_tokens is not False,
+                    at_start=at_start,
+                    keep_marks=keep_marks,
                 ),
                 options.stop or (),
                 include_stop=bool(options.include_stop_str_in_output),

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from server.api.chat import ChatCompletionRequest
+from server.api.chat_options import ChatOptions
 from server.api.completions import CompletionRequest
 from server.api.protocol import ChatCompletion, ChatCompletionChunk, Completion
 
@@ -45,7 +45,7 @@ _GENERATION_ERRORS = {
 
 _ENDPOINTS: dict[str, tuple[type[BaseModel], type[msgspec.Struct], type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/chat/completions": (
-        ChatCompletionRequest,
+        ChatOptions,
         ChatCompletion,
         ChatCompletionChunk,
         {

@@ -9,6 +9,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from server.api.errors import bad_request
+from server.api.structured import StructuredOptions
 from server.types import SamplingParams
 
 MAX_CHOICES = 128
@@ -31,12 +32,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "logits_processors": (),
@@ -80,7 +75,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationOptions(BaseModel):
+class GenerationOptions(StructuredOptions):
     """Options common to /v1/chat/completions and /v1/completions.
 
     user, metadata, safety_identifier and the prompt_cache fields are service fields: OpenAI documents them as having no
@@ -111,6 +106,7 @@ class GenerationOptions(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    timings: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -124,7 +120,9 @@ class GenerationOptions(BaseModel):
                 "'stream_options' is only allowed when 'stream' is true.", "stream_options", "invalid_value"
             )
 
-    def sampling(self, max_tokens: int, vocab_size: int, logprobs: int | None) -> list[SamplingParams]:
+    def sampling(
+        self, max_tokens: int, vocab_size: int, logprobs: int | None, grammar: str | None = None
+    ) -> list[SamplingParams]:
         """Parameters of each of the n sequences. Raises ApiError for token ids outside the vocabulary.
 
         Sequences of a seeded request get the seeds seed, seed + 1, ...
@@ -155,6 +153,7 @@ class GenerationOptions(BaseModel):
             ignore_eos=bool(self.ignore_eos),
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
             logprobs=logprobs,
+            grammar=grammar,
         )
         count = self.n or 1
         if self.seed is None or count == 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from server.observability.timeline import RequestTimeline
 from server.text.tokenizer import Tokenizer
-from server.types import TokenLogprob
+from server.types import RequestTimings, TokenLogprob
 
 # JSON has no infinity; this is what vLLM sends for a probability of zero.
 LOWEST_LOGPROB = -9999.0
@@ -61,12 +62,63 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float]]
 
 
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    """What a call says; in a chunk, what it adds. arguments is JSON as the model wrote it."""
+
+    arguments: str
+    name: str | None = None
+
+
+class ToolCall(msgspec.Struct):
+    """A whole call."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """What a chunk adds to a call; id, type and name come with its first chunk."""
+
+    index: int
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class Timings(msgspec.Struct):
+    """Where the time of one answer went, in seconds; dequant and linear are its share of the NF4 layers' time."""
+
+    queue: float
+    prefill: float
+    decode: float
+    dequant_prefill: float
+    dequant_decode: float
+    linear_prefill: float
+    linear_decode: float
+    time_to_first_token: float | None
+    tokens_per_second: float | None
+
+    @classmethod
+    def of(cls, timeline: RequestTimeline) -> Timings:
+        """The engine's account, and what the API process saw."""
+        known = timeline.timings or RequestTimings()
+        return cls(
+            **msgspec.structs.asdict(known),
+            time_to_first_token=timeline.time_to_first_token,
+            tokens_per_second=timeline.tokens_per_second,
+        )
+
+
 class ChatMessage(msgspec.Struct):
     """The assistant's whole answer."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -77,6 +129,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: str | int | None = None
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -84,6 +137,9 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -99,6 +155,7 @@ class FinalChatChunkChoice(ChatChunkChoice):
     """The last chunk of one answer."""
 
     stop_reason: str | int | None = None
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -129,6 +186,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):

@@ -9,6 +9,7 @@ from server.api.admission import Admission
 from server.api.errors import ApiError, model_not_found, unavailable
 from server.config import Config
 from server.engine.client import EngineClient, EngineStatus
+from server.engine.grammar import Grammars
 from server.observability.metrics import Metrics
 from server.text.tokenizer import Tokenizer
 from server.types import EngineReady
@@ -21,6 +22,7 @@ class Backend:
     tokenizer: Tokenizer
     engine: EngineClient
     limits: EngineReady
+    grammars: Grammars
 
 
 class Service:
@@ -33,6 +35,7 @@ class Service:
         self.metrics = Metrics(config.model_name)
         self.admission = Admission(config.http.max_queue)
         self.tokenizer: Tokenizer | None = None
+        self.grammars: Grammars | None = None
         self.engine: EngineClient | None = None
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
@@ -58,8 +61,12 @@ class Service:
         status = self.status
         if self.draining:
             raise unavailable("The server is shutting down.", "shutting_down")
-        if self.engine is not None and self.tokenizer is not None and status.ready is not None:
-            return Backend(self.tokenizer, self.engine, status.ready)
+        known = self.engine is not None and self.tokenizer is not None and self.grammars is not None
+        if known and status.ready is not None:
+            assert self.engine is not None
+            assert self.tokenizer is not None
+            assert self.grammars is not None
+            return Backend(self.tokenizer, self.engine, status.ready, self.grammars)
         raise self.not_ready()
 
     def not_ready(self) -> ApiError:

@@ -57,7 +57,8 @@ class GrammarState:
 class Grammars:
     """Compiles grammars (llguidance's JSON form) for one checkpoint's tokenizer, in a thread of its own."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_id: int | None) -> None:
+    def __init__(self, folder: Path, vocab_size: int | None = None, eos_token_id: int | None = None) -> None:
+        """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = Lock()
@@ -91,7 +92,7 @@ class Grammars:
         return matcher
 
 
-def _tokenizer(folder: Path, vocab_size: int, eos_token_id: int | None) -> LLTokenizer:
+def _tokenizer(folder: Path, vocab_size: int | None, eos_token_id: int | None) -> LLTokenizer:
     file = folder / "tokenizer.json"
     if file.is_file():
         definition = file.read_text(encoding="utf-8")

@@ -73,6 +73,16 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
             return _lark(f'start: call{more}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {body}')
 
 
+def either(first: str, second: str) -> str:
+    """Texts of one grammar or the other."""
+    parts = []
+    for name, grammar in (("first", first), ("second", second)):
+        inner = json.loads(grammar)["grammars"]
+        inner[0]["name"] = name
+        parts += inner
+    return json.dumps({"grammars": [{"lark_grammar": "start: @first | @second"}, *parts]}, ensure_ascii=False)
+
+
 def after_thoughts(grammar: str, dialect: Dialect, special: SpecialId, *, opened: bool) -> str:
     """The grammar for the answer that follows a reasoning model's thoughts."""
     if dialect.reasoning is None:

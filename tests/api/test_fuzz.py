@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.api.chat import UNSUPPORTED_CHAT, ChatCompletionRequest
+from server.api.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.completions import UNSUPPORTED_COMPLETION, CompletionRequest
 from tests.api.conftest import MODEL, metric, user
 
@@ -32,7 +32,7 @@ VALUES = st.recursive(
 ENDPOINTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/v1/chat/completions": (
         {"model": MODEL, "messages": user("a"), "max_tokens": 1},
-        sorted({*ChatCompletionRequest.model_fields, *UNSUPPORTED_CHAT} - {"max_tokens", "stream"}),
+        sorted({*ChatOptions.model_fields, *UNSUPPORTED_CHAT} - {"max_tokens", "stream"}),
     ),
     "/v1/completions": (
         {"model": MODEL, "prompt": "a", "max_tokens": 1},

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.chat import ChatCompletionRequest
+from server.api.chat_options import ChatOptions
 from server.api.completions import CompletionRequest
 from tests.api.conftest import chat_body
 
@@ -49,13 +49,13 @@ def test_examples_work(document: dict[str, Any], http: httpx.Client) -> None:
 
 def test_every_option_is_documented() -> None:
     text = Path("docs/api.md").read_text()
-    for request in (ChatCompletionRequest, CompletionRequest):
+    for request in (ChatOptions, CompletionRequest):
         for name in set(request.model_fields) - {"model", "messages", "prompt"}:
             assert f"`{name}`" in text, name
 
 
 def test_options_are_those_that_are_accepted(document: dict[str, Any], http: httpx.Client) -> None:
-    schema = document["components"]["schemas"]["ChatCompletionRequest"]
+    schema = document["components"]["schemas"]["ChatOptions"]
     assert schema["additionalProperties"] is False
     assert {"messages", "temperature", "stop", "n"} <= set(schema["properties"])
     unset = dict.fromkeys(set(schema["properties"]) - set(chat_body()))

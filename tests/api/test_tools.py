@@ -1,0 +1,138 @@
+"""Tool calls through the openai client: forced ones keep to the schema, streamed ones have id, type and name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from tests.api.conftest import MODEL, chat_body, user
+
+CHAT = "/v1/chat/completions"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["c", "f"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {},
+                                                                          "additionalProperties": False}}}  # fmt: skip
+TOOLS: Any = [WEATHER, CLOCK]
+QUESTION: Any = user("What is the weather in Paris? Use celsius.")
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def check_calls(calls: list[Any]) -> None:
+    assert calls
+    assert len({call.id for call in calls}) == len(calls)
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    for call in calls:
+        assert call.type == "function"
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_forced_calls(client: openai.OpenAI, choice: Any, temperature: float) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, n=3, seed=3,
+        temperature=temperature, max_tokens=150,
+    )  # fmt: skip
+    ended = [c for c in answer.choices if c.finish_reason != "length"]
+    assert ended
+    for one in ended:
+        assert one.finish_reason == "tool_calls"
+        assert one.message.content is None
+        check_calls(one.message.tool_calls or [])
+        assert len(one.message.tool_calls or []) == 1
+        if choice == NAMED:
+            assert (one.message.tool_calls or [])[0].function.name == "get_weather"
+
+
+def test_streamed_calls_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": "required", "temperature": 0,
+        "max_tokens": 120, "parallel_tool_calls": False,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**options).choices[0].message.tool_calls or []
+    calls: dict[int, dict[str, str]] = {}
+    reasons = []
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            reasons.append(choice.finish_reason)
+            for delta in choice.delta.tool_calls or []:
+                assert delta.function is not None
+                if delta.index not in calls:
+                    assert delta.id
+                    assert delta.type == "function"
+                    assert delta.function.name
+                    calls[delta.index] = {"name": delta.function.name, "arguments": ""}
+                else:
+                    assert delta.id is None
+                    assert delta.function.name is None
+                calls[delta.index]["arguments"] += delta.function.arguments or ""
+    assert reasons[-1] == "tool_calls"
+    assert [(call["name"], call["arguments"]) for call in calls.values()] == [
+        (call.function.name, call.function.arguments) for call in whole
+    ]
+
+
+def test_a_whole_conversation(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=NAMED, temperature=0, max_tokens=150
+    )
+    message = first.choices[0].message
+    calls = message.tool_calls or []
+    results: list[Any] = [{"role": "tool", "tool_call_id": call.id, "content": "21 degrees"} for call in calls]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[*QUESTION, message, *results], tools=TOOLS, tool_choice="none", temperature=0,
+        max_tokens=40,
+    )  # fmt: skip
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.content
+
+
+def test_auto_answers_or_calls(http: httpx.Client) -> None:
+    choice = http.post(CHAT, json=chat_body(messages=QUESTION, tools=TOOLS, max_tokens=80)).json()["choices"][0]
+    called = "tool_calls" in choice["message"]
+    assert called == (choice["finish_reason"] == "tool_calls") or choice["finish_reason"] == "length"
+
+
+def test_a_form_or_a_call(http: httpx.Client) -> None:
+    """With tools to choose and a schema for the answer, it is one or the other."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for seed in range(4):
+        body = chat_body(messages=QUESTION, tools=[CLOCK], response_format=form, temperature=1.5, seed=seed)
+        message = http.post(CHAT, json=body | {"max_tokens": 100}).json()["choices"][0]["message"]
+        if "tool_calls" in message:
+            assert message["tool_calls"][0]["function"]["name"] == "clock"
+        else:
+            jsonschema.validate(json.loads(message["content"]), schema)
+
+
+def test_usage_counts_the_tools(http: httpx.Client) -> None:
+    plain = http.post(CHAT, json=chat_body()).json()["usage"]["prompt_tokens"]
+    assert http.post(CHAT, json=chat_body(tools=TOOLS)).json()["usage"]["prompt_tokens"] > plain + 50
+    assert http.post(CHAT, json=chat_body(tools=TOOLS, tool_choice="none")).json()["usage"]["prompt_tokens"] == plain
+
+
+def test_timings(http: httpx.Client) -> None:
+    choice = http.post(CHAT, json=chat_body(timings=True, max_tokens=4)).json()["choices"][0]
+    assert choice["timings"]["prefill"] > 0
+    assert choice["timings"]["linear_prefill"] > 0
+    assert "timings" not in http.post(CHAT, json=chat_body()).json()["choices"][0]
+    text = http.post(CHAT, json=chat_body(timings=True, stream=True)).text
+    assert text.count('"timings"') == 1
