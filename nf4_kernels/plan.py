@@ -31,7 +31,7 @@ INSTANCES = (
 WGMMA_GROUPS = {16: 3, 32: 3, 64: 3, 128: 2, 256: 2}
 WGMMA_TOKENS = range(9, 1025)
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-_SLICE_ROWS = 12288
+_WHOLE_ROWS = 12288
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def plan(
     m: int, n: int, k: int, arch: int, multiprocessors: int, blocksize: int = 64, nested: bool = True
 ) -> Rows | Wgmma | Slices:
     """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability."""
-    choice: Rows | Wgmma | Slices = Slices(_slice_rows(n))
+    choice: Rows | Wgmma | Slices = Slices(_slice_rows(n, multiprocessors))
     cost = _slices_cost(m, n, k)
     if k % 64 or blocksize < 64:
         return choice
@@ -146,14 +146,16 @@ def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int) -> float:
 
 
 def _slices_cost(m: int, n: int, k: int) -> float:
-    """Microseconds, within 10 % (rms): two launches, the weight written and read, the product."""
-    return 12.5 + n * k * (1.1e-6 + 2.1e-9 * m)
+    """Microseconds, roughly: two launches, the weight written and read, the product (slower where power is short)."""
+    return 12.5 + n * k * (1.1e-6 + 1.5e-9 * m + 1.3e-9 * max(0, m - 512))
 
 
-def _slice_rows(n: int) -> int:
-    """Slices that fit in L2 lose more to small products than they save; these only bound the buffer."""
-    slices = math.ceil(n / _SLICE_ROWS)
-    return n if slices == 1 else math.ceil(n / slices / 256) * 256
+def _slice_rows(n: int, multiprocessors: int) -> int:
+    """Rows of a slice of a large weight: cuBLAS's tiles of 128 rows x 256 tokens then fill all multiprocessors evenly.
+
+    Slices bound the buffer too. Such that they fit in L2 they would lose more to small products than they save.
+    """
+    return n if n <= _WHOLE_ROWS else 64 * multiprocessors
 
 
 def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
