@@ -12,12 +12,14 @@ from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from server.api import chat, completions, operations
+from server.api import chat, completions, operations, pages, tokens
+from server.api.access import AccessLayer
 from server.api.errors import ApiError, answer_api_error, answer_http_exception
 from server.api.middleware import RequestLayer
 from server.api.openapi import describe
-from server.api.service import Service
+from server.api.service import VERSION, Service
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config
@@ -56,13 +58,23 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
             if service.grammars is not None:
                 service.grammars.close()
 
-    app = FastAPI(title="NF4 server", version="0.1.0", lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="NF4 server", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.openapi = describe(app)  # type: ignore[method-assign]
-    for room in (chat, completions, operations):
+    for room in (chat, completions, tokens, operations, pages):
         app.include_router(room.router)
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
+    # The last one added is the outermost.
+    app.add_middleware(AccessLayer, keys=config.http.keys(), most_per_key=config.http.max_requests_per_key)
+    if config.http.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.http.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-ID", "Retry-After"],
+        )
     app.add_middleware(RequestLayer, metrics=service.metrics)
     return app
 

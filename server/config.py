@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
@@ -38,6 +38,43 @@ class HttpConfig(_Section):
     """Requests accepted and not yet finished; beyond it, 429."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running requests may go on after SIGTERM or SIGINT."""
+    api_keys: tuple[str, ...] = ()
+    """Keys of which every request has to show one; none: everybody may ask."""
+    api_keys_file: Path | None = None
+    """A file with more keys, one a line; empty lines and lines that begin with # do not count."""
+    max_requests_per_key: int | None = Field(default=None, ge=1)
+    """Requests one key may have under way."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask from a browser; "*" for all."""
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """How long one request may take; then it ends with an error."""
+
+    @field_validator("api_keys", "cors_origins", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        """One string, as environment variables have it: separated by commas."""
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _both_tls_files(self) -> HttpConfig:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file belong together")
+        return self
+
+    def keys(self) -> tuple[str, ...]:
+        """All API keys. Raises ConfigError when the file cannot be read or holds none."""
+        if self.api_keys_file is None:
+            return self.api_keys
+        try:
+            lines = self.api_keys_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"http.api_keys_file: {self.api_keys_file}: {e}") from e
+        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not keys:
+            raise ConfigError(f"http.api_keys_file: {self.api_keys_file}: there is no key in it")
+        return (*self.api_keys, *keys)
 
 
 class EngineConfig(_Section):

@@ -15,7 +15,7 @@ import uvicorn
 
 from server.api.service import Service
 from server.app import create_app
-from server.config import Config
+from server.config import Config, ConfigError
 from server.engine.client import EngineStatus
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def serve(config: Config) -> int:
     except OSError as e:
         print(f"error: {config.http.host}:{config.http.port}: {e.strerror or e}", file=sys.stderr)
         return 1
-    terminal = Terminal(config.model_name, _url(listening))
+    terminal = Terminal(config.model_name, _url(listening, secure=config.http.tls_cert_file is not None))
     server: Server | None = None
 
     def on_status(status: EngineStatus) -> None:
@@ -40,7 +40,11 @@ def serve(config: Config) -> int:
         if status.state == "failed" and server is not None:
             server.should_exit = True
 
-    app = create_app(config, on_status)
+    try:
+        app = create_app(config, on_status)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
     server = Server(
         uvicorn.Config(
             app,
@@ -51,10 +55,17 @@ def serve(config: Config) -> int:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=config.http.tls_cert_file,
+            ssl_keyfile=config.http.tls_key_file,
             timeout_graceful_shutdown=int(config.http.drain_timeout_s) + ABORT_GRACE_S,
         ),
         app.state.service,
     )
+    try:
+        server.config.load()
+    except OSError as e:  # ssl.SSLError is one
+        print(f"error: http.tls_cert_file, http.tls_key_file: {e}", file=sys.stderr)
+        return 1
     server.run(sockets=[listening])
     if terminal.failure is not None:
         print(f"error: {terminal.failure}", file=sys.stderr)
@@ -76,9 +87,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _url(listening: socket.socket) -> str:
+def _url(listening: socket.socket, *, secure: bool) -> str:
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Terminal:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar, cast
 
 from server.api.admission import Ticket
-from server.api.errors import ApiError, engine_failed, unavailable
+from server.api.errors import SERVER_ERROR, ApiError, engine_failed, unavailable
 from server.api.protocol import Usage
 from server.engine.client import EngineClient, EngineUnavailableError
 from server.observability.metrics import Metrics
@@ -62,6 +62,7 @@ class SequenceRun:
         self._custom_stops = frozenset(request.sampling.stop_token_ids)
         self._logprobs: list[TokenLogprob] = []
         self.completion_tokens = 0
+        self.timed_out = False
         timeline.prompt_tokens = len(request.prompt_token_ids)
 
     async def deltas(self, engine: EngineClient, metrics: Metrics) -> AsyncIterator[Delta]:
@@ -72,7 +73,7 @@ class SequenceRun:
         timeline = self.timeline
         timeline.finish_reason = "abort"
         try:
-            async with closing(engine.generate(self.request)) as outputs:
+            async with closing(self._outputs(engine)) as outputs:
                 async for output in outputs:
                     metrics.tokens_received(timeline, output)
                     delta = self._advance(output)
@@ -90,10 +91,33 @@ class SequenceRun:
         finally:
             metrics.sequence_finished(timeline)
 
+    async def _outputs(self, engine: EngineClient) -> AsyncIterator[RequestOutput]:
+        """The engine's outputs; a request of which nothing had come when the engine died is asked once more.
+
+        Only once: it may be the one that kills the engine.
+        """
+        begun = False
+        async with closing(engine.generate(self.request)) as outputs:
+            async for output in outputs:
+                lost = output.finish_reason == "error" and engine.status.state == "restarting"
+                if lost and not begun:
+                    break
+                begun = True
+                yield output
+            else:
+                return
+        logger.info("%s: the engine ended before it began; waiting for it", self.request.request_id)
+        await engine.wait_ready()
+        async with closing(engine.generate(self.request)) as outputs:
+            async for output in outputs:
+                yield output
+
     def _advance(self, output: RequestOutput) -> Delta | None:
         """The delta of one output; None when there is nothing to say yet."""
         if output.finish_reason == "error":
             raise engine_failed(f"The engine could not finish this request: {output.error or 'no reason given'}.")
+        if output.finish_reason == "abort" and self.timed_out:
+            raise ApiError(504, "The request took longer than this server allows.", type=SERVER_ERROR, code="timeout")
         if output.finish_reason == "abort":
             raise unavailable("The request was given up because the server is shutting down.", "shutting_down")
         token_ids: Sequence[int] = output.new_token_ids
@@ -128,8 +152,17 @@ class SequenceRun:
 class Generation:
     """All sequences of one HTTP request."""
 
-    def __init__(self, runs: Sequence[SequenceRun], engine: EngineClient, metrics: Metrics, ticket: Ticket) -> None:
+    def __init__(
+        self,
+        runs: Sequence[SequenceRun],
+        engine: EngineClient,
+        metrics: Metrics,
+        ticket: Ticket,
+        timeout_s: float | None = None,
+    ) -> None:
         self.runs = runs
+        self._timeout_s = timeout_s
+        self._ending: asyncio.Task[None] | None = None
         self._engine = engine
         self._metrics = metrics
         self._ticket = ticket
@@ -145,6 +178,9 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Deltas of all sequences as they come. Closing it aborts what is still running. Raises ApiError."""
+        timer = None
+        if self._timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out)
         try:
             single = len(self.runs) == 1
             stream = self.runs[0].deltas(self._engine, self._metrics) if single else self._merged()
@@ -152,8 +188,15 @@ class Generation:
                 async for delta in deltas:
                     yield delta
         finally:
+            if timer is not None:
+                timer.cancel()
             self.close()
             self._log()
+
+    def _time_out(self) -> None:
+        for run in self.runs:
+            run.timed_out = True
+        self._ending = asyncio.ensure_future(self._engine.abort([run.request.request_id for run in self.runs]))
 
     def close(self) -> None:
         """Give up its place among the requests; for a generation that was never read, too."""

@@ -116,7 +116,7 @@ def launch(
                     include_stop=bool(options.include_stop_str_in_output),
                 )
             )
-    return Generation(runs, backend.engine, service.metrics, ticket)
+    return Generation(runs, backend.engine, service.metrics, ticket, service.config.http.request_timeout_s)
 
 
 def new_id(prefix: str) -> str:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.errors import model_not_found
-from server.api.service import Service
+from server.api.service import VERSION, Service
 
 router = APIRouter()
 
@@ -49,6 +49,20 @@ async def health(request: Request) -> Response:
     if service.engine is not None:
         document["engine_restarts"] = service.engine.restarts
     return json_response(document, 200 if document["status"] == "ready" else 503)
+
+
+@router.get("/ping", summary="Whether the server can generate", responses={503: {"description": "Not now"}})
+@router.post("/ping", include_in_schema=False)
+async def ping(request: Request) -> Response:
+    """An empty 200 or 503, for load balancers that look at nothing else."""
+    service = service_of(request)
+    return Response(status_code=200 if service.status.state == "ready" and not service.draining else 503)
+
+
+@router.get("/version", summary="The server's version")
+async def show_version() -> Response:
+    """{"version": ...}."""
+    return json_response({"version": VERSION})
 
 
 @router.get("/metrics", summary="Prometheus metrics")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from server.api.admission import Admission
 from server.api.errors import ApiError, model_not_found, unavailable
@@ -13,6 +14,8 @@ from server.engine.grammar import Grammars
 from server.observability.metrics import Metrics
 from server.text.tokenizer import Tokenizer
 from server.types import EngineReady
+
+VERSION = version("nf4-server")
 
 
 @dataclass(frozen=True)

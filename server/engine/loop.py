@@ -100,12 +100,18 @@ def main() -> int:
     logging.basicConfig(
         level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_saying)
     threading.Thread(target=stop.when_input_ends, name="api-watcher", daemon=True).start()
     channel = Channel(launch)
     try:
         return _run(launch, channel, stop)
     finally:
         channel.close()
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Not that bitsandbytes lacks a package for kernels that nf4_kernels takes the place of."""
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
 def _first_line() -> bytes:

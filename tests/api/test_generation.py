@@ -11,7 +11,7 @@ import pytest
 from server.api.admission import Admission
 from server.api.errors import ApiError
 from server.api.generation import Delta, Generation, SequenceRun
-from server.engine.client import EngineClient, EngineUnavailableError
+from server.engine.client import EngineClient, EngineStatus, EngineUnavailableError
 from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline
 from server.text.output import OutputText
@@ -23,17 +23,39 @@ class ScriptedEngine:
     """Gives each request the outputs of a script; None in a script waits for ever."""
 
     def __init__(self, *scripts: list[RequestOutput | Exception | None]) -> None:
-        self._scripts = scripts
+        self._scripts = list(scripts)
         self.closed: list[str] = []
+        self.status = EngineStatus("ready")
+        self.waited = 0
+
+    async def wait_ready(self) -> None:
+        self.waited += 1
+        self.status = EngineStatus("ready")
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted.set()
+
+    @property
+    def aborted(self) -> asyncio.Event:
+        self.__dict__.setdefault("_aborted", asyncio.Event())
+        event: asyncio.Event = self.__dict__["_aborted"]
+        return event
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
         try:
-            for step in self._scripts[int(request.request_id)]:
+            script = self._scripts[int(request.request_id)]
+            if script and isinstance(script[0], list):
+                script = script.pop(0)
+            for step in script:
                 await asyncio.sleep(0)
                 if isinstance(step, Exception):
                     raise step
                 if step is None:
-                    await asyncio.Event().wait()
+                    await self.aborted.wait()
+                    yield RequestOutput(request.request_id, [], finish_reason="abort")
+                elif step.error == "the engine ended":
+                    self.status = EngineStatus("restarting")
+                    yield step
                 else:
                     yield step
         finally:
@@ -196,3 +218,35 @@ def test_admission() -> None:
     first.release()
     assert admission.held == 0
     assert admission.acquire(3)
+
+
+def ended() -> RequestOutput:
+    return output(finish_reason="error", error="the engine ended")
+
+
+async def test_request_that_had_not_begun_is_asked_again(byte_tokenizer: Tokenizer) -> None:
+    (cat,) = byte_tokenizer.encode(" cat")
+    engine = ScriptedEngine([[ended()], [output(cat, finish_reason="length")]])  # type: ignore[list-item]
+    work, _, admission = generation(engine, byte_tokenizer)
+    assert [delta.text for delta in await collect(work)] == [" cat"]
+    assert engine.waited == 1
+    assert admission.held == 0
+
+
+@pytest.mark.parametrize("scripts", [[[ended()], [ended()]], [[output(50), ended()], [output(50)]]])
+async def test_but_once_only_and_not_when_it_had_begun(byte_tokenizer: Tokenizer, scripts: Any) -> None:
+    engine = ScriptedEngine([list(script) for script in scripts])  # type: ignore[list-item]
+    work, _, _ = generation(engine, byte_tokenizer)
+    with pytest.raises(ApiError) as raised:
+        await collect(work)
+    assert raised.value.code == "engine_error"
+
+
+async def test_time_limit(byte_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine([output(50), None])
+    work, _, admission = generation(engine, byte_tokenizer)
+    work._timeout_s = 0.05
+    with pytest.raises(ApiError) as raised:
+        await collect(work)
+    assert (raised.value.status, raised.value.code) == (504, "timeout")
+    assert admission.held == 0

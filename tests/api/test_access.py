@@ -1,0 +1,125 @@
+"""Keys, origins, TLS, limits: on an application without a model, and what the command line says of bad settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.api.access import AccessLayer
+from server.app import create_app
+from server.config import Config, ConfigError, HttpConfig, load_config
+
+
+@asynccontextmanager
+async def client(**http: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Of an application whose model is never started."""
+    app = create_app(Config(http=HttpConfig(**http)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as made:
+        yield made
+
+
+async def test_every_path_but_the_open_ones_needs_a_key() -> None:
+    async with client(api_keys=("first", "second-key")) as http:
+        for path in ("/v1/models", "/v1/nowhere", "/tokenize"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": ""}, {"Authorization": "Basic first"}):
+                answer = await http.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.headers["x-request-id"]
+        for headers in ({"Authorization": "Bearer first"}, {"authorization": "bearer second-key"},
+                        {"x-api-key": "first"}):  # fmt: skip
+            assert (await http.get("/v1/models", headers=headers)).status_code == 200
+        for path in ("/", "/docs", "/openapi.json", "/version", "/metrics"):
+            assert (await http.get(path)).status_code == 200
+        assert (await http.get("/ping")).status_code == 503
+
+
+async def test_no_keys_no_questions() -> None:
+    async with client() as http:
+        assert (await http.get("/v1/models")).status_code == 200
+
+
+async def test_origins() -> None:
+    async with client(cors_origins=("https://a.example",), api_keys=("k",)) as http:
+        asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
+                 "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+        answer = await http.options("/v1/chat/completions", headers=asked)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        refused = await http.options("/v1/chat/completions", headers=asked | {"Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in refused.headers
+        # A page can read why it was refused.
+        denied = await http.get("/v1/models", headers={"Origin": "https://a.example"})
+        assert denied.status_code == 401
+        assert denied.headers["access-control-allow-origin"] == "https://a.example"
+
+
+async def test_requests_under_way_are_counted_for_each_key() -> None:
+    import asyncio
+
+    gate = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await gate.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    layer = AccessLayer(slow, ("a", "b"), 2)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(layer), base_url="http://x") as http:
+        held = [asyncio.create_task(http.get("/v1/x", headers={"x-api-key": "a"})) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        refused = await http.get("/v1/x", headers={"x-api-key": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "key_limit")
+        other = asyncio.create_task(http.get("/v1/x", headers={"x-api-key": "b"}))
+        await asyncio.sleep(0.05)
+        gate.set()
+        assert [(await task).status_code for task in (*held, other)] == [200, 200, 200]
+        assert (await http.get("/v1/x", headers={"x-api-key": "a"})).status_code == 200
+
+
+def test_keys_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nk1\n\n  k2  \n")
+    monkeypatch.setenv("NF4_HTTP__API_KEYS", "e1, e2")
+    assert load_config(None, {"http.api_keys_file": str(file)}).http.keys() == ("e1", "e2", "k1", "k2")
+    file.write_text("# none\n")
+    with pytest.raises(ConfigError, match="no key"):
+        HttpConfig(api_keys_file=file).keys()
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"NF4_HTTP__API_KEYS_FILE": "/nowhere/keys"}, "api_keys_file"),
+        ({"NF4_HTTP__TLS_CERT_FILE": "/nowhere/cert"}, "belong together"),
+        ({"NF4_HTTP__TLS_CERT_FILE": "/nowhere/c", "NF4_HTTP__TLS_KEY_FILE": "/nowhere/k"}, "tls_cert_file"),
+    ],
+)
+def test_settings_that_cannot_be_kept_end_the_start(environment: dict[str, str], reason: str) -> None:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-m", "server", "--port", "0"], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+async def test_pages_load_nothing_from_elsewhere() -> None:
+    async with client() as http:
+        for path in ("/", "/docs"):
+            answer = await http.get(path)
+            assert answer.headers["content-type"].startswith("text/html")
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+            assert "http://" not in answer.text
+            assert "https://" not in answer.text
