@@ -52,8 +52,12 @@ class FlashInferBackend(AttentionBackend):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        # Neither package is there without CUDA.
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
+        from server.engine.runtime.attention.kv_write import write_kv
+
+        self._write_kv = write_kv
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
@@ -71,7 +75,7 @@ class FlashInferBackend(AttentionBackend):
         }
         self._graphs: dict[int, dict[_Kind, Any]] = {}
         self._current: dict[_Kind, Any] = self._mixed
-        self._key_rows = self._value_rows = torch.empty(0, dtype=torch.int64, device=device)
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._next_layer = 0
 
     def begin(self, batch: Batch) -> None:
@@ -126,9 +130,7 @@ class FlashInferBackend(AttentionBackend):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         cache = self._cache[layer]
-        rows = cache.view(-1, *cache.shape[3:])
-        rows.index_copy_(0, self._key_rows, key)
-        rows.index_copy_(0, self._value_rows, value)
+        self._write_kv(cache, key, value, self._slots)
         self._next_layer = layer + 1
         out: torch.Tensor = self._current[self._kinds[layer]].run(query.contiguous(), cache)
         return out
@@ -138,9 +140,7 @@ class FlashInferBackend(AttentionBackend):
         return self.attend(layer, query, key, value, self._kinds[layer].options)
 
     def _write_to(self, slots: torch.Tensor) -> None:
-        """Where this pass's keys and values go, as rows of a layer's cache seen as [rows, kv_heads, dim]."""
-        self._key_rows = slots + slots // self._block_size * self._block_size
-        self._value_rows = self._key_rows + self._block_size
+        self._slots = slots
         self._next_layer = 0
 
     def _new_graph_wrappers(self, size: int) -> dict[_Kind, Any]:

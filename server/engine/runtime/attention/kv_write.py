@@ -1,0 +1,58 @@
+"""One launch that puts a step's new keys and values of a layer into its paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+
+def write_kv(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    """cache[slot // block_size, 0 or 1, slot % block_size] = key or value, for each token.
+
+    cache [blocks, 2, block_size, kv_heads, dim], contiguous; key and value [T, kv_heads, dim] of its dtype, any strides
+    with a contiguous last dimension; slots int64 [T], on the same CUDA device. Of a slot that is there more than once
+    any of its tokens may be the one that stays.
+    """
+    tokens, heads, dim = key.shape
+    block_size = cache.shape[2]
+    _write[(tokens,)](
+        cache,
+        key,
+        value,
+        slots,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        block_size,
+        dim,
+        heads * dim,
+        triton.next_power_of_2(heads * dim),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    cache,
+    key,
+    value,
+    slots,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    block_size: tl.constexpr,
+    dim: tl.constexpr,
+    row: tl.constexpr,
+    width: tl.constexpr,
+):
+    # One program a token: its key and its value, all heads, as one row of the cache each.
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    place = tl.arange(0, width)
+    inside = place < row
+    head, column = place // dim, place % dim
+    target = cache + (slot + slot // block_size * block_size) * row + place
+    new_key = tl.load(key + token * key_token + head * key_head + column, mask=inside)
+    new_value = tl.load(value + token * value_token + head * value_head + column, mask=inside)
+    tl.store(target, new_key, mask=inside)
+    tl.store(target + block_size * row, new_value, mask=inside)
