@@ -14,7 +14,7 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch, build_batch
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling import Sampled, is_greedy
+from server.engine.runtime.sampling import Sampled, draw, is_drawn_from_own_logits
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import UNKNOWN
 from server.types import RequestOutput
@@ -37,13 +37,13 @@ class Late:
 
 
 class LateRunner(ModelRunner):
-    """Launches every decode step of greedy sequences, as a GPU's runner does; launched counts them."""
+    """Launches every decode step without adjusted logits, as a GPU's runner does; launched counts them."""
 
     launched = 0
 
     @torch.inference_mode()
     def launch(self, step: Step, previous: Any) -> Any:
-        if not all(c.samples and c.length == 1 and is_greedy(c.sequence) for c in step.chunks):
+        if not all(c.samples and c.length == 1 and is_drawn_from_own_logits(c.sequence) for c in step.chunks):
             return None
         batch = build_batch(step, self._block_size, self._device)
         if previous is not None:
@@ -55,7 +55,8 @@ class LateRunner(ModelRunner):
             batch = Batch(torch.tensor(ids), *(getattr(batch, n) for n in list(Batch.__dataclass_fields__)[1:]))
         assert UNKNOWN not in batch.ids.tolist()
         self.launched += 1
-        return Late(step, self._run(batch).argmax(-1).tolist())
+        logits = self._run(batch)
+        return Late(step, draw(logits, [c.sequence for c in step.chunks], logits.argmax(-1)).tolist())
 
 
 def make_engine(kind: type[ModelRunner], **changes: Any) -> tuple[Engine, Any]:
@@ -71,7 +72,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": 17, "max_tokens": 25},
     {"prompt": 40, "max_tokens": 2},
     {"prompt": 12, "max_tokens": 6, "temperature": 1.0, "seed": 4},
-    {"prompt": 5, "max_tokens": 33},
+    {"prompt": 5, "max_tokens": 33, "temperature": 0.9, "top_p": 0.8, "seed": 5},
     {"prompt": 21, "max_tokens": 28},
 ]
 

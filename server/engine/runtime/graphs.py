@@ -16,7 +16,7 @@ from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.sampling import Sampled
+from server.engine.runtime.sampling import Sampled, draw
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import UNKNOWN
 
@@ -49,9 +49,9 @@ class Launched:
 
     step: Step
     tokens: torch.Tensor
-    """int64, on the device: the greedy token of each of step.sampled."""
+    """int64, on the device: the token of each of step.sampled."""
     copied: torch.Tensor
-    """float32 [2, sequences] in host memory: what _Graph.greedy says, once done has happened."""
+    """float32 [2, sequences] in host memory, once done has happened: the best logits, and the tokens."""
     done: torch.cuda.Event
 
     def read(self) -> list[Sampled]:
@@ -93,7 +93,7 @@ class DecodeGraphs:
         return self._replay(batch, batch.ids).logits[: len(batch.spans)]
 
     def launch(self, step: Step, batch: Batch, previous: Launched | None) -> Launched:
-        """Start a decode step of greedy sequences; ids that are UNKNOWN come from the step before it, on the device."""
+        """Start a decode step; ids that are UNKNOWN come from the step before it, on the device."""
         ids = batch.ids
         if previous is not None:
             rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
@@ -103,10 +103,10 @@ class DecodeGraphs:
         self._planned.synchronize()
         captured = self._replay(batch, ids)
         count = len(batch.spans)
-        greedy = captured.greedy[:, :count]
+        best, tokens = captured.greedy[:, :count]
+        tokens = draw(captured.logits[:count], [chunk.sequence for chunk in step.chunks], tokens.long())
         copied = torch.empty(2, count, dtype=torch.float32, pin_memory=True)
-        copied.copy_(greedy, non_blocking=True)
-        tokens = greedy[1].long()
+        copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         return Launched(step, tokens, copied, done)

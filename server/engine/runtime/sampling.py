@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -46,13 +46,9 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         if _is_adjusted(sequence):
             logits = logits.float()
             _adjust(logits[row], sequence)
-    best, tokens_best = logits.max(dim=-1)
-    tokens = tokens_best.tolist()
+    best, greedy = logits.max(dim=-1)
+    tokens = draw(logits, sequences, greedy).tolist()
     usable = torch.isfinite(best).tolist()
-    drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0 and usable[i]]
-    if drawn:
-        for row, token in zip(drawn, _draw(logits, sequences, drawn), strict=True):
-            tokens[row] = token
     logprobs = _logprobs(logits, sequences, tokens)
     return [
         Sampled(token, logprobs.get(row)) if usable[row] else Sampled(0, error="the model's logits are not numbers")
@@ -60,10 +56,9 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
     ]
 
 
-def is_greedy(sequence: Sequence) -> bool:
-    """Whether the sequence's next token is the best of the model's own logits and nothing else is asked for."""
-    sampling = sequence.sampling
-    return sampling.temperature == 0 and sampling.logprobs is None and not _is_adjusted(sequence)
+def is_drawn_from_own_logits(sequence: Sequence) -> bool:
+    """Whether the sequence's next token is the best of the model's own logits or drawn from them, and only that."""
+    return sequence.sampling.logprobs is None and not _is_adjusted(sequence)
 
 
 def _is_adjusted(sequence: Sequence) -> bool:
@@ -99,25 +94,63 @@ def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
         apply_constraint(logits, sequence.constraint, ends)
 
 
-def _draw(logits: torch.Tensor, sequences: list[Sequence], rows: list[int]) -> list[int]:
-    """Drawn tokens for rows, whose temperatures are above 0."""
-    device = logits.device
-    chosen = [sequences[row] for row in rows]
-    temperatures = torch.tensor([s.sampling.temperature for s in chosen], device=device).unsqueeze(1)
-    uniforms = torch.tensor(
-        [uniform(s.seed, len(s.tokens)) for s in chosen], dtype=torch.float64, device=device
-    ).unsqueeze(1)
-    scores = (logits if len(rows) == logits.shape[0] else logits[rows]).float()
-    # Less the maximum before dividing, so that a tiny temperature does not overflow.
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / temperatures
-    filtered = [i for i, s in enumerate(chosen) if _is_filtered(s, logits.shape[1])]
-    plain = [i for i in range(len(chosen)) if i not in set(filtered)]
-    tokens = torch.empty(len(chosen), dtype=torch.int64, device=device)
-    if plain:
-        tokens[plain] = _invert(scores[plain].softmax(-1), uniforms[plain])
-    if filtered:
-        tokens[filtered] = _draw_filtered(scores[filtered], [chosen[i] for i in filtered], uniforms[filtered])
-    return [int(token) for token in tokens.tolist()]
+def draw(logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor) -> torch.Tensor:
+    """tokens, int64 [len(sequences)], with a drawn one in each row whose temperature is above 0.
+
+    logits [len(sequences), vocabulary], all on one device; on CUDA the host does not wait for it.
+    """
+    vocabulary = logits.shape[1]
+    drawn = [row for row, s in enumerate(sequences) if s.sampling.temperature > 0]
+    filtered = [row for row in drawn if _is_filtered(sequences[row], vocabulary)]
+    plain = [row for row in drawn if not _is_filtered(sequences[row], vocabulary)]
+    for rows, pick in ((plain, _pick), (filtered, _pick_filtered)):
+        if rows:
+            numbers = _Numbers.of([sequences[row] for row in rows], rows, vocabulary, logits.device)
+            scores = (logits if len(rows) == logits.shape[0] else logits[numbers.rows]).float()
+            # Less the maximum before dividing, so that a tiny temperature does not overflow.
+            scores = (scores - scores.amax(dim=-1, keepdim=True)) / numbers.temperatures
+            tokens = tokens.index_copy(0, numbers.rows, pick(scores, numbers))
+    return tokens
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What the draws of some rows need, on their device: one transfer for everything. All but rows are [rows, 1]."""
+
+    rows: torch.Tensor
+    temperatures: torch.Tensor
+    uniforms: torch.Tensor
+    """float64."""
+    top_k: torch.Tensor
+    """The vocabulary's size where it is off."""
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    def only(self, mask: torch.Tensor) -> _Numbers:
+        """Those of the rows that mask, bool [rows], picks."""
+        return _Numbers(*(getattr(self, f.name)[mask] for f in fields(self)))
+
+    @classmethod
+    def of(cls, chosen: list[Sequence], rows: list[int], vocabulary: int, device: torch.device) -> _Numbers:
+        table = torch.tensor(
+            [
+                [
+                    row,
+                    s.sampling.temperature,
+                    uniform(s.seed, len(s.tokens)),
+                    s.sampling.top_k if 0 < s.sampling.top_k < vocabulary else vocabulary,
+                    s.sampling.top_p,
+                    s.sampling.min_p,
+                ]
+                for row, s in zip(rows, chosen, strict=True)
+            ],
+            dtype=torch.float64,
+            pin_memory=device.type == "cuda",
+        ).to(device, non_blocking=True)
+        places, temperatures, uniforms, top_k, top_p, min_p = table.unsqueeze(2).unbind(1)
+        return cls(
+            places.squeeze(1).long(), temperatures.float(), uniforms, top_k.long(), top_p.float(), min_p.float()
+        )  # fmt: skip
 
 
 def _is_filtered(sequence: Sequence, vocabulary: int) -> bool:
@@ -133,35 +166,44 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return index.squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
-def _draw_filtered(scores: torch.Tensor, sequences: list[Sequence], uniforms: torch.Tensor) -> torch.Tensor:
+def _pick(scores: torch.Tensor, numbers: _Numbers) -> torch.Tensor:
+    return _invert(scores.softmax(-1), numbers.uniforms)
+
+
+def _pick_filtered(scores: torch.Tensor, numbers: _Numbers) -> torch.Tensor:
     vocabulary = scores.shape[1]
-    top_k = [s.sampling.top_k if 0 < s.sampling.top_k < vocabulary else vocabulary for s in sequences]
-    tokens = torch.empty(len(sequences), dtype=torch.int64, device=scores.device)
     total = scores.exp().sum(-1, keepdim=True)
-    pending = list(range(len(sequences)))
-    for candidates in (min(_FIRST_CANDIDATES, vocabulary), vocabulary):
-        # A row is decided here when the first token cut off is among its candidates, or all tokens are.
-        best, ids = scores[pending].topk(candidates, dim=-1)
-        weights = best.exp()
-        limits = torch.tensor([[top_k[i]] for i in pending], device=scores.device)
-        place = torch.arange(candidates, device=scores.device)
-        weights = weights.masked_fill(place >= limits, 0.0)
-        # The mass that top_p is a share of: what top_k leaves, known without a sort when top_k is off.
-        mass = torch.where(limits < vocabulary, weights.sum(-1, keepdim=True), total[pending])
-        before = weights.double().cumsum(-1) - weights
-        share = torch.tensor([[sequences[i].sampling.top_p] for i in pending], device=scores.device)
-        ratio = torch.tensor([[sequences[i].sampling.min_p] for i in pending], device=scores.device)
-        kept = ((before < share * mass) | (place == 0)) & (weights >= ratio * weights[:, :1]) & (place < limits)
-        known = (limits <= candidates) | (limits == vocabulary)
-        decided = [candidates == vocabulary or d for d in (known[:, 0] & ~kept[:, -1]).tolist()]
-        picked = ids.gather(1, _invert(weights * kept, uniforms[pending]).unsqueeze(1)).squeeze(1)
-        for i, row in enumerate(pending):
-            if decided[i]:
-                tokens[row] = picked[i]
-        pending = [row for i, row in enumerate(pending) if not decided[i]]
-        if not pending:
-            break
+    if scores.is_cuda:
+        # Whether the first candidates are enough could only be asked by waiting for the device.
+        return _pick_among(vocabulary, scores, total, numbers)[0]
+    tokens, decided = _pick_among(min(_FIRST_CANDIDATES, vocabulary), scores, total, numbers)
+    if not decided.all():
+        others = _pick_among(vocabulary, scores[~decided], total[~decided], numbers.only(~decided))[0]
+        tokens[~decided] = others
     return tokens
+
+
+def _pick_among(
+    candidates: int, scores: torch.Tensor, total: torch.Tensor, numbers: _Numbers
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens drawn from the most likely candidates that pass the filters, and whether no other token could pass."""
+    vocabulary = scores.shape[1]
+    if candidates < vocabulary:
+        best, ids = scores.topk(candidates, dim=-1)
+    else:
+        best, ids = scores.sort(dim=-1, descending=True)
+    place = torch.arange(candidates, device=scores.device)
+    weights = best.exp().masked_fill(place >= numbers.top_k, 0.0)
+    limited = numbers.top_k < vocabulary
+    # The mass that top_p is a share of: what top_k leaves, known without a sort when top_k is off.
+    mass = torch.where(limited, weights.sum(-1, keepdim=True), total)
+    before = weights.double().cumsum(-1) - weights
+    kept = (before < numbers.top_p * mass) | (place == 0)
+    kept &= (weights >= numbers.min_p * weights[:, :1]) & (place < numbers.top_k)
+    # Decided when the first token cut off is among the candidates, or all tokens are.
+    known = (numbers.top_k <= candidates) | ~limited
+    decided = (known[:, 0] & ~kept[:, -1]) | (candidates == vocabulary)
+    return ids.gather(1, _invert(weights * kept, numbers.uniforms).unsqueeze(1)).squeeze(1), decided
 
 
 def _logprobs(logits: torch.Tensor, sequences: list[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
