@@ -1,4 +1,4 @@
-"""Decoder layers as compiled functions for the CPU: one compilation for all layers that are alike, for any batch.
+"""Decoder layers as compiled functions: one compilation for all layers that are alike, for any batch.
 
 transformers' layers spend more time in Python and in small operations than in their products. torch.compile fuses the
 small operations; calling what it made directly, without its guards and without nn.Module's, saves as much again. What the
@@ -52,9 +52,12 @@ def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progre
         progress("compiling layers", done / len(set(kinds)))
         layer = layers[kinds.index(kind)]
         try:
-            with torch._inductor.config.patch({"cpp.threads": 1}):
-                few = _compile(layer, kind[1])
-            functions[kind] = few, _compile(layer, kind[1])
+            many = _compile(layer, kind[1])
+            few = many
+            if _device(layer).type == "cpu":
+                with torch._inductor.config.patch({"cpp.threads": 1}):
+                    few = _compile(layer, kind[1])
+            functions[kind] = few, many
         except Exception as e:
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise CompileError(f"{type(layer).__name__}: {reason}") from e
@@ -161,6 +164,10 @@ def _named_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t.detach() for name, t in (*layer.named_parameters(), *layer.named_buffers())}
 
 
+def _device(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device
+
+
 def _tensors(layer: nn.Module) -> list[torch.Tensor]:
     return list(_named_tensors(layer).values())
 
@@ -175,7 +182,7 @@ def _compile(layer: nn.Module, signature: _Signature) -> Callable[..., Any]:
         return functional_call(layer, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
 
     examples = [
-        torch.zeros([4 if size < 0 else size for size in shape], dtype=dtype)
+        torch.zeros([4 if size < 0 else size for size in shape], dtype=dtype, device=_device(layer))
         for shape, dtype in zip(signature.shapes, signature.dtypes, strict=True)
     ]
     for example, shape in zip(examples, signature.shapes, strict=True):
