@@ -91,6 +91,8 @@ class EngineConfig(_Section):
     block_size: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, 90 % of what is free on CUDA."""
+    enable_prefix_caching: bool = True
+    """Prompts begin with what the KV cache holds of them already."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None takes all cores this process may use."""
     enforce_eager: bool = False

@@ -32,7 +32,9 @@ class Engine:
         limits = runner.limits
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
         budget = token_budget(config, runner.device)
-        self._scheduler = Scheduler(self._blocks, config.max_num_seqs, budget, limits.max_model_len)
+        self._scheduler = Scheduler(
+            self._blocks, config.max_num_seqs, budget, limits.max_model_len, config.enable_prefix_caching
+        )
         self._eos = frozenset(limits.eos_token_ids)
         self._clocks: dict[str, RequestClock] = {}
         self._step_clock = StepClock()

@@ -63,6 +63,28 @@ def test_blocks_freed_last_are_handed_out_last() -> None:
     assert taken == [2, 1, 0]
 
 
+def test_a_named_block_is_found_until_it_is_handed_out_anew() -> None:
+    manager = BlockManager(3, 1)
+    blocks: list[int] = []
+    manager.grow(blocks, 3)
+    a, b, _ = blocks
+    manager.name(a, b"a")
+    manager.name(b, b"b")
+    manager.release(blocks)
+    assert manager.find([b"a", b"b", b"c"]) == [a, b]
+    assert manager.num_unheld([a, b]) == 2
+    # The one without a key goes first; then the one that was freed first: release() frees from the end.
+    taken: list[int] = []
+    manager.grow(taken, 2)
+    assert b in taken
+    assert manager.find([b"a", b"b"]) == [a]
+    manager.share([a])
+    assert manager.num_free == 0
+    assert manager.find([b"a"]) == [a]
+    manager.forget([a])
+    assert manager.find([b"a"]) == []
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 40)), max_size=60))
 def test_any_history_leaves_every_block_free_or_held(history: list[tuple[int, int, int]]) -> None:

@@ -1,8 +1,8 @@
-"""The pool of key/value cache blocks: who holds which block, counted by references."""
+"""The pool of key/value cache blocks: who holds which block, counted by references, and what free ones still hold."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 
@@ -13,8 +13,9 @@ class OutOfBlocksError(Exception):
 class BlockManager:
     """num_blocks blocks of block_size tokens each, numbered from 0.
 
-    A block may be held more than once (a shared prefix); it is free when nobody holds it. Blocks that were freed last
-    are handed out last, so what they hold stays reusable for as long as possible.
+    A block may be held more than once (a shared prefix); it is free when nobody holds it. A block may be named by a key
+    that says what it holds; it can be found by it, free or not, until it is handed out anew. Blocks without a key are
+    handed out first, then those that have been free for longest.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -23,17 +24,20 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = deque(range(num_blocks))
+        self._free_named: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._by_key: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds."""
-        return len(self._free)
+        return len(self._free) + len(self._free_named)
 
     @property
     def num_used(self) -> int:
         """Blocks that somebody holds."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold num_tokens tokens."""
@@ -46,19 +50,20 @@ class BlockManager:
     def grow(self, blocks: list[int], num_tokens: int) -> None:
         """Extend `blocks` in place until it holds num_tokens tokens; OutOfBlocksError (nothing taken) if it cannot."""
         missing = self.missing(blocks, num_tokens)
-        if missing > len(self._free):
-            raise OutOfBlocksError(f"{missing} blocks asked for, {len(self._free)} free")
+        if missing > self.num_free:
+            raise OutOfBlocksError(f"{missing} blocks asked for, {self.num_free} free")
         for _ in range(missing):
-            block = self._free.popleft()
+            block = self._free.popleft() if self._free else self._evict()
             self._references[block] = 1
             blocks.append(block)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Count one more holder of blocks that are already held."""
+        """Count one more holder of blocks that are held, or free but named."""
         held = list(blocks)
-        if not all(self._references[block] for block in held):
-            raise ValueError("a free block cannot be shared")
+        if not all(self._references[block] or block in self._free_named for block in held):
+            raise ValueError("a free block without a key cannot be shared")
         for block in held:
+            self._free_named.pop(block, None)
             self._references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
@@ -69,5 +74,42 @@ class BlockManager:
                 raise ValueError(f"block {block} is not held")
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free.append(block)
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._free_named[block] = None
         blocks.clear()
+
+    def name(self, block: int, key: bytes) -> None:
+        """Say what a held block holds from now on. A key that names another block stays with that one."""
+        if self._references[block] < 1:
+            raise ValueError(f"block {block} is not held")
+        if self._keys[block] is None and key not in self._by_key:
+            self._keys[block] = key
+            self._by_key[key] = block
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks that the first keys name, up to the first key that names none."""
+        found: list[int] = []
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of blocks share() would take from the free ones."""
+        return sum(block in self._free_named for block in blocks)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Take the keys of held blocks away: what they hold is not to be used again."""
+        for block in blocks:
+            key, self._keys[block] = self._keys[block], None
+            if key is not None:
+                del self._by_key[key]
+
+    def _evict(self) -> int:
+        block, _ = self._free_named.popitem(last=False)
+        self.forget([block])
+        return block

@@ -50,10 +50,19 @@ class Scheduler:
     A sequence is admitted when the blocks for all its present tokens are free, so only growth by decoding can run out
     of blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes
     them again when it is admitted anew, before any newer request.
+
+    With prefix_caching a sequence starts with the blocks that hold its first tokens already, held or free. Only full
+    blocks whose computation has succeeded are shared, and the last token is always computed, so nobody ever writes to
+    a shared block.
     """
 
     def __init__(
-        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefix_caching: bool = False,
     ) -> None:
         if blocks.num_blocks * blocks.block_size < max_model_len:
             raise ValueError(
@@ -66,6 +75,7 @@ class Scheduler:
         # Every running sequence must be able to decode in every step.
         self._budget = max(max_num_batched_tokens, max_num_seqs)
         self._max_model_len = max_model_len
+        self._prefix_caching = prefix_caching
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self._by_id: dict[str, Sequence] = {}
@@ -139,19 +149,24 @@ class Scheduler:
 
     def resolve(self, step: Step, tokens: list[int]) -> None:
         """Fill in the tokens of a step that advance() was called for; ends sequences as complete() does."""
+        # Those that are not running ended while the step ran, or were preempted and wait.
         for chunk, token in zip(step.sampled, tokens, strict=True):
-            sequence = chunk.sequence
-            # Otherwise it ended while the step ran. It may have been preempted since; then it still waits.
-            if sequence.phase is not Phase.FINISHED and sequence.has_unknown:
-                sequence.resolve(token, self._max_model_len)
-                if sequence.finish_reason is not None:
-                    self._remove(sequence)
+            if chunk.sequence.phase is not Phase.FINISHED and chunk.sequence.has_unknown:
+                chunk.sequence.resolve(token, self._max_model_len)
+        for sequence in (chunk.sequence for chunk in step.chunks):
+            if self._prefix_caching and sequence.phase is Phase.RUNNING:
+                self._name_blocks(sequence)
+            if sequence.phase is not Phase.FINISHED and sequence.finish_reason is not None:
+                self._remove(sequence)
 
     def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
         """End a sequence now, whatever its phase, and free its blocks; None when the id is unknown."""
         sequence = self._by_id.get(request_id)
         if sequence is not None:
             sequence.finish_reason = reason
+            if reason == "error":
+                # Whatever failed may have left its traces in the cache.
+                self._blocks.forget(sequence.blocks)
             self._remove(sequence)
         return sequence
 
@@ -161,15 +176,31 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         if len(self._running) >= self._max_num_seqs:
             return False
-        needed = self._blocks.missing(sequence.blocks, len(sequence.tokens))
+        found = self._find_prefix(sequence) if self._prefix_caching else []
+        needed = self._blocks.missing(found, len(sequence.tokens)) + self._blocks.num_unheld(found)
         # One block spare for each running sequence, or admission would at once be paid for by a preemption.
         spare = len(self._running)
         if needed > self._blocks.num_free - spare and self._running:
             return False
+        self._blocks.share(found)
+        sequence.start_with(found, len(found) * self._blocks.block_size)
         self._blocks.grow(sequence.blocks, len(sequence.tokens))
         sequence.phase = Phase.RUNNING
         self._running.append(sequence)
         return True
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold the first tokens of a sequence, all but its last at most."""
+        return self._blocks.find(sequence.block_keys(self._blocks.block_size, len(sequence.tokens) - 1))
+
+    def _name_blocks(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that are computed."""
+        named, full = sequence.num_named, sequence.num_computed // self._blocks.block_size
+        if full > named:
+            keys = sequence.block_keys(self._blocks.block_size, sequence.num_computed)
+            for block, key in zip(sequence.blocks[named:full], keys[named:], strict=True):
+                self._blocks.name(block, key)
+            sequence.num_named = full
 
     @staticmethod
     def _add_prefill(sequence: Sequence, step: Step, budget: int) -> int:
@@ -191,7 +222,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._blocks.release(sequence.blocks)
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_named = 0
         sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1

@@ -6,6 +6,7 @@ import enum
 from collections import Counter
 from typing import Protocol
 
+from server.engine.scheduling.prefix import extend_keys
 from server.types import FinishReason, GenerateRequest
 
 UNKNOWN = -1
@@ -58,8 +59,14 @@ class Sequence:
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
         self.num_cached = 0
-        """Prompt tokens that were found in the cache when the sequence was admitted last."""
+        """Prompt tokens that were found in the cache when the sequence was admitted first."""
         self.blocks: list[int] = []
+        self.cache_salt = b""
+        """Sequences of different salts share no blocks."""
+        self.num_named = 0
+        """Blocks, from the first on, whose content others can find."""
+        self._keys: list[bytes] = []
+        self._started = False
         self.phase = Phase.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
@@ -89,6 +96,21 @@ class Sequence:
     def has_unknown(self) -> bool:
         """Whether the last token has not been read from the device yet."""
         return self.tokens[-1] == UNKNOWN
+
+    def start_with(self, blocks: list[int], num_computed: int) -> None:
+        """Take blocks that hold its first num_computed tokens already, on being admitted."""
+        self.blocks = blocks
+        self.num_computed = num_computed
+        self.num_named = len(blocks)
+        if not self._started:
+            self.num_cached = num_computed
+        self._started = True
+
+    def block_keys(self, block_size: int, num_tokens: int) -> list[bytes]:
+        """Keys of the full blocks among the first num_tokens tokens, which must be known."""
+        count = num_tokens // block_size
+        extend_keys(self._keys, self.tokens, block_size, count, self.cache_salt)
+        return self._keys[:count]
 
     def ends_by_length(self, max_model_len: int) -> bool:
         """Whether the present last token, whatever it is, is the last one."""
