@@ -16,6 +16,15 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 UNAVAILABLE = "service_unavailable_error"
 OVERLOADED = "rate_limit_error"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's names for errors; theirs has neither param nor code, so the message names the field."""
 
 
 class ApiError(Exception):
@@ -39,14 +48,17 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> bytes:
-        """The JSON document."""
+    def body(self, *, anthropic: bool = False) -> bytes:
+        """The JSON document, in OpenAI's shape or in Anthropic's."""
+        if anthropic:
+            kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
+    def response(self, *, anthropic: bool = False) -> Response:
         """The HTTP answer."""
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+        return Response(self.body(anthropic=anthropic), self.status, self.headers, media_type="application/json")
 
 
 def bad_request(message: str, param: str | None, code: str | None) -> ApiError:
@@ -105,7 +117,7 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
     """Exception handler for ApiError."""
     assert isinstance(error, ApiError)
     request.state.rejection = error.code or error.type
-    return error.response()
+    return error.response(anthropic=request.url.path.startswith("/v1/messages"))
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:

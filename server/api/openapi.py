@@ -12,7 +12,10 @@ from pydantic import BaseModel
 
 from server.api.chat_options import ChatOptions
 from server.api.completions import CompletionRequest
+from server.api.messages import CountRequest, MessageRequest
 from server.api.protocol import ChatCompletion, ChatCompletionChunk, Completion
+from server.api.responses import ResponseRequest
+from server.api.tokens import Detokenize, TokenizeText
 
 REF = "#/components/schemas/{model}"
 
@@ -33,13 +36,28 @@ _ERROR = {
     },
 }
 
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
 _GENERATION_ERRORS = {
     "400": "The request is malformed, or asks for what this server does not do; param names the option",
+    "401": "The server wants an API key, and this is none of them",
     "404": "No such model",
     "413": "The body is larger than http.max_body_bytes",
     "415": "The body is not application/json",
     "429": "Too many requests under way; Retry-After says when to come back",
     "500": "The engine could not finish the request",
+    "504": "The request took longer than http.request_timeout_s",
     "503": "The model is loading, restarting or shutting down",
 }
 
@@ -63,6 +81,30 @@ _ENDPOINTS: dict[str, tuple[type[BaseModel], type[msgspec.Struct], type[msgspec.
 }
 
 
+# Answers of these are written out by hand in the other servers' shapes, and described by their documentation.
+_EXAMPLE = {
+    "model": "smollm2-135m-instruct",
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+}
+_OTHERS: dict[str, tuple[type[BaseModel], str, bool, dict[str, Any]]] = {
+    "/v1/responses": (
+        ResponseRequest,
+        "OpenAI's response object; with stream, its events",
+        True,
+        {"model": "smollm2-135m-instruct", "input": "What is the capital of France?", "max_output_tokens": 64},
+    ),
+    "/v1/messages": (
+        MessageRequest,
+        "Anthropic's message; with stream, its events",
+        True,
+        _EXAMPLE | {"max_tokens": 64},
+    ),
+    "/v1/messages/count_tokens": (CountRequest, "input_tokens", False, _EXAMPLE),
+    "/tokenize": (TokenizeText, "count, max_model_len, tokens, token_strs", False, {"prompt": "The capital of France"}),
+    "/detokenize": (Detokenize, "prompt", False, {"tokens": [504, 3575, 282, 4649]}),
+}
+
+
 def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
     """A replacement for app.openapi that knows the bodies and answers of the generating endpoints."""
 
@@ -78,7 +120,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     structs = [struct for _, whole, chunk, _ in _ENDPOINTS.values() for struct in (whole, chunk)]
     _, answers = msgspec.json.schema_components(structs, ref_template=REF.replace("{model}", "{name}"))
-    schemas: dict[str, Any] = {**answers, "Error": _ERROR}
+    schemas: dict[str, Any] = {**answers, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     for path, (request, whole, chunk, example) in _ENDPOINTS.items():
         body = request.model_json_schema(ref_template=REF)
         schemas |= body.pop("$defs", {})
@@ -98,6 +140,23 @@ def _document(app: FastAPI) -> dict[str, Any]:
             },
             **{status: _error(text) for status, text in _GENERATION_ERRORS.items()},
         }
+    for path, (request, answer, streams, example) in _OTHERS.items():
+        body = request.model_json_schema(ref_template=REF)
+        schemas |= body.pop("$defs", {})
+        schemas[request.__name__] = body
+        operation = document["paths"][path]["post"]
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(request.__name__), "example": example}},
+        }
+        content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+        if streams:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        shape = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        operation["responses"] = {
+            "200": {"description": answer, "content": content},
+            **{status: _error(text, shape) for status, text in _GENERATION_ERRORS.items()},
+        }
     # The validation error that FastAPI would give; ours are 400s of the shape above.
     for methods in document["paths"].values():
         for operation in methods.values():
@@ -110,5 +169,5 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": REF.format(model=name)}
 
 
-def _error(description: str) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": _ref("Error")}}}
+def _error(description: str, shape: str = "Error") -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": _ref(shape)}}}

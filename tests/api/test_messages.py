@@ -1,0 +1,122 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.api.conftest import MODEL, user
+
+PATH = "/v1/messages"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"],
+          "additionalProperties": False}  # fmt: skip
+TOOL = {
+    "name": "get_weather",
+    "description": "Weather.",
+    "input_schema": SCHEMA,
+    "cache_control": {"type": "ephemeral"},
+}
+
+
+def body(**options: Any) -> dict[str, Any]:
+    question = user("What is the capital of France?")
+    return {"model": MODEL, "max_tokens": 12, "messages": question, "temperature": 0} | options
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        document = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {document['type']}"
+        found.append(document)
+    return found
+
+
+def test_text_whole_and_streamed(http: httpx.Client) -> None:
+    whole = http.post(PATH, json=body()).json()
+    assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", "max_tokens")
+    assert "Paris" in whole["content"][0]["text"]
+    assert whole["usage"]["output_tokens"] == 12
+    streamed = events(http.post(PATH, json=body(stream=True)))
+    kinds = [event["type"] for event in streamed]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    text = "".join(event["delta"]["text"] for event in streamed if event["type"] == "content_block_delta")
+    assert text == whole["content"][0]["text"]
+    start = streamed[0]["message"]["usage"]
+    assert start["input_tokens"] + start["cache_read_input_tokens"] > 10
+    assert streamed[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert streamed[-2]["usage"]["output_tokens"] == 12
+
+
+def test_system_prefill_and_stop_sequence(http: httpx.Client) -> None:
+    messages = [*body()["messages"], {"role": "assistant", "content": [{"type": "text", "text": "The capital is"}]}]
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    answer = http.post(PATH, json=body(messages=messages, system=system, stop_sequences=["aris"])).json()
+    assert answer["content"][0]["text"].startswith(" P")
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "aris")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(http: httpx.Client, stream: bool) -> None:
+    options = body(max_tokens=100, tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    answer = http.post(PATH, json=options | {"stream": stream})
+    if stream:
+        happened = events(answer)
+        block = next(event["content_block"] for event in happened if event["type"] == "content_block_start")
+        written = "".join(e["delta"]["partial_json"] for e in happened if e["type"] == "content_block_delta")
+        block = {**block, "input": json.loads(written)}
+        assert happened[-2]["delta"]["stop_reason"] == "tool_use"
+    else:
+        assert answer.json()["stop_reason"] == "tool_use"
+        (block,) = answer.json()["content"]
+    assert (block["type"], block["name"]) == ("tool_use", "get_weather")
+    jsonschema.validate(block["input"], SCHEMA)
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "22 degrees"}]}
+    messages = [*options["messages"], {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    after = http.post(PATH, json=body(messages=messages, tools=[TOOL], tool_choice={"type": "none"}))
+    assert after.json()["content"][0]["type"] == "text"
+
+
+def test_count_tokens(http: httpx.Client) -> None:
+    asked = {"model": MODEL, "messages": body()["messages"]}
+    count = http.post(f"{PATH}/count_tokens", json=asked).json()
+    usage = http.post(PATH, json=body()).json()["usage"]
+    assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    assert http.post(f"{PATH}/count_tokens", json=asked | {"tools": [TOOL]}).json()["input_tokens"] > 60
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0]"),
+        ({"messages": user([{"type": "image", "source": {}}])}, "messages[0].content[0]"),
+        ({"messages": user([{"type": "tool_use", "id": "a", "name": "b", "input": {}}])}, "messages[0].content[0]"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_refused_in_anthropics_shape(http: httpx.Client, change: dict[str, Any], named: str) -> None:
+    answer = http.post(PATH, json=body(**change))
+    assert answer.status_code == 400
+    document = answer.json()
+    assert document["type"] == "error"
+    assert document["error"]["type"] == "invalid_request_error"
+    assert named in document["error"]["message"]
+
+
+def test_unknown_model(http: httpx.Client) -> None:
+    answer = http.post(PATH, json=body(model="claude"))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
