@@ -90,7 +90,7 @@ class EngineConfig(_Section):
     """Token budget of one step; longer prompts are prefilled in chunks. None: 256 on CPU, 4096 on CUDA."""
     block_size: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
-    """Memory for the KV cache; None: 1 GiB on CPU, 90 % of what is free on CUDA."""
+    """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
     enable_prefix_caching: bool = True
     """Prompts begin with what the KV cache holds of them already."""
     threads: int | None = Field(default=None, ge=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 import nf4_kernels
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
-from server.engine.runtime.attention.base import LayerShape, attending
+from server.engine.runtime.attention.base import AttentionBackend, attending
 from server.engine.runtime.attention.factory import create_backend
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
@@ -22,9 +23,12 @@ from server.engine.runtime.batch import Batch, Span, build_batch
 from server.engine.runtime.compiled import CompileError, compile_layers
 from server.engine.runtime.cpu_linear import use_cpu_kernels
 from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
+from server.engine.runtime.memory import cache_bytes
 from server.engine.runtime.projections import replace_projections
 from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits, sample
 from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.sequence import Sequence
+from server.types import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,6 @@ TRIALS = (1, 7, 17)
 TRIAL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 LEAST_MODEL_LEN = 32
 CPU_CACHE_BYTES = 2**30
-CUDA_CACHE_SHARE = 0.9
 # Larger steps are hardly faster, and every request of a step waits for its end.
 TOKEN_BUDGETS = {"cpu": 256, "cuda": 4096}
 
@@ -88,11 +91,23 @@ class ModelRunner:
         if self._device.type == "cpu":
             use_cpu_kernels(model)
         shapes, options = probe_layers(model)
-        self.limits = _limits(model, shapes, config, self._device, self._dtype)
-        self._backend = create_backend(
-            shapes, options, self.limits.num_blocks, config.block_size, self._dtype, self._device
-        )
         self._graphs: DecodeGraphs | None = None
+
+        def make_backend(num_blocks: int) -> AttentionBackend:
+            return create_backend(shapes, options, num_blocks, config.block_size, self._dtype, self._device)
+
+        per_block = config.block_size * sum(shape.bytes_per_token(self._dtype.itemsize) for shape in shapes)
+        budget = config.kv_cache_bytes
+        if budget is None and self._device.type == "cuda":
+            try:
+                budget = cache_bytes(lambda: self._largest_step(make_backend, config) * per_block, self._device)
+            except torch.OutOfMemoryError as e:
+                raise EngineConfigError(
+                    f"beside the weights there is no memory for a step of {token_budget(config, self._device)} tokens;"
+                    " engine.max_num_batched_tokens sets its size"
+                ) from e
+        self.limits = _limits(model, per_block, config, CPU_CACHE_BYTES if budget is None else budget)
+        self._backend = make_backend(self.limits.num_blocks)
 
     def prepare(self, config: EngineConfig, progress: Progress) -> None:
         """Compile the layers, capture decode steps (CUDA); engine.enforce_eager leaves that out."""
@@ -131,6 +146,32 @@ class ModelRunner:
             if not error < TRIAL_TOLERANCES[self._dtype]:
                 return f"are off by {error:.1e} with {count} tokens"
         return None
+
+    @torch.inference_mode()
+    def _largest_step(self, make_backend: Callable[[int], AttentionBackend], config: EngineConfig) -> int:
+        """Run as large a step as the scheduler may make, in a cache that holds just that; returns the cache's blocks."""
+        count = max(token_budget(config, self._device), config.max_num_seqs)
+        length = min(count, _model_limit(self._model.config.get_text_config()) or count)
+        blocks_each = -(-length // self._block_size)
+        spans = []
+        num_blocks = 0
+        for row in range(0, count, length):
+            own = min(length, count - row)
+            end = num_blocks + -(-own // self._block_size)
+            spans.append(Span(row, 0, own, tuple(range(num_blocks, end))))
+            num_blocks = end
+        self._backend = make_backend(num_blocks)
+        rows = torch.arange(count, device=self._device)
+        positions = rows % length
+        slots = rows // length * blocks_each * self._block_size + positions
+        vocabulary = self._model.config.get_text_config().vocab_size
+        wanted = rows[-config.max_num_seqs :]
+        batch = Batch(rows % vocabulary, positions, slots, wanted, tuple(spans), int(count == 1))
+        params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+        drawn = Sequence(GenerateRequest("largest step", [0], params), seed=0)
+        sample(self._run(batch), [drawn] * len(wanted))
+        del self._backend
+        return num_blocks
 
     def _trial(self, count: int) -> torch.Tensor:
         """Logits [count, vocabulary] of a first chunk of count tokens, in the cache's first blocks."""
@@ -195,16 +236,12 @@ class ModelRunner:
         return logits.float()
 
 
-def _limits(
-    model: PreTrainedModel, shapes: list[LayerShape], config: EngineConfig, device: torch.device, dtype: torch.dtype
-) -> ModelLimits:
+def _limits(model: PreTrainedModel, per_block: int, config: EngineConfig, budget: int) -> ModelLimits:
+    """What a cache of budget bytes allows, per_block bytes a block."""
     text = model.config.get_text_config()
-    budget = config.kv_cache_bytes or _default_cache_bytes(device)
-    per_block = config.block_size * sum(shape.bytes_per_token(dtype.itemsize) for shape in shapes)
     num_blocks = budget // per_block
     cached_tokens = num_blocks * config.block_size
-    own: int | None = getattr(text, "max_position_embeddings", None)
-    own = _rope_limit(text, own)
+    own = _model_limit(text)
     wanted = config.max_model_len
     if wanted is not None and own is not None and wanted > own:
         raise EngineConfigError(f"engine.max_model_len is {wanted}, the model is made for {own} tokens")
@@ -220,11 +257,12 @@ def _limits(
     return ModelLimits(max_model_len, min(num_blocks, most), text.vocab_size, _eos_token_ids(model))
 
 
-def _rope_limit(text: Any, own: int | None) -> int | None:
-    """Longest input at which the rotary embedding of a token does not depend on the batch it is in.
+def _model_limit(text: Any) -> int | None:
+    """Longest input that the model is made for, and at which a token's rotary embedding depends on its place only.
 
     transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence.
     """
+    own: int | None = getattr(text, "max_position_embeddings", None)
     parameters = getattr(text, "rope_parameters", None) or {}
     if parameters.get("rope_type") in ("dynamic", "longrope"):
         original = parameters.get("original_max_position_embeddings") or getattr(
@@ -232,12 +270,6 @@ def _rope_limit(text: Any, own: int | None) -> int | None:
         )
         return original or own
     return own
-
-
-def _default_cache_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
-    return CPU_CACHE_BYTES
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
