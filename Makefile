@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test check format hooks kernels model bench-cpu gpu-bench gpu-test clean
+.PHONY: help serve test check format hooks kernels model bench-cpu gpu-bench gpu-bench-e2e gpu-test clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -63,6 +63,9 @@ gpu-test: kernels ## the tests that need a GPU
 
 gpu-bench: kernels ## kernel speed beside bitsandbytes and bf16 on this GPU, into bench/results/
 	$(BIN)/python -m nf4_kernels.bench
+
+gpu-bench-e2e: kernels ## whole models beside transformers on this GPU, into bench/results/ (BENCH_ARGS=)
+	$(BIN)/python -m bench.e2e --peers 1,8,32 $(BENCH_ARGS)
 
 clean: ## remove what was built (not the virtual environment, not the model)
 	rm -rf nf4_kernels/lib build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,8 +1,9 @@
 """Decode and prefill speed of the engine on dummy NF4 weights: python -m bench.e2e --help.
 
-The engine is called directly, in one process; --peers adds transformers' generate with bitsandbytes' kernels in the same
-run. Decode is timed from the step in which every request has FIRST tokens to the last one, prefill until every request
-has its first token. Writes bench/results/e2e-<device>.json, keeping rows of models that were not run.
+The engine is called directly, in one process; --peers adds transformers' generate and generate_batch with bitsandbytes'
+kernels in the same run (prefill of one prompt there, of one and of eight here). Decode is timed from the step in which
+every request has FIRST tokens to the last one, prefill until every request has its first token. Writes
+bench/results/e2e-<device>.json, keeping rows of models that were not run.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import torch
 import transformers
 
+from bench import peers
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
@@ -74,21 +79,6 @@ def prefill(engine: Engine, batch: int, length: int, vocabulary: int, seed: int)
     return batch * length / (time.perf_counter() - started)
 
 
-def generate_peer(model: transformers.PreTrainedModel, batch: int, vocabulary: int, answer: int) -> float:
-    """Decode tokens per second of transformers.generate: a run of answer tokens less a run of FIRST tokens."""
-    ids = torch.randint(1000, vocabulary - 1000, (batch, PROMPT), device=model.device)
-
-    def run(tokens: int) -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
-        torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    run(2)
-    return batch * (answer - FIRST) / (run(answer) - run(FIRST))
-
-
 def measure(name: str, options: argparse.Namespace) -> list[Row]:
     """All rows of one model."""
     folder = MODELS / name
@@ -114,9 +104,10 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
         print(json.dumps(rows[-1]), flush=True)
     for length in options.prefill:
         prefill(engine, 1, length, vocabulary, seed=2)
-        speed = prefill(engine, 8, length, vocabulary, seed=3)
-        rows.append({"model": name, "mode": "prefill", "batch": 8, "length": length, "ours_tok_s": speed})
-        print(json.dumps(rows[-1]), flush=True)
+        for batch in (1, 8):
+            speed = prefill(engine, batch, length, vocabulary, seed=2 + batch)
+            rows.append({"model": name, "mode": "prefill", "batch": batch, "length": length, "ours_tok_s": speed})
+            print(json.dumps(rows[-1]), flush=True)
     rows.append({
         "model": name, "mode": "start", "ready_s": ready, "gpu_gib": torch.cuda.max_memory_allocated() / 2**30,
     })  # fmt: skip
@@ -129,14 +120,29 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
 
 
 def _add_peers(name: str, rows: list[Row], options: argparse.Namespace) -> None:
+    """Put what transformers reaches into the rows of the batches asked for; a peer that fails leaves its reason."""
     model = dummy_model(MODELS / name, torch.device("cuda", 0), torch.bfloat16, _print_progress, seed=0)
+    decoding = [row for row in rows if row["mode"] == "decode" and row["batch"] in options.peers]
+    lengths = PROMPT, options.peer_tokens, FIRST
+    for row in decoding:
+        _add_peer(row, "hf_generate", partial(peers.generate, model, row["batch"], *lengths))
     for row in rows:
-        if row["mode"] == "decode" and row["batch"] in options.peers:
-            vocabulary = model.config.get_text_config().vocab_size
-            row["hf_generate_tok_s"] = generate_peer(model, row["batch"], vocabulary, options.peer_tokens)
-            print(json.dumps(row), flush=True)
+        if row["mode"] == "prefill" and row["batch"] == 1:
+            _add_peer(row, "hf_generate", partial(peers.prefill, model, 1, row["length"]))
+    # Last: it changes the model's attention for good.
+    for row in decoding:
+        _add_peer(row, "hf_generate_batch", partial(peers.generate_batch, model, row["batch"], *lengths))
     del model
     _free()
+
+
+def _add_peer(row: Row, peer: str, measured: Callable[[], float]) -> None:
+    try:
+        row[f"{peer}_tok_s"] = measured()
+    except Exception as e:
+        row[f"{peer}_tok_s"] = None
+        row[f"{peer}_error"] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
+    print(json.dumps(row), flush=True)
 
 
 def _free() -> None:
@@ -162,7 +168,7 @@ def main() -> int:
     parser.add_argument("--budget", type=int, default=4096, help="max_num_batched_tokens")
     parser.add_argument("--max-model-len", type=int, default=8448)
     parser.add_argument("--kv-gib", type=int, default=24)
-    parser.add_argument("--peers", type=_numbers, default=[], help="batch sizes to run transformers.generate at, too")
+    parser.add_argument("--peers", type=_numbers, default=[], help="batch sizes to run transformers at, too")
     parser.add_argument("--peer-tokens", type=int, default=64)
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--out", type=Path, help="default: bench/results/e2e-<device>.json")
@@ -176,6 +182,7 @@ def main() -> int:
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "bitsandbytes": bitsandbytes.__version__,
         "python": platform.python_version(),
     }
     path.write_text(json.dumps({"device": device, "versions": versions, "rows": rows}, indent=1) + "\n")

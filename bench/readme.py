@@ -59,8 +59,8 @@ def e2e(result: Result) -> str:
     lines = [
         f"{result['device']}, dummy weights, tokens per second; {_versions(result)}.",
         "",
-        "| model | what | ours | transformers + bitsandbytes |",
-        "| --- | --- | --- | --- |",
+        "| model | what | ours | transformers generate + bitsandbytes | generate_batch |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
         if row["mode"] not in ("decode", "prefill"):
@@ -68,10 +68,9 @@ def e2e(result: Result) -> str:
         what = (
             f"decode, batch {row['batch']}" if row["mode"] == "decode" else f"prefill {row['batch']} x {row['length']}"
         )
-        theirs = row.get("hf_generate_tok_s")
-        lines.append(
-            f"| {row['model']} | {what} | {row['ours_tok_s']:.0f} | {'' if theirs is None else format(theirs, '.1f')} |"
-        )
+        theirs = (row.get(f"{peer}_tok_s") for peer in ("hf_generate", "hf_generate_batch"))
+        cells = " | ".join("" if value is None else f"{value:.1f}" for value in theirs)
+        lines.append(f"| {row['model']} | {what} | {row['ours_tok_s']:.0f} | {cells} |")
     return "\n".join(lines)
 
 
