@@ -21,7 +21,7 @@ from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Phase, Sequence
 from server.types import GenerateRequest, RequestOutput
 from tests.engine.factories import make_request, make_sequence
-from tests.engine.models import VOCABULARY, tiny_model
+from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
 MODEL = tiny_model("llama")
@@ -104,6 +104,16 @@ def test_answers_are_the_same_without_it(blocks: int | None, temperature: float)
         assert sum(outputs[0].num_cached_tokens for outputs in found) > 0
     assert all(outputs[0].num_cached_tokens == 0 for outputs in run(plain, *requests))
     assert (engine.stats().preemptions > 0) == (blocks is not None)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_answers_the_same_from_the_cache(family: str) -> None:
+    prompt = prompts_with_shared_starts(5, seed=9)[-1] * 2
+    runner = ModelRunner(tiny_model(family), CONFIG)
+    engine = Engine(runner, CONFIG)
+    first, second = (run(engine, make_request(prompt, max_tokens=20, ignore_eos=True))[0] for _ in range(2))
+    assert second[0].num_cached_tokens >= len(prompt) - CONFIG.block_size
+    assert tokens(first) == tokens(second)
 
 
 def test_shared_blocks_are_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
