@@ -32,6 +32,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     """Number of most likely alternatives to return per token (0 to 20); None returns no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from the second on; a prompt that is scored is not looked up in the cache."""
     grammar: str | None = None
     """A grammar that the text has to match, in llguidance's JSON form."""
 
@@ -96,6 +98,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of the prompt's tokens from the second on, with the first output of a request that wants them."""
     timings: RequestTimings | None = None
 
 

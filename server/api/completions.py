@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -16,8 +17,8 @@ from server.api.errors import ApiError, bad_request
 from server.api.generation import Delta, Generation, closing
 from server.api.launch import admit, check_length, launch, new_id
 from server.api.operations import json_response, service_of
-from server.api.options import UNSUPPORTED, GenerationOptions
-from server.api.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionLogprobsBuilder, Timings
+from server.api.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
+from server.api.protocol import Completion, CompletionChoice, CompletionLogprobsBuilder, Timings, Usage
 from server.api.service import Backend
 from server.api.streaming import DONE, EventStream, event, unless_disconnected
 from server.api.structured import check_grammar, form_grammar
@@ -30,7 +31,6 @@ DEFAULT_TOKENS = 16
 """OpenAI's default for max_tokens here."""
 
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
-    "echo": (False,),
     "suffix": ("",),
     "prompt_embeds": (),
     "messages": (),
@@ -58,6 +58,16 @@ class CompletionRequest(GenerationOptions):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
+    echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)] | None = None
+
+    def check(self) -> None:
+        """Raise ApiError for options that contradict each other."""
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request(
+                "Invalid 'max_tokens': 0 is only allowed with 'echo'.", "max_tokens", "value_out_of_range"
+            )
 
 
 def prompt_count(prompt: Any) -> int:
@@ -151,12 +161,14 @@ async def completions(request: Request) -> Response:
             ticket,
             answer_id=answer.id,
             arrival=arrival,
-            requested_tokens=options.max_tokens,
+            # No tokens of its own: one is generated, and not shown.
+            requested_tokens=1 if options.max_tokens == 0 else options.max_tokens,
             default_tokens=DEFAULT_TOKENS,
             logprobs=options.logprobs,
             at_start=False,
             param="prompt",
             grammar=grammar,
+            prompt_logprobs=options.logprobs if options.echo else None,
         )
     except BaseException:
         ticket.release()
@@ -179,6 +191,9 @@ class _Answer:
         self._tokenizer = backend.tokenizer
         self._logprobs = options.logprobs is not None
         self._timings = bool(options.timings)
+        self._echo = bool(options.echo)
+        self._only_echo = options.max_tokens == 0
+        self._prompt = options.prompt
         stream = options.stream_options
         self._usage_at_end = bool(stream and stream.include_usage)
         self._usage_always = bool(stream and stream.continuous_usage_stats)
@@ -193,40 +208,63 @@ class _Answer:
                 logprobs[delta.index].extend(delta.logprobs)
                 last[delta.index] = delta
         choices = [
-            CompletionChoice(
-                index,
-                "".join(texts[index]),
-                self._shape(CompletionLogprobsBuilder(self._tokenizer), logprobs[index]),
-                delta.finish_reason,
-                delta.stop_reason,
-                self._timings_of(generation, delta),
+            self._choice(
+                generation,
+                replace(delta, text="".join(texts[index]), logprobs=logprobs[index]),
+                CompletionLogprobsBuilder(self._tokenizer),
+                first=True,
             )
             for index, delta in sorted(last.items())
         ]
-        return Completion(self.id, self._created, self._model, choices, generation.usage())
+        return Completion(self.id, self._created, self._model, choices, self._usage(generation))
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         builders = [CompletionLogprobsBuilder(self._tokenizer) for _ in generation.runs]
+        begun: set[int] = set()
         async with closing(generation.deltas()) as deltas:
             async for delta in deltas:
-                choice = CompletionChoice(
-                    delta.index,
-                    delta.text,
-                    self._shape(builders[delta.index], delta.logprobs),
-                    delta.finish_reason,
-                    delta.stop_reason,
-                    self._timings_of(generation, delta),
-                )
-                usage = generation.usage() if self._usage_always else None
+                first = delta.index not in begun
+                begun.add(delta.index)
+                choice = self._choice(generation, delta, builders[delta.index], first=first)
+                usage = self._usage(generation) if self._usage_always else None
                 shown = usage if self._usage_at_end or self._usage_always else msgspec.UNSET
                 yield event(Completion(self.id, self._created, self._model, [choice], shown))
         if self._usage_at_end:
-            yield event(Completion(self.id, self._created, self._model, [], generation.usage()))
+            yield event(Completion(self.id, self._created, self._model, [], self._usage(generation)))
         yield DONE
+
+    def _choice(
+        self, generation: Generation, delta: Delta, builder: CompletionLogprobsBuilder, *, first: bool
+    ) -> CompletionChoice:
+        """A delta as a choice; the first one of a sequence begins with the prompt where that is echoed."""
+        if self._only_echo:
+            ended = delta.finish_reason and "length"
+            delta = replace(delta, text="", logprobs=[], finish_reason=ended, stop_reason=None)
+        run = generation.runs[delta.index]
+        ids = run.request.prompt_token_ids
+        text, logprobs = delta.text, None
+        if first and self._echo:
+            text = self._prompt_text(delta.index, len(generation.runs), ids) + text
+            if self._logprobs:
+                logprobs = builder.with_prompt(ids, run.prompt_logprobs, delta.logprobs)
+        elif self._logprobs:
+            logprobs = builder.build(delta.logprobs)
+        timings = self._timings_of(generation, delta)
+        return CompletionChoice(delta.index, text, logprobs, delta.finish_reason, delta.stop_reason, timings)
+
+    def _prompt_text(self, index: int, count: int, ids: list[int]) -> str:
+        """The prompt as it was given, or the text of its ids."""
+        several = isinstance(self._prompt, list) and type(self._prompt[0]) is not int
+        prompts = self._prompt if several else [self._prompt]
+        prompt = prompts[index // (count // len(prompts))]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _usage(self, generation: Generation) -> Usage:
+        usage = generation.usage()
+        if not self._only_echo:
+            return usage
+        return Usage.of(usage.prompt_tokens, 0, usage.prompt_tokens_details.cached_tokens)
 
     def _timings_of(self, generation: Generation, delta: Delta) -> Timings | msgspec.UnsetType:
         wanted = self._timings and delta.finish_reason is not None
         return Timings.of(generation.runs[delta.index].timeline) if wanted else msgspec.UNSET
-
-    def _shape(self, builder: CompletionLogprobsBuilder, entries: list[TokenLogprob]) -> CompletionLogprobs | None:
-        return builder.build(entries) if self._logprobs else None

@@ -63,6 +63,8 @@ class SequenceRun:
         self._logprobs: list[TokenLogprob] = []
         self.completion_tokens = 0
         self.timed_out = False
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's tokens from the second on, where they were asked for; there before the first delta."""
         timeline.prompt_tokens = len(request.prompt_token_ids)
 
     async def deltas(self, engine: EngineClient, metrics: Metrics) -> AsyncIterator[Delta]:
@@ -124,6 +126,8 @@ class SequenceRun:
         hidden = (
             output.stop_token_id is not None and not self._include_stop and token_ids[-1:] == [output.stop_token_id]
         )
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         before = self._text.consumed
         text = self._text.push(token_ids[:-1] if hidden else token_ids)
         if output.finish_reason is not None:

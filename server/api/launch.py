@@ -83,6 +83,7 @@ def launch(
     at_start: bool,
     param: str,
     grammar: str | None = None,
+    prompt_logprobs: int | None = None,
     keep_marks: bool = False,
 ) -> Generation:
     """A generation of n sequences for each prompt, numbered prompt by prompt; it starts when it is read.
@@ -94,7 +95,7 @@ def launch(
     runs: list[SequenceRun] = []
     for prompt in prompts:
         max_tokens = resolve_max_tokens(backend, len(prompt), requested_tokens, default_tokens, param)
-        for sampling in options.sampling(max_tokens, backend.limits.vocab_size, logprobs, grammar):
+        for sampling in options.sampling(max_tokens, backend.limits.vocab_size, logprobs, grammar, prompt_logprobs):
             text = OutputText(
                 backend.tokenizer.detokenizer(
                     skip_special_tokens=options.skip_special_tokens is not False,

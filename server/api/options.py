@@ -121,7 +121,12 @@ class GenerationOptions(StructuredOptions):
             )
 
     def sampling(
-        self, max_tokens: int, vocab_size: int, logprobs: int | None, grammar: str | None = None
+        self,
+        max_tokens: int,
+        vocab_size: int,
+        logprobs: int | None,
+        grammar: str | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[SamplingParams]:
         """Parameters of each of the n sequences. Raises ApiError for token ids outside the vocabulary.
 
@@ -154,6 +159,7 @@ class GenerationOptions(StructuredOptions):
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
             logprobs=logprobs,
             grammar=grammar,
+            prompt_logprobs=prompt_logprobs,
         )
         count = self.n or 1
         if self.seed is None or count == 1:

@@ -57,9 +57,9 @@ class CompletionLogprobs(msgspec.Struct):
     """logprobs of a text completion choice."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
@@ -222,7 +222,17 @@ class CompletionLogprobsBuilder:
 
     def build(self, entries: list[TokenLogprob]) -> CompletionLogprobs:
         """The next tokens' log-probabilities."""
-        result = CompletionLogprobs([], [], [], [])
+        return self._extended(CompletionLogprobs([], [], [], []), entries)
+
+    def with_prompt(
+        self, prompt: list[int], scores: list[TokenLogprob], entries: list[TokenLogprob]
+    ) -> CompletionLogprobs:
+        """The prompt's log-probabilities (its first token has none), and after them the first tokens'."""
+        first = self._text(prompt[0])
+        self._offset += len(first)
+        return self._extended(CompletionLogprobs([0], [None], [first], [None]), [*scores, *entries])
+
+    def _extended(self, result: CompletionLogprobs, entries: list[TokenLogprob]) -> CompletionLogprobs:
         for entry in entries:
             text = self._text(entry.token_id)
             result.text_offset.append(self._offset)

@@ -146,7 +146,8 @@ def _prompt(options: ChatOptions, backend: Backend) -> _Prompt:
             )
         grammar, param = form_grammar(form), form[2]
     if tools and (forced or grammar is not None):
-        several = options.parallel_tool_calls is not False
+        # A function that was named is called once, as OpenAI has it.
+        several = options.parallel_tool_calls is not False and not isinstance(options.tool_choice, dict)
         calls = tools_grammar(dialect, tools, tokenizer.special_id, several=several)
         grammar = calls if grammar is None else either(grammar, calls)
     if grammar is not None:

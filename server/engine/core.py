@@ -18,7 +18,7 @@ from server.engine.runtime.sampling import Sampled
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
 from server.engine.scheduling.sequence import Phase, Sequence
-from server.types import EngineStats, FinishReason, GenerateRequest, RequestOutput, StepOutputs
+from server.types import EngineStats, FinishReason, GenerateRequest, RequestOutput, StepOutputs, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +204,16 @@ class Engine:
             stop_token_id=sequence.stop_token_id,
             num_cached_tokens=sequence.num_cached,
             logprobs=None if result.logprob is None else [result.logprob],
+            prompt_logprobs=_prompt_logprobs(sequence),
             timings=clock.timings(),
         )
+
+
+def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprob] | None:
+    """Those of a prompt that was scored, once: with the first token."""
+    if sequence.sampling.prompt_logprobs is None or sequence.num_generated != 1:
+        return None
+    return [sequence.prompt_scores[position] for position in range(1, sequence.num_prompt)]
 
 
 def _first_line(error: Exception) -> str:

@@ -30,7 +30,7 @@ class Batch:
     """T tokens of all sequences of a step. The first num_single spans are one token each.
 
     ids, positions, slots: int64 [T]; a slot is block * block_size + offset. sampled_rows: int64, the rows whose logits
-    are wanted.
+    are wanted: first those that tokens are sampled from, then those of prompt tokens that are scored.
     """
 
     ids: torch.Tensor
@@ -52,11 +52,13 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
     positions: list[int] = []
     slots: list[int] = []
     sampled_rows: list[int] = []
+    scored_rows: list[int] = []
     spans: list[Span] = []
     for chunk in step.chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
         blocks = sequence.blocks
         spans.append(Span(len(ids), start, chunk.length, tuple(blocks[: -(-end // block_size)])))
+        scored_rows.extend(len(ids) + position - start for position in chunk.scored)
         ids.extend(sequence.tokens[start:end])
         positions.extend(range(start, end))
         slots.extend(blocks[p // block_size] * block_size + p % block_size for p in range(start, end))
@@ -64,7 +66,9 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
             sampled_rows.append(len(ids) - 1)
     num_single = next((i for i, span in enumerate(spans) if span.length > 1), len(spans))
     # One transfer for everything.
-    table = torch.tensor([*ids, *positions, *slots, *sampled_rows], dtype=torch.int64).to(device, non_blocking=True)
+    table = torch.tensor([*ids, *positions, *slots, *sampled_rows, *scored_rows], dtype=torch.int64).to(
+        device, non_blocking=True
+    )
     count = len(ids)
     return Batch(
         table[:count],

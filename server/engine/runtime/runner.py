@@ -25,6 +25,7 @@ from server.engine.runtime.cpu_linear import use_cpu_kernels
 from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
 from server.engine.runtime.memory import cache_bytes
 from server.engine.runtime.projections import replace_projections
+from server.engine.runtime.prompt_scores import score_prompts
 from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits, sample
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence
@@ -196,7 +197,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
-        """Logits [len(step.sampled), vocabulary] in float32; writes the cache."""
+        """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache."""
         batch = build_batch(step, self._block_size, self._device)
         if self._graphs is not None and self._graphs.fits(batch):
             return self._graphs.run(batch).float()
@@ -207,6 +208,9 @@ class ModelRunner:
         """Compute a step: one result for each of step.sampled, in order."""
         logits = self.forward(step)
         sampled = step.sampled
+        if logits.shape[0] > len(sampled):
+            score_prompts(step, logits[len(sampled) :])
+            logits = logits[: len(sampled)]
         return sample(logits, [chunk.sequence for chunk in sampled]) if sampled else []
 
     @torch.inference_mode()

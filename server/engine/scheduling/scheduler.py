@@ -9,6 +9,9 @@ from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import UNKNOWN, Phase, Sequence
 from server.types import FinishReason
 
+MOST_SCORED = 256
+"""Prompt tokens in one step whose logits are kept: each is a row as wide as the vocabulary."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -19,6 +22,13 @@ class Chunk:
     length: int
     samples: bool
     """Whether the step that computes it yields the sequence's next token."""
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits say how likely the prompt's next token was, where the request wants that."""
+        wanted = self.sequence.sampling.prompt_logprobs is not None
+        last = min(self.start + self.length, self.sequence.num_prompt - 1)
+        return range(self.start, last) if wanted and last > self.start else range(0)
 
     @property
     def is_decode(self) -> bool:
@@ -205,6 +215,8 @@ class Scheduler:
     @staticmethod
     def _add_prefill(sequence: Sequence, step: Step, budget: int) -> int:
         length = min(sequence.num_pending, budget)
+        if sequence.sampling.prompt_logprobs is not None:
+            length = min(length, max(1, MOST_SCORED - sum(len(chunk.scored) for chunk in step.chunks)))
         step.chunks.append(Chunk(sequence, sequence.num_computed, length, length == sequence.num_pending))
         return length
 

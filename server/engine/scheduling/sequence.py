@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Protocol
 
 from server.engine.scheduling.prefix import extend_keys
-from server.types import FinishReason, GenerateRequest
+from server.types import FinishReason, GenerateRequest, TokenLogprob
 
 UNKNOWN = -1
 """Stands in a sequence's tokens for one that the device has sampled and the host has not read yet."""
@@ -75,6 +75,10 @@ class Sequence:
         counted = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         self.generated_counts: Counter[int] | None = Counter() if counted else None
         self.constraint: Constraint | None = None
+        self.prompt_scores: dict[int, TokenLogprob] = {}
+        """Log-probabilities of prompt tokens by position, where the request wants them."""
+        if sampling.prompt_logprobs is not None:
+            self.cache_salt = request.request_id.encode()  # every token has to be computed
         self.seen: set[int] | None = set(self.tokens) if sampling.repetition_penalty != 1 else None
 
     def __repr__(self) -> str:

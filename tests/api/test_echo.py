@@ -1,0 +1,71 @@
+"""echo of /v1/completions, its log-probabilities against transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.api.conftest import MODEL
+from tests.reference import Reference
+
+PATH = "/v1/completions"
+PROMPT = "The capital of France is Paris. 日本の首都は東京です。 " * 30
+
+
+def body(**options: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "temperature": 0, "echo": True} | options
+
+
+def test_log_probabilities_are_those_of_transformers(http: httpx.Client, embedded_folder: Path) -> None:
+    """A prompt longer than a step; asked twice, as the second time its blocks are in the cache."""
+    reference = Reference(embedded_folder)
+    ids = reference.tokenizer(PROMPT)["input_ids"]
+    assert len(ids) > 600
+    with torch.inference_mode():
+        expected = reference.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for _ in range(2):
+        logprobs = http.post(PATH, json=body(logprobs=2, max_tokens=0)).json()["choices"][0]["logprobs"]
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert len(logprobs["tokens"]) == len(ids)
+        for i, token in enumerate(ids[1:], start=1):
+            assert logprobs["token_logprobs"][i] == pytest.approx(float(expected[i - 1, token]), abs=1e-2)
+            best = max(logprobs["top_logprobs"][i].values())
+            assert best == pytest.approx(float(expected[i - 1].max()), abs=1e-2)
+
+
+def test_text_whole_and_streamed(http: httpx.Client) -> None:
+    whole = http.post(PATH, json=body(logprobs=0, n=2)).json()
+    plain = http.post(PATH, json=body(echo=False)).json()["choices"][0]["text"]
+    for choice in whole["choices"]:
+        assert choice["text"] == PROMPT + plain
+        assert len(choice["logprobs"]["tokens"]) == whole["usage"]["prompt_tokens"] + 3
+    with http.stream("POST", PATH, json=body(stream=True)) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    import json
+
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == PROMPT + plain
+
+
+def test_the_prompt_alone(http: httpx.Client) -> None:
+    answer = http.post(PATH, json=body(max_tokens=0, prompt=["a b", "c"])).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["a b", "c"]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_prompts_of_ids_and_others_meanwhile(http: httpx.Client) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    with ThreadPoolExecutor(6) as pool:
+        scored = [pool.submit(http.post, PATH, json=body(prompt=ids, logprobs=1, max_tokens=1)) for _ in range(3)]
+        plain = [pool.submit(http.post, PATH, json=body(echo=False)) for _ in range(3)]
+    first = scored[0].result().json()["choices"][0]
+    assert first["text"].startswith(PROMPT)
+    for other in scored[1:]:
+        values = other.result().json()["choices"][0]["logprobs"]["token_logprobs"]
+        assert values[1:] == pytest.approx(first["logprobs"]["token_logprobs"][1:], abs=1e-3)
+    assert len({answer.result().json()["choices"][0]["text"] for answer in plain}) == 1
