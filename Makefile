@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test check format hooks kernels model bench-cpu gpu-bench gpu-bench-e2e gpu-test clean
+.PHONY: help serve test test-clients check format hooks kernels model bench-cpu gpu-bench gpu-bench-e2e gpu-test clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -41,6 +41,9 @@ model: $(VENV)/.serve ## fetch and convert the embedded model
 
 test: $(VENV)/.dev kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-clients: $(VENV)/.dev kernels model ## openai, anthropic, langchain, litellm and others against the server (CLIENTS=)
+	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 check: $(VENV)/.dev ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .
