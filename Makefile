@@ -68,7 +68,7 @@ gpu-bench: kernels ## kernel speed beside bitsandbytes and bf16 on this GPU, int
 	$(BIN)/python -m nf4_kernels.bench
 
 gpu-bench-e2e: kernels ## whole models beside transformers on this GPU, into bench/results/ (BENCH_ARGS=)
-	$(BIN)/python -m bench.e2e --peers 1,8,32 $(BENCH_ARGS)
+	$(BIN)/python -m bench.e2e --peers 1,8,32 --http 1,4,16 $(BENCH_ARGS)
 
 clean: ## remove what was built (not the virtual environment, not the model)
 	rm -rf nf4_kernels/lib build *.egg-info .mypy_cache .ruff_cache .pytest_cache

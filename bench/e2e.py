@@ -25,7 +25,7 @@ import bitsandbytes
 import torch
 import transformers
 
-from bench import peers
+from bench import peers, served
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
@@ -36,6 +36,7 @@ MODELS = Path(__file__).parent / "models"
 RESULTS = Path(__file__).parent / "results"
 PROMPT = ANSWER = 128
 FIRST = 16
+HTTP_SECONDS = 20
 Row = dict[str, Any]
 
 
@@ -116,6 +117,32 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
     _free()
     if options.peers:
         _add_peers(name, rows, options)
+    if options.http:
+        rows += _served(name, options)
+    return rows
+
+
+def _served(name: str, options: argparse.Namespace) -> list[Row]:
+    """Rows of the real server: as many clients at once as the engine has places up to 32, then the rates asked for."""
+    settings = {
+        "device": "cuda",
+        "max_num_seqs": max(options.batches),
+        "max_num_batched_tokens": options.budget,
+        "max_model_len": options.max_model_len,
+        "kv_cache_bytes": options.kv_gib * 2**30,
+        "enforce_eager": options.eager,
+    }
+    clients = min(32, max(options.batches))
+    rows: list[Row] = []
+    with served.serving(MODELS / name / "config.json", settings) as url:
+        served.under_load(url, name, requests=2 * clients, concurrency=clients, seed=1)
+        row = served.under_load(url, name, requests=4 * clients, concurrency=clients, seed=2)
+        rows.append({"model": name, "mode": "http", "batch": clients, **row})
+        for index, rate in enumerate(options.http):
+            row = served.under_load(url, name, requests=max(20, int(rate * HTTP_SECONDS)), rate=rate, seed=3 + index)
+            rows.append({"model": name, "mode": "http", "rate": rate, **row})
+    for row in rows:
+        print(json.dumps(row), flush=True)
     return rows
 
 
@@ -159,6 +186,10 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",") if part]
+
+
 def main() -> int:
     """Measure the models asked for and write the result."""
     parser = argparse.ArgumentParser(prog="python -m bench.e2e", description=__doc__)
@@ -170,6 +201,7 @@ def main() -> int:
     parser.add_argument("--kv-gib", type=int, default=24)
     parser.add_argument("--peers", type=_numbers, default=[], help="batch sizes to run transformers at, too")
     parser.add_argument("--peer-tokens", type=int, default=64)
+    parser.add_argument("--http", type=_rates, default=[], help="requests per second to send to the real server, too")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--out", type=Path, help="default: bench/results/e2e-<device>.json")
     options = parser.parse_args()
