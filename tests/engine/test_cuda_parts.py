@@ -108,3 +108,13 @@ def test_seeded_requests_are_launched_ahead_and_do_not_depend_on_neighbours(tmp_
     same = sum(together[key] == value for key, value in alone.items())
     # Near-ties of two draws may part a sequence; most do not.
     assert same >= 2
+
+
+def test_a_cache_of_no_given_size_is_what_a_largest_step_leaves(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    free, total = torch.cuda.mem_get_info()
+    _, runner = make_engine(tmp_path, kv_cache_bytes=None, max_model_len=None, max_num_seqs=2048, enforce_eager=True)
+    allocated = torch.cuda.memory_allocated() - before
+    assert 0.8 * free < allocated < free - 0.02 * total
+    assert runner.limits.num_blocks > 0
