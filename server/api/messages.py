@@ -22,7 +22,7 @@ from server.api.operations import json_response, service_of
 from server.api.service import Service
 from server.api.streaming import EventStream, unless_disconnected
 from server.api.turn import Turn, encode_chat, start_turn
-from server.api.validation import read_json, validate
+from server.api.validation import given, read_json, validate
 
 router = APIRouter()
 
@@ -80,11 +80,11 @@ class MessageRequest(CountRequest):
     metadata: Metadata | None = None
 
 
-def _options(asked: CountRequest, service: Service) -> ChatOptions:
+def _options(asked: dict[str, Any], service: Service) -> ChatOptions:
     tokenizer = service.tokenizer
     effort = tokenizer.dialect.effort if tokenizer is not None else None
-    document = chat_document(asked.model_dump(exclude_none=True), can_think=effort is not None)
-    return validate(ChatOptions, document, UNSUPPORTED_CHAT)
+    chat = chat_document(asked, can_think=effort is not None)
+    return validate(ChatOptions, chat, UNSUPPORTED_CHAT)
 
 
 @router.post("/v1/messages", summary="Answer, in Anthropic's form")
@@ -96,7 +96,7 @@ async def messages(request: Request) -> Response:
     asked = validate(MessageRequest, document, UNSUPPORTED_MESSAGE)
     answer = _Answer(asked)
     try:
-        turn = await start_turn(service, _options(asked, service), size, arrival, answer.id)
+        turn = await start_turn(service, _options(given(MessageRequest, document), service), size, arrival, answer.id)
     except ApiError as e:
         raise renamed(e, _NAMES) from e
     if asked.stream:
@@ -112,9 +112,9 @@ async def count_tokens(request: Request) -> Response:
     """input_tokens of the prompt that /v1/messages would make."""
     service = service_of(request)
     document, size = await read_json(request, service.config.http.max_body_bytes)
-    asked = validate(CountRequest, document, UNSUPPORTED_MESSAGE)
+    validate(CountRequest, document, UNSUPPORTED_MESSAGE)
     try:
-        options = _options(asked, service)
+        options = _options(given(CountRequest, document), service)
         options.check()
         service.check_model(options.model)
         backend = service.backend()

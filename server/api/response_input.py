@@ -21,7 +21,7 @@ def chat_document(asked: dict[str, Any]) -> dict[str, Any]:
     }
     if "max_output_tokens" in asked:
         chat["max_tokens"] = asked["max_output_tokens"]
-    messages = _messages(asked["input"])
+    messages = _messages(asked.get("input"))
     if "instructions" in asked:
         messages.insert(0, {"role": "system", "content": asked["instructions"]})
     chat["messages"] = messages

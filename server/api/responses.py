@@ -21,7 +21,7 @@ from server.api.operations import json_response, service_of
 from server.api.response_input import INPUT_SCHEMA, chat_document
 from server.api.streaming import EventStream, unless_disconnected
 from server.api.turn import Turn, start_turn
-from server.api.validation import read_json, validate
+from server.api.validation import given, read_json, validate
 
 router = APIRouter()
 
@@ -99,7 +99,7 @@ async def responses(request: Request) -> Response:
     asked = validate(ResponseRequest, document, UNSUPPORTED_RESPONSE)
     answer_id = new_id("resp")
     try:
-        options = validate(ChatOptions, chat_document(asked.model_dump(exclude_none=True)), UNSUPPORTED_CHAT)
+        options = validate(ChatOptions, chat_document(given(ResponseRequest, document)), UNSUPPORTED_CHAT)
         turn = await start_turn(service, options, size, arrival, answer_id)
     except ApiError as e:
         raise renamed(e, _NAMES) from e

@@ -54,8 +54,12 @@ class Tool(_Strict):
 
     def document(self) -> dict[str, Any]:
         """As chat templates take it: without what was not given."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **function}}
+        function: dict[str, Any] = {"name": self.function.name}
+        if self.function.description is not None:
+            function["description"] = self.function.description
+        empty = {"type": "object", "properties": {}}
+        function["parameters"] = empty if self.function.parameters is None else self.function.parameters
+        return {"type": "function", "function": function}
 
 
 class ToolOptions(BaseModel):

@@ -100,6 +100,11 @@ def validate(
         raise _from_pydantic(e.errors(include_url=False)[0], where) from e
 
 
+def given(model: type[BaseModel], document: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model that a validated document sets, as they came; null at the top says nothing."""
+    return {name: document[name] for name in model.model_fields if document.get(name) is not None}
+
+
 def _asks_nothing(value: Any, neutral: Sequence[Any]) -> bool:
     return any(type(value) is type(other) and value == other for other in neutral)
 

@@ -126,7 +126,9 @@ def _call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict
     for function in functions:
         parameters = _parameters(function)
         for keyword in ("$defs", "definitions"):
-            for name, definition in (parameters.pop(keyword, None) or {}).items():
+            if not isinstance(parameters.get(keyword), dict):
+                continue  # and what is no schema is refused when it is compiled
+            for name, definition in parameters.pop(keyword).items():
                 definitions.setdefault(keyword, {})[name] = definition
         calls.append(
             {
@@ -144,7 +146,7 @@ def _gemma(dialect: Dialect, functions: Sequence[Mapping[str, Any]], mark: Calla
     opening, closing, quote = dialect.marks[:3]
     calls = []
     for function in functions:
-        names = list((function.get("parameters") or {}).get("properties") or {})
+        names = [str(name) for name in (function.get("parameters") or {}).get("properties") or ()]
         if names:
             key = "(" + " | ".join(_quoted(f"{name}:") for name in names) + ")"
             body = f'"{{" ({key} value ("," {key} value){{0,{len(names) - 1}}})? "}}"'

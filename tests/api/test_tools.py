@@ -136,3 +136,12 @@ def test_timings(http: httpx.Client) -> None:
     assert "timings" not in http.post(CHAT, json=chat_body()).json()["choices"][0]
     text = http.post(CHAT, json=chat_body(timings=True, stream=True)).text
     assert text.count('"timings"') == 1
+
+
+def test_null_within_a_schema_stays(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"x": {"const": None}}, "required": ["x"], "additionalProperties": False}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=[tool], tool_choice="required", max_tokens=60, parallel_tool_calls=False
+    )
+    assert json.loads((answer.choices[0].message.tool_calls or [])[0].function.arguments) == {"x": None}
