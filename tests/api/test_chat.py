@@ -166,7 +166,8 @@ def test_parts_equal_a_string(http: httpx.Client) -> None:
     one = http.post("/v1/chat/completions", json=chat_body(messages=user(parts))).json()
     other = http.post("/v1/chat/completions", json=chat_body(messages=user("Say\nhi."))).json()
     assert one["choices"] == other["choices"]
-    assert one["usage"] == other["usage"]
+    # The second one finds the first in the cache.
+    assert one["usage"]["total_tokens"] == other["usage"]["total_tokens"]
 
 
 def test_continue_final_message(http: httpx.Client) -> None:
