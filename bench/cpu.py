@@ -78,7 +78,8 @@ def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
     from server.engine.start import load_runner
     from server.types import GenerateRequest, SamplingParams
 
-    config = EngineConfig(device="cpu", threads=threads)
+    # Every prompt is read anew: the same one is sent several times.
+    config = EngineConfig(device="cpu", threads=threads, enable_prefix_caching=False)
     engine = Engine(load_runner(folder, config, lambda stage, fraction: None), config)
 
     def run(batch: int, length: int, tokens: int) -> tuple[list[float], list[float]]:
