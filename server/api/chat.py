@@ -13,7 +13,7 @@ from starlette.responses import Response
 from server.api.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.generation import closing
 from server.api.launch import new_id
-from server.api.operations import json_response, service_of
+from server.api.operations import service_of
 from server.api.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -30,8 +30,8 @@ from server.api.protocol import (
     Usage,
     chat_logprobs,
 )
-from server.api.streaming import DONE, EventStream, event, unless_disconnected
-from server.api.turn import Turn, TurnDelta, start_turn
+from server.api.streaming import DONE, event
+from server.api.turn import Turn, TurnDelta, respond, start_turn
 from server.api.validation import read_json, validate
 from server.text.answer import Part
 from server.text.tokenizer import Tokenizer
@@ -51,12 +51,7 @@ async def chat_completions(request: Request) -> Response:
     answer_id = new_id("chatcmpl")
     turn = await start_turn(service, options, size, arrival, answer_id)
     answer = _Answer(answer_id, options, service.backend().tokenizer, service.model_name)
-    if options.stream:
-        return EventStream(answer.events(turn), turn.close)
-    try:
-        return json_response(await unless_disconnected(request, answer.whole(turn)))
-    finally:
-        turn.close()
+    return await respond(request, turn, answer, bool(options.stream))
 
 
 class WholeAnswer:

@@ -20,8 +20,7 @@ from server.api.launch import new_id
 from server.api.message_input import chat_document
 from server.api.operations import json_response, service_of
 from server.api.service import Service
-from server.api.streaming import EventStream, unless_disconnected
-from server.api.turn import Turn, encode_chat, start_turn
+from server.api.turn import Turn, encode_chat, respond, start_turn
 from server.api.validation import given, read_json, validate
 
 router = APIRouter()
@@ -99,12 +98,7 @@ async def messages(request: Request) -> Response:
         turn = await start_turn(service, _options(given(MessageRequest, document), service), size, arrival, answer.id)
     except ApiError as e:
         raise renamed(e, _NAMES) from e
-    if asked.stream:
-        return EventStream(answer.events(turn), turn.close)
-    try:
-        return json_response(await unless_disconnected(request, answer.whole(turn)))
-    finally:
-        turn.close()
+    return await respond(request, turn, answer, bool(asked.stream))
 
 
 @router.post("/v1/messages/count_tokens", summary="What a conversation is in tokens, in Anthropic's form")

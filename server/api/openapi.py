@@ -116,20 +116,25 @@ def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
     return openapi
 
 
+def _request_body(request: type[BaseModel], example: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    """An operation's requestBody; puts the request's schemas among the document's."""
+    body = request.model_json_schema(ref_template=REF)
+    schemas |= body.pop("$defs", {})
+    schemas[request.__name__] = body
+    return {
+        "required": True,
+        "content": {"application/json": {"schema": _ref(request.__name__), "example": example}},
+    }
+
+
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     structs = [struct for _, whole, chunk, _ in _ENDPOINTS.values() for struct in (whole, chunk)]
     _, answers = msgspec.json.schema_components(structs, ref_template=REF.replace("{model}", "{name}"))
     schemas: dict[str, Any] = {**answers, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     for path, (request, whole, chunk, example) in _ENDPOINTS.items():
-        body = request.model_json_schema(ref_template=REF)
-        schemas |= body.pop("$defs", {})
-        schemas[request.__name__] = body
         operation = document["paths"][path]["post"]
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(request.__name__), "example": example}},
-        }
+        operation["requestBody"] = _request_body(request, example, schemas)
         operation["responses"] = {
             "200": {
                 "description": "The answer; with stream, one event per step",
@@ -141,14 +146,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
             **{status: _error(text) for status, text in _GENERATION_ERRORS.items()},
         }
     for path, (request, answer, streams, example) in _OTHERS.items():
-        body = request.model_json_schema(ref_template=REF)
-        schemas |= body.pop("$defs", {})
-        schemas[request.__name__] = body
         operation = document["paths"][path]["post"]
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(request.__name__), "example": example}},
-        }
+        operation["requestBody"] = _request_body(request, example, schemas)
         content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
         if streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}

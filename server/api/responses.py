@@ -17,10 +17,9 @@ from server.api.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.errors import ApiError, bad_request
 from server.api.generation import closing
 from server.api.launch import new_id
-from server.api.operations import json_response, service_of
+from server.api.operations import service_of
 from server.api.response_input import INPUT_SCHEMA, chat_document
-from server.api.streaming import EventStream, unless_disconnected
-from server.api.turn import Turn, start_turn
+from server.api.turn import Turn, respond, start_turn
 from server.api.validation import given, read_json, validate
 
 router = APIRouter()
@@ -104,12 +103,7 @@ async def responses(request: Request) -> Response:
     except ApiError as e:
         raise renamed(e, _NAMES) from e
     answer = _Answer(answer_id, asked)
-    if asked.stream:
-        return EventStream(answer.events(turn), turn.close)
-    try:
-        return json_response(await unless_disconnected(request, answer.whole(turn)))
-    finally:
-        turn.close()
+    return await respond(request, turn, answer, bool(asked.stream))
 
 
 @router.get("/v1/responses/{name}", include_in_schema=False)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from server.api.chat_options import ChatOptions
 from server.api.conversation import conversation
 from server.api.errors import bad_request
 from server.api.generation import Delta, Ending, Generation, closing
 from server.api.launch import admit, check_length, launch
+from server.api.operations import json_response
 from server.api.service import Backend, Service
+from server.api.streaming import EventStream, unless_disconnected
 from server.api.structured import check_grammar, form_grammar
 from server.text.answer import AnswerParser, Part
 from server.text.errors import PromptError
@@ -71,6 +77,26 @@ class Turn:
     def close(self) -> None:
         """Give up its place among the requests."""
         self.generation.close()
+
+
+class AnswerForm(Protocol):
+    """A turn's answers in the form of one endpoint."""
+
+    async def whole(self, turn: Turn) -> Any:
+        """The document that holds them all."""
+
+    def events(self, turn: Turn) -> AsyncIterator[bytes]:
+        """They as they come."""
+
+
+async def respond(request: Request, turn: Turn, form: AnswerForm, stream: bool) -> Response:
+    """The HTTP answer to request, as events or whole; closes the turn. Raises ApiError."""
+    if stream:
+        return EventStream(form.events(turn), turn.close)
+    try:
+        return json_response(await unless_disconnected(request, form.whole(turn)))
+    finally:
+        turn.close()
 
 
 async def start_turn(service: Service, options: ChatOptions, size: int, arrival: float, answer_id: str) -> Turn:
