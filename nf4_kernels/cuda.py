@@ -275,8 +275,10 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor] | None:
 
 
 def _new_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    partial = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    # Not inference tensors, whoever makes the first product: they outlive it.
+    with torch.inference_mode(False):
+        partial = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

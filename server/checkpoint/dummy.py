@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -10,12 +11,14 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from nf4_kernels.format import CODEBOOK
 from server.checkpoint.base import CheckpointError, Progress
 
 BLOCKSIZE = 64
 NESTED_BLOCKSIZE = 256
 # Scales around this make weights with a standard deviation near 0.02, what trained linear layers have.
 MEAN_ABSMAX = 0.05
+DRAWN_AT_ONCE = 1 << 26
 
 
 def dummy_model(
@@ -55,9 +58,33 @@ def _fill(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, prog
             progress("making random weights", done / len(modules))
 
 
+def _random_pairs(count: int, device: torch.device) -> torch.Tensor:
+    """uint8 [count]: bytes of two codes, each as frequent as in normally distributed weights.
+
+    Codes that are all equally frequent have a mean: a direction, common to all rows, in which every rounding error
+    adds up. Trained layers have no such thing.
+    """
+    pairs = _pairs_by_frequency().to(device)
+    packed = torch.empty(count, dtype=torch.uint8, device=device)
+    for part in packed.split(DRAWN_AT_ONCE):
+        drawn = torch.randint(0, pairs.numel(), part.shape, dtype=torch.int32, device=device)
+        torch.index_select(pairs, 0, drawn, out=part)
+    return packed
+
+
+@functools.cache
+def _pairs_by_frequency() -> torch.Tensor:
+    """uint8 [65536]: all pairs of the codes of 256 equally likely weights of a block scaled by its largest."""
+    weights = torch.randn(1 << 14, BLOCKSIZE, generator=torch.Generator().manual_seed(0))
+    scaled = (weights / weights.abs().amax(1, keepdim=True)).flatten().sort().values
+    likely = scaled.view(256, -1).mean(1)
+    codes = (likely.unsqueeze(1) - torch.tensor(CODEBOOK)).abs().argmin(1).to(torch.uint8)
+    return (codes.unsqueeze(1) << 4 | codes).flatten()
+
+
 def _random_linear(linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> Linear4bit:
     n, k = linear.out_features, linear.in_features
-    packed = torch.randint(0, 256, ((n * k + 1) // 2, 1), dtype=torch.uint8, device=device)
+    packed = _random_pairs((n * k + 1) // 2, device).unsqueeze(1)
     blocks = -(-n * k // BLOCKSIZE)
     groups = -(-blocks // NESTED_BLOCKSIZE)
     nested = QuantState(

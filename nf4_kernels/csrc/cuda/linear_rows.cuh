@@ -175,9 +175,10 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
   float high = codes[0];
 #pragma unroll
   for (int i = 1; i < 16; ++i) high = first == i ? codes[i] : high;
+  high *= kStretch;
   char* target = shared + first * 16 * kTableStride + threadIdx.x % 32 * 4;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) *reinterpret_cast<unsigned*>(target + i * kTableStride) = pack2<T>(high, codes[i]);
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<unsigned*>(target + i * kTableStride) = pack2<T>(high, codes[i] * kStretch);
 }
 
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>

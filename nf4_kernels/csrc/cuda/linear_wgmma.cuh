@@ -42,7 +42,7 @@ __device__ __forceinline__ void fill_table(char* shared, int warp, int warps, in
       if constexpr (kFloats) {
         *reinterpret_cast<float2*>(target + i * stride) = make_float2(high, codes[i]);
       } else {
-        *reinterpret_cast<unsigned*>(target + i * stride) = pack2<T>(high, codes[i]);
+        *reinterpret_cast<unsigned*>(target + i * stride) = pack2<T>(high * kStretch, codes[i] * kStretch);
       }
     }
   }

@@ -24,8 +24,8 @@ __device__ __forceinline__ void write_outputs(const RowsArgs& args, int group, i
     if (r >= args.n) continue;
     float add = bias ? to_float(bias[r]) : 0.0f;
     int64_t at = int64_t{token} * args.n + r;
-    if (token < args.m) out[at] = from_float<T>((half ? sum.z : sum.x) + add);
-    if (token + 1 < args.m) out[at + args.n] = from_float<T>((half ? sum.w : sum.y) + add);
+    if (token < args.m) out[at] = from_float<T>(fmaf(half ? sum.z : sum.x, kShrink<T>, add));
+    if (token + 1 < args.m) out[at + args.n] = from_float<T>(fmaf(half ? sum.w : sum.y, kShrink<T>, add));
   }
 }
 

@@ -11,6 +11,8 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
   if (row >= args.n) return;
   const T* bias = static_cast<const T*>(args.bias);
   bool both = row + 1 < args.n, paired = both && args.n % 2 == 0;
+  // The weights of a tile of 256 tokens were scaled before they were rounded.
+  constexpr float kUnit = kTokens == 256 ? 1.0f : kShrink<T>;
   float add0 = bias ? to_float(bias[row]) : 0.0f, add1 = bias && both ? to_float(bias[row + 1]) : 0.0f;
   T* at = static_cast<T*>(args.out) + int64_t{token} * args.n + row;
   int64_t next = args.n, next_pair = int64_t{args.n} * 8;
@@ -18,8 +20,8 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
   if (paired && token / kTokens * kTokens + kTokens <= args.m) {
 #pragma unroll
     for (int i = 0; i < kTokens / 2; i += 4, at += next_pair) {
-      *reinterpret_cast<unsigned*>(at) = pack2<T>(sum[i] + add0, sum[i + 2] + add1);
-      *reinterpret_cast<unsigned*>(at + next) = pack2<T>(sum[i + 1] + add0, sum[i + 3] + add1);
+      *reinterpret_cast<unsigned*>(at) = pack2<T>(fmaf(sum[i], kUnit, add0), fmaf(sum[i + 2], kUnit, add1));
+      *reinterpret_cast<unsigned*>(at + next) = pack2<T>(fmaf(sum[i + 1], kUnit, add0), fmaf(sum[i + 3], kUnit, add1));
     }
     return;
   }
@@ -30,10 +32,10 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
       if (token + i * 2 + j >= args.m) return;
       T* to = at + j * next;
       if (paired) {
-        *reinterpret_cast<unsigned*>(to) = pack2<T>(sum[i + j] + add0, sum[i + j + 2] + add1);
+        *reinterpret_cast<unsigned*>(to) = pack2<T>(fmaf(sum[i + j], kUnit, add0), fmaf(sum[i + j + 2], kUnit, add1));
       } else {
-        to[0] = from_float<T>(sum[i + j] + add0);
-        if (both) to[1] = from_float<T>(sum[i + j + 2] + add1);
+        to[0] = from_float<T>(fmaf(sum[i + j], kUnit, add0));
+        if (both) to[1] = from_float<T>(fmaf(sum[i + j + 2], kUnit, add1));
       }
     }
   }

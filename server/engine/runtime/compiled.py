@@ -189,8 +189,10 @@ def _compile(layer: nn.Module, signature: _Signature) -> Callable[..., Any]:
         for dimension, size in enumerate(shape):
             if size < 0:
                 torch._dynamo.decorators.mark_unbacked(example, dimension, strict=True)
-    compiled: Any = torch.compile(call, fullgraph=True)
-    ahead = compiled.aot_compile(((*examples, *_tensors(layer)), {}))
+    # Off by default before torch 2.13.
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        compiled: Any = torch.compile(call, fullgraph=True)
+        ahead = compiled.aot_compile(((*examples, *_tensors(layer)), {}))
     ahead.disable_guard_check()
     function: Callable[..., Any] = ahead.fn
     return function
