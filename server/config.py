@@ -77,6 +77,18 @@ class HttpConfig(_Section):
         return (*self.api_keys, *keys)
 
 
+class LoraModule(_Section):
+    """A LoRA adapter: the name that requests ask for as their model, and its folder."""
+
+    name: str = Field(min_length=1, max_length=256)
+    path: Path
+
+    @field_validator("path")
+    @classmethod
+    def _expand_user(cls, value: Path) -> Path:
+        return value.expanduser()
+
+
 class EngineConfig(_Section):
     """How the engine runs the model."""
 
@@ -97,9 +109,42 @@ class EngineConfig(_Section):
     """CPU threads; None takes all cores this process may use."""
     enforce_eager: bool = False
     """Skip compilation and CUDA graphs: a quick start, slower decoding."""
+    lora_modules: tuple[LoraModule, ...] = ()
+    """Adapters that are served from the start."""
+    max_loras: int | None = Field(default=None, ge=1, le=256)
+    """Adapters loaded at a time; None: as many as lora_modules has, and 4 more with allow_runtime_lora."""
+    max_lora_rank: int | None = Field(default=None, ge=1, le=1024)
+    """Largest rank of an adapter; None: the largest among lora_modules, at least 16 with allow_runtime_lora."""
+    allow_runtime_lora: bool = False
+    """Whether /v1/load_lora_adapter and /v1/unload_lora_adapter do something."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random NF4 weights for the folder's config.json, for benchmarks."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _parse_lora_modules(cls, value: Any) -> Any:
+        """One string, as environment variables have it: name=path, separated by commas."""
+        if not isinstance(value, str):
+            return value
+        pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
+        return tuple({"name": name, "path": path} for name, _, path in pairs)
+
+    @model_validator(mode="after")
+    def _enough_loras(self) -> EngineConfig:
+        names = [module.name for module in self.lora_modules]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"lora_modules names {twice!r} twice")
+        if self.max_loras is not None and self.max_loras < len(names):
+            raise ValueError(f"max_loras is {self.max_loras}, but lora_modules has {len(names)}")
+        return self
+
+    @property
+    def lora_slots(self) -> int:
+        """How many adapters there is room for; 0: the model runs without."""
+        if not self.lora_modules and not self.allow_runtime_lora:
+            return 0
+        return self.max_loras or len(self.lora_modules) + (4 if self.allow_runtime_lora else 0)
 
 
 class Config(_Section):
@@ -117,6 +162,12 @@ class Config(_Section):
     @classmethod
     def _expand_user(cls, value: Path) -> Path:
         return value.expanduser()
+
+    @model_validator(mode="after")
+    def _adapter_names(self) -> Config:
+        if any(module.name == self.model_name for module in self.engine.lora_modules):
+            raise ValueError(f"engine.lora_modules: {self.model_name!r} is the model's own name")
+        return self
 
     @property
     def model_name(self) -> str:

@@ -44,12 +44,30 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    adapter: str | None = None
+    """The LoRA adapter that it runs with."""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
     """API to engine: forget these requests and free their blocks. Unknown ids are ignored; no output follows."""
 
     request_ids: list[str]
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """API to engine: load the LoRA adapter in a folder under a name, replacing one of that name.
+
+    AdapterResult tells how it went. Requests that run with a replaced adapter end with it.
+    """
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+    """API to engine: forget an adapter, for requests that come after this one."""
+
+    name: str
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
@@ -145,6 +163,15 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     dtype: str
     kernels: str
     """Which NF4 kernels run, in words (for logs and /health)."""
+    adapters: list[str] = []
+    """LoRA adapters that are loaded."""
+
+
+class AdapterResult(msgspec.Struct, tag="adapter", frozen=True):
+    """Engine to API: what came of a LoadAdapter; error is one line, or None."""
+
+    name: str
+    error: str | None = None
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -154,5 +181,5 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
     fatal: bool = False
 
 
-ToEngine = GenerateRequest | AbortRequest | Shutdown
-FromEngine = StepOutputs | LoadProgress | EngineReady | EngineFailed
+ToEngine = GenerateRequest | AbortRequest | LoadAdapter | UnloadAdapter | Shutdown
+FromEngine = StepOutputs | LoadProgress | EngineReady | AdapterResult | EngineFailed

@@ -51,6 +51,9 @@ def test_flags_win_over_variables_win_over_the_file(tmp_path: Path, monkeypatch:
         ("http: {prt: 1}", "http.prt"),
         ("http: {port: 70000}", "http.port"),
         ("engine: {device: tpu}", "engine.device"),
+        ("engine: {lora_modules: [{name: a, path: x}, {name: a, path: y}]}", "lora_modules names 'a' twice"),
+        ("engine: {lora_modules: [{name: a, path: x}, {name: b, path: y}], max_loras: 1}", "max_loras is 1"),
+        ("engine: {lora_modules: [{name: m, path: x}]}\nmodel: m", "'m' is the model's own name"),
         ("- a", "expected a mapping"),
         ("a: [", "not valid YAML"),
     ],
@@ -61,6 +64,12 @@ def test_errors_name_the_field_in_one_line(tmp_path: Path, text: str, reason: st
     with pytest.raises(ConfigError, match=reason) as raised:
         load_config(path)
     assert "\n" not in str(raised.value)
+
+
+def test_adapters_can_be_named_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NF4_ENGINE__LORA_MODULES", "sql=/adapters/sql, chat=~/chat")
+    modules = load_config(None).engine.lora_modules
+    assert [(m.name, m.path) for m in modules] == [("sql", Path("/adapters/sql")), ("chat", Path.home() / "chat")]
 
 
 def test_home_is_expanded() -> None:

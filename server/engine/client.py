@@ -17,15 +17,18 @@ from server.config import Config
 from server.engine.process import EngineProcess
 from server.types import (
     AbortRequest,
+    AdapterResult,
     EngineFailed,
     EngineReady,
     EngineStats,
     FromEngine,
     GenerateRequest,
+    LoadAdapter,
     LoadProgress,
     RequestOutput,
     Shutdown,
     StepOutputs,
+    UnloadAdapter,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,10 @@ MAX_FAILED_STARTS = 5
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 STOP_GRACE_S = 10.0
+
+
+class AdapterError(Exception):
+    """The engine does not load this adapter; the message is one line."""
 
 
 class EngineUnavailableError(Exception):
@@ -68,6 +75,9 @@ class EngineClient:
         self._status = EngineStatus("loading", stage="starting the engine")
         self._status_changed = asyncio.Event()
         self._stats = EngineStats()
+        self._configured = [LoadAdapter(module.name, str(module.path)) for module in config.engine.lora_modules]
+        self._adapters = {adapter.name: adapter for adapter in self._configured}
+        self._loading: dict[str, asyncio.Future[AdapterResult]] = {}
         self._requests: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._step_listeners: list[Callable[[StepOutputs], None]] = []
         self._status_listeners: list[Callable[[EngineStatus], None]] = []
@@ -154,6 +164,40 @@ class EngineClient:
         if known:
             self._send_abort(known)
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of the LoRA adapters that requests may name, by name."""
+        return {name: request.path for name, request in self._adapters.items()}
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter in a folder under name, replacing one of that name; requests may name it afterwards.
+
+        Raises EngineUnavailableError when the engine is not ready, and AdapterError when it refuses the adapter or is
+        loading another one of that name.
+        """
+        if self._status.state != "ready" or self._process is None:
+            raise EngineUnavailableError(f"the engine is {self._status.state}")
+        if name in self._loading:
+            raise AdapterError(f"an adapter {name!r} is being loaded")
+        request = LoadAdapter(name, path)
+        self._loading[name] = asyncio.get_running_loop().create_future()
+        try:
+            self._process.send(request)
+            result = await self._loading[name]
+        finally:
+            del self._loading[name]
+        if result.error is not None:
+            raise AdapterError(result.error)
+        self._adapters[name] = request
+
+    def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter; False when there is none of that name. Requests that run with it go on to their end."""
+        if self._adapters.pop(name, None) is None:
+            return False
+        if self._process is not None:
+            self._process.send(UnloadAdapter(name))
+        return True
+
     async def stop(self) -> None:
         """End the engine process and all requests (finish_reason "abort"). Idempotent."""
         if self._keeper is not None:
@@ -186,6 +230,9 @@ class EngineClient:
         requests, self._requests = self._requests, {}
         for request_id, outputs in requests.items():
             outputs.put_nowait(RequestOutput(request_id, [], finish_reason=reason, error=error))
+        for name, loading in self._loading.items():
+            if not loading.done():
+                loading.set_result(AdapterResult(name, error or "the engine was stopped"))
 
     async def _keep_running(self) -> None:
         failed_starts = 0
@@ -209,7 +256,8 @@ class EngineClient:
         """Run one engine process to its end: (why it ended, whether another start is pointless, was it ready)."""
         config = self._config
         try:
-            process = await EngineProcess.start(self._folder, config.engine, config.log_level)
+            changed = [adapter for adapter in self._adapters.values() if adapter not in self._configured]
+            process = await EngineProcess.start(self._folder, config.engine, config.log_level, changed)
         except OSError as e:
             return f"it could not be started: {e}", False, False
         self._process = process
@@ -236,7 +284,16 @@ class EngineClient:
             case LoadProgress(stage, fraction):
                 state: State = "restarting" if self._status.state == "restarting" else "loading"
                 self._set_status(EngineStatus(state, stage=stage, fraction=fraction, message=self._status.message))
-            case EngineReady():
+            case AdapterResult(name):
+                loading = self._loading.get(name)
+                if loading is not None and not loading.done():
+                    loading.set_result(message)
+            case EngineReady(adapters=loaded):
+                # A new engine begins with the configured ones, and may have lost others.
+                if self._process is not None:
+                    for name in set(loaded) - set(self._adapters):
+                        self._process.send(UnloadAdapter(name))
+                self._adapters = {name: adapter for name, adapter in self._adapters.items() if name in loaded}
                 self._set_status(EngineStatus("ready", ready=message))
             case EngineFailed():
                 pass  # _Run remembers it and tells when the process has ended

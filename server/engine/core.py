@@ -17,8 +17,16 @@ from server.engine.runtime.runner import ModelRunner, token_budget
 from server.engine.runtime.sampling import Sampled
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
-from server.engine.scheduling.sequence import Phase, Sequence
-from server.types import EngineStats, FinishReason, GenerateRequest, RequestOutput, StepOutputs, TokenLogprob
+from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
+from server.types import (
+    AdapterResult,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    RequestOutput,
+    StepOutputs,
+    TokenLogprob,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +61,7 @@ class Engine:
             self._check(request)
             own = request.sampling.seed
             seed = self._random.getrandbits(63) if own is None else own
-            sequence = Sequence(request, seed, self._eos)
+            sequence = Sequence(request, seed, self._eos, self._adapter(request))
             if request.sampling.grammar is not None:
                 if self._grammars is None:
                     raise ValueError("this engine was made without grammars")
@@ -63,6 +71,20 @@ class Engine:
             self._rejected.append(RequestOutput(request.request_id, [], finish_reason="error", error=str(e)))
             return
         self._clocks[request.request_id] = RequestClock(time.perf_counter())
+
+    def _adapter(self, request: GenerateRequest) -> LoadedAdapter | None:
+        if request.adapter is None:
+            return None
+        if self._runner.adapters is None:
+            raise ValueError("this engine was started without adapters")
+        return self._runner.adapters.get(request.adapter)
+
+    def settle_adapters(self) -> list[AdapterResult]:
+        """Load adapters whose folders have been read; call between steps."""
+        adapters = self._runner.adapters
+        if adapters is None or adapters.num_reading == 0:
+            return []
+        return adapters.settle(self._scheduler.adapters_in_use)
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests and free their blocks now; no output follows. Unknown ids are ignored."""

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -18,19 +19,27 @@ from server.checkpoint.base import CheckpointError
 from server.engine.process import Launch
 from server.types import (
     AbortRequest,
+    AdapterResult,
     EngineFailed,
     EngineReady,
     FromEngine,
     GenerateRequest,
+    LoadAdapter,
     LoadProgress,
     Shutdown,
     StepOutputs,
     ToEngine,
+    UnloadAdapter,
 )
+
+if TYPE_CHECKING:
+    from server.engine.runtime.runner import ModelRunner
 
 logger = logging.getLogger("server.engine.loop")
 
 IDLE_POLL_MS = 200
+# While an adapter is being read by a thread, whose end no socket tells.
+READING_POLL_MS = 10
 # After the API process has gone, a step in progress may take this long before the process just ends.
 ORPHAN_GRACE_S = 10.0
 
@@ -159,6 +168,8 @@ def _serve(launch: Launch, channel: Channel, stop: _Stop) -> None:
     config = launch.engine_config()
     runner = load_runner(Path(launch.checkpoint_folder), config, progress)
     limits = runner.limits
+    for adapter in launch.adapters:
+        _restore_adapter(runner, adapter)
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
     engine = Engine(runner, config, Grammars(Path(launch.checkpoint_folder), limits.vocab_size, end))
     channel.send(
@@ -171,23 +182,51 @@ def _serve(launch: Launch, channel: Channel, stop: _Stop) -> None:
             device=str(runner.device),
             dtype=str(runner.dtype).removeprefix("torch."),
             kernels=runner.kernels,
+            adapters=runner.adapters.names if runner.adapters else [],
         )
     )
     while not stop.requested:
         aborted = False
-        for message in channel.receive(0 if engine.has_work else IDLE_POLL_MS):
+        reading = runner.adapters is not None and runner.adapters.num_reading > 0
+        for message in channel.receive(0 if engine.has_work else READING_POLL_MS if reading else IDLE_POLL_MS):
             match message:
                 case GenerateRequest():
                     engine.add(message)
                 case AbortRequest(request_ids):
                     engine.abort(request_ids)
                     aborted = True
+                case LoadAdapter():
+                    _load_adapter(runner, message, channel)
+                case UnloadAdapter(name):
+                    if runner.adapters is not None:
+                        runner.adapters.remove(name)
                 case Shutdown():
                     stop.requested = True
+        for result in engine.settle_adapters():
+            channel.send(result)
         if engine.has_work and not stop.requested:
             channel.send(engine.step())
         elif aborted:
             channel.send(StepOutputs([], engine.stats()))
+
+
+def _load_adapter(runner: ModelRunner, request: LoadAdapter, channel: Channel) -> None:
+    if runner.adapters is None:
+        channel.send(AdapterResult(request.name, "this engine was started without adapters"))
+    else:
+        runner.adapters.read(request)
+
+
+def _restore_adapter(runner: ModelRunner, request: LoadAdapter) -> None:
+    """Load an adapter that the engine before this one had; one that has gone bad since must not stop the start."""
+    if runner.adapters is None:
+        return
+    from server.checkpoint.lora import read_adapter
+
+    try:
+        runner.adapters.put(request.name, read_adapter(Path(request.path), runner.dtype))
+    except CheckpointError as e:
+        logger.error("an adapter loaded at run time is lost: %s", e)
 
 
 if __name__ == "__main__":

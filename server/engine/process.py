@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from server.config import EngineConfig
-from server.types import FromEngine, ToEngine
+from server.types import FromEngine, LoadAdapter, ToEngine
 
 # OpenMP threads spin this often before they sleep: long enough for the gaps within a step. GNU's default (milliseconds)
 # makes every step many times slower when another process, the API's own among them, takes one of the cores.
@@ -38,6 +38,8 @@ class Launch(msgspec.Struct, frozen=True):
     log_level: str
     engine: dict[str, Any]
     """EngineConfig, dumped."""
+    adapters: list[LoadAdapter] = []
+    """LoRA adapters that were loaded at run time into the engine before this one."""
 
     def engine_config(self) -> EngineConfig:
         """The validated engine section."""
@@ -62,7 +64,9 @@ class EngineProcess:
             socket.bind(_address(folder, name))
 
     @classmethod
-    async def start(cls, checkpoint_folder: Path, config: EngineConfig, log_level: str) -> EngineProcess:
+    async def start(
+        cls, checkpoint_folder: Path, config: EngineConfig, log_level: str, adapters: list[LoadAdapter]
+    ) -> EngineProcess:
         """Start the process; it reports on the sockets from here on. Raises OSError when it cannot be started."""
         folder = Path(tempfile.mkdtemp(prefix="nf4-engine-"))
         try:
@@ -85,6 +89,7 @@ class EngineProcess:
             checkpoint_folder=str(checkpoint_folder),
             log_level=log_level,
             engine=config.model_dump(mode="json"),
+            adapters=adapters,
         )
         assert child.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already; the exit code tells

@@ -18,6 +18,8 @@ class Span:
     length: int
     blocks: tuple[int, ...]
     """Cache blocks that hold its tokens [0, start + length)."""
+    adapter: int | None = None
+    """The slot of its LoRA adapter, if it has one."""
 
     @property
     def end(self) -> int:
@@ -57,7 +59,7 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
     for chunk in step.chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
         blocks = sequence.blocks
-        spans.append(Span(len(ids), start, chunk.length, tuple(blocks[: -(-end // block_size)])))
+        spans.append(Span(len(ids), start, chunk.length, tuple(blocks[: -(-end // block_size)]), sequence.adapter))
         scored_rows.extend(len(ids) + position - start for position in chunk.scored)
         ids.extend(sequence.tokens[start:end])
         positions.extend(range(start, end))

@@ -16,6 +16,7 @@ from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.lora import adding_masked, mask_of
 from server.engine.runtime.sampling import Sampled, draw
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import UNKNOWN
@@ -41,6 +42,8 @@ class _Graph:
     logits: torch.Tensor
     greedy: torch.Tensor
     """float32 [2, size]: the best logit of each row, and which token has it (exact: vocabularies are below 2**24)."""
+    mask: torch.Tensor | None
+    """bool [size, slots]: which adapter is each row's, in graphs that add adapters."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,16 @@ class Launched:
 class DecodeGraphs:
     """Replays decode steps of up to the ladder's largest size; smaller batches are padded with a scratch sequence."""
 
-    def __init__(self, model: PreTrainedModel, backend: FlashInferBackend, block_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, backend: FlashInferBackend, block_size: int, adapter_slots: int = 0
+    ) -> None:
         self._model = model
         self._backend = backend
         self._scratch_slot = backend.scratch_block * block_size
         self._graphs: dict[int, _Graph] = {}
+        self._adapter_slots = adapter_slots
+        # Steps in which a sequence has an adapter have graphs of their own: the others pay nothing for them.
+        self._adapted: dict[int, _Graph] = {}
         self._largest = 0
         self._planned = torch.cuda.Event()
 
@@ -80,7 +88,10 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sorted(sizes, reverse=True)):
             progress(f"capturing decode of {size}", done / len(sizes))
-            self._graphs[size] = self._capture_one(size, pool)
+            self._graphs[size] = self._capture_one(size, pool, None)
+            if self._adapter_slots:
+                mask = torch.zeros(size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
+                self._adapted[size] = self._capture_one(size, pool, mask)
         self._largest = max(sizes)
         progress("capturing decode", 1.0)
 
@@ -114,7 +125,11 @@ class DecodeGraphs:
     def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
         size = min(s for s in self._graphs if s >= count)
-        captured = self._graphs[size]
+        adapted = any(span.adapter is not None for span in batch.spans)
+        captured = (self._adapted if adapted else self._graphs)[size]
+        if captured.mask is not None:
+            captured.mask[:count].copy_(mask_of(batch, self._adapter_slots), non_blocking=True)
+            captured.mask[count:] = False
         self._backend.plan_graph(list(batch.spans), size)
         for row, values in zip(captured.inputs, (ids, batch.positions, batch.slots), strict=True):
             row[:count].copy_(values)
@@ -123,14 +138,14 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured
 
-    def _capture_one(self, size: int, pool: Any) -> _Graph:
+    def _capture_one(self, size: int, pool: Any, mask: torch.Tensor | None) -> _Graph:
         inputs = torch.zeros(3, size, dtype=torch.int64, device=self._model.device)
         inputs[2] = self._scratch_slot
         self._backend.plan_graph([], size)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             self._backend.begin_graph(inputs[2])
-            with attending(self._backend):
+            with attending(self._backend), adding_masked(mask):
                 logits: torch.Tensor = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False
                 ).logits[0]
@@ -147,7 +162,7 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits, greedy = forward()
-        return _Graph(graph, inputs, logits, greedy)
+        return _Graph(graph, inputs, logits, greedy, mask)
 
 
 @contextmanager

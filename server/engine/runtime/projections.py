@@ -73,7 +73,7 @@ class _Shared:
 class GroupMember(nn.Module):
     """A projection of a group. The first one called computes all of them; the others hand out their part."""
 
-    def __init__(self, index: int, sizes: list[int], shared: _Shared, product: NF4Linear | None) -> None:
+    def __init__(self, index: int, sizes: list[int], shared: _Shared, product: nn.Module | None) -> None:
         super().__init__()
         self._index = index
         self._sizes = sizes

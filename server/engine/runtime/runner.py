@@ -23,6 +23,8 @@ from server.engine.runtime.batch import Batch, Span, build_batch
 from server.engine.runtime.compiled import CompileError, compile_layers
 from server.engine.runtime.cpu_linear import use_cpu_kernels
 from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
+from server.engine.runtime.lora import adding
+from server.engine.runtime.lora_registry import install_adapters
 from server.engine.runtime.memory import cache_bytes
 from server.engine.runtime.projections import replace_projections
 from server.engine.runtime.prompt_scores import score_prompts
@@ -91,6 +93,8 @@ class ModelRunner:
         replace_projections(model)
         if self._device.type == "cpu":
             use_cpu_kernels(model)
+        self.adapters = install_adapters(model, config)
+        """The LoRA adapters that sequences may use, if the configuration allows any."""
         shapes, options = probe_layers(model)
         self._graphs: DecodeGraphs | None = None
 
@@ -116,7 +120,9 @@ class ModelRunner:
             return
         with torch.inference_mode():
             if isinstance(self._backend, FlashInferBackend):
-                self._graphs = DecodeGraphs(self._model, self._backend, self._block_size)
+                self._graphs = DecodeGraphs(
+                    self._model, self._backend, self._block_size, self.adapters.slots if self.adapters else 0
+                )
                 self._graphs.capture(ladder(config.max_num_seqs), progress)
             if isinstance(self._backend, FlashInferBackend | PagedCpuBackend):
                 self._compile_layers(progress)
@@ -229,7 +235,7 @@ class ModelRunner:
 
     def _run(self, batch: Batch) -> torch.Tensor:
         self._backend.begin(batch)
-        with attending(self._backend):
+        with attending(self._backend), adding(batch):
             output: Any = self._model(
                 input_ids=batch.ids.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),

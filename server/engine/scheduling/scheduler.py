@@ -106,6 +106,11 @@ class Scheduler:
         """Sequences that wait for blocks or a place."""
         return len(self._waiting)
 
+    @property
+    def adapters_in_use(self) -> set[int]:
+        """Slots of the adapters of all sequences."""
+        return {sequence.adapter for sequence in self._by_id.values() if sequence.adapter is not None}
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 

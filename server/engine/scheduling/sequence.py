@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
 from server.engine.scheduling.prefix import extend_keys
@@ -35,6 +36,15 @@ class Constraint(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """A LoRA adapter on the device."""
+
+    slot: int
+    salt: bytes
+    """Different for every adapter that was ever loaded: keys and values computed with another one are not its own."""
+
+
 class Phase(enum.Enum):
     """Where a sequence is in its life."""
 
@@ -50,7 +60,13 @@ class Sequence:
     neither preemption nor neighbours change it.
     """
 
-    def __init__(self, request: GenerateRequest, seed: int, eos_token_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        seed: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
         self.request_id = request.request_id
         self.sampling = request.sampling
         self.seed = seed
@@ -61,7 +77,9 @@ class Sequence:
         self.num_cached = 0
         """Prompt tokens that were found in the cache when the sequence was admitted first."""
         self.blocks: list[int] = []
-        self.cache_salt = b""
+        self.adapter = None if adapter is None else adapter.slot
+        """The slot of its LoRA adapter."""
+        self.cache_salt = b"" if adapter is None else adapter.salt
         """Sequences of different salts share no blocks."""
         self.num_named = 0
         """Blocks, from the first on, whose content others can find."""

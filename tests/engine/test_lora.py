@@ -1,0 +1,293 @@
+"""LoRA adapters in the engine: what PEFT computes with each, for many adapters in one batch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from server.checkpoint.base import CheckpointError
+from server.config import EngineConfig, LoraModule
+from server.engine.core import Engine
+from server.engine.runtime.batch import build_batch
+from server.engine.runtime.lora import adding_masked, mask_of
+from server.engine.runtime.runner import ModelRunner
+from server.types import GenerateRequest, LoadAdapter, SamplingParams
+from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
+from tests.engine.models import VOCABULARY, tiny_model
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_PROJECTIONS},
+    "attention": {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
+    "patterns": {
+        "r": 2,
+        "lora_alpha": 8,
+        "target_modules": ["k_proj", "down_proj", "up_proj"],
+        "rank_pattern": {"down_proj": 5},
+        "alpha_pattern": {"layers.1.self_attn.k_proj": 20},
+    },
+}
+PROMPTS = [[5, 9, 3, 17, 4, 44, 23], [5, 9, 3, 17, 4, 44, 23, 8, 8, 91], [60, 61], list(range(3, 60))]
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for each of ADAPTERS."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, (name, options) in enumerate(ADAPTERS.items()):
+        save_adapter(tiny_model("llama"), folder / name, seed, 0.3, **options)
+    return folder
+
+
+def expected(model: PreTrainedModel | PeftModel, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def engine_with(folder: Path, names: list[str], **options: Any) -> Engine:
+    modules = tuple(LoraModule(name=name, path=folder / name) for name in names)
+    settings: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 2**22, "max_num_batched_tokens": 32, **options}
+    config = EngineConfig(lora_modules=modules, **settings)
+    runner = ModelRunner(tiny_model("llama"), config)
+    runner.prepare(config, lambda stage, fraction: None)
+    return Engine(runner, config)
+
+
+def start(engine: Engine, request_id: str, prompt: list[int], adapter: str | None, tokens: int = TOKENS) -> None:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    engine.add(GenerateRequest(request_id, prompt, sampling, adapter))
+
+
+def finish(engine: Engine) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            assert output.finish_reason != "error", output.error
+            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return found
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_adapters_and_base_in_one_batch_equal_peft_with_each_alone(
+    folder: Path, eager: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_with(folder, list(ADAPTERS), enforce_eager=eager)
+    assert not [r for r in caplog.records if r.name.startswith("server")]  # compiled layers work, and are not given up
+    wanted: dict[str, list[int]] = {}
+    for name in [None, *ADAPTERS]:
+        model = tiny_model("llama")
+        oracle = model if name is None else with_adapter(model, folder / name)
+        wanted |= {f"{name} {i}": expected(oracle, prompt) for i, prompt in enumerate(PROMPTS)}
+    # Neighbours in the batch differ in their adapters.
+    for i, prompt in enumerate(PROMPTS):
+        for name in [None, *ADAPTERS]:
+            start(engine, f"{name} {i}", prompt, name)
+    assert finish(engine) == wanted
+    answers = [{tuple(wanted[f"{name} {i}"]) for name in [None, *ADAPTERS]} for i in range(len(PROMPTS))]
+    assert all(len(different) == len(ADAPTERS) + 1 for different in answers)  # the adapters matter
+
+
+def test_the_prefix_cache_keeps_adapters_apart(folder: Path) -> None:
+    prompt = list(range(3, 60))
+    engine = engine_with(folder, ["all", "attention"], enforce_eager=True, block_size=4)
+    wanted = {
+        name: expected(
+            tiny_model("llama") if name is None else with_adapter(tiny_model("llama"), folder / name), prompt
+        )
+        for name in (None, "all", "attention")
+    }
+    for turn in range(2):
+        for name, tokens in wanted.items():
+            start(engine, f"{name} {turn}", prompt, name)
+            outputs = [output for _ in range(TOKENS + 2) for output in engine.step().outputs]
+            assert [token for output in outputs for token in output.new_token_ids] == tokens
+            assert (outputs[0].num_cached_tokens > 0) == (turn == 1)
+
+
+def test_load_replace_and_unload_while_sequences_run(folder: Path) -> None:
+    engine = engine_with(folder, [], allow_runtime_lora=True, max_loras=2, enforce_eager=True)
+    adapters = engine._runner.adapters
+    assert adapters is not None
+    long = 4 * TOKENS
+
+    def load(name: str, source: str) -> str | None:
+        adapters.read(LoadAdapter(name, str(folder / source)))
+        while True:
+            if results := engine.settle_adapters():
+                return results[0].error
+            if engine.has_work:
+                outputs.extend(engine.step().outputs)
+
+    outputs: list[Any] = []
+    prompt = PROMPTS[0]
+    start(engine, "base", prompt, None, long)
+    assert load("x", "all") is None
+    start(engine, "old", prompt, "x", long)
+    assert load("x", "attention") is None  # replaced while "old" runs with what it was
+    start(engine, "new", prompt, "x", TOKENS)
+    full = load("y", "patterns")
+    assert full is not None
+    assert "max_loras (2)" in full
+    adapters.remove("x")
+    with pytest.raises(ValueError, match="'x' is not loaded"):
+        adapters.get("x")
+    while engine.has_work:
+        outputs.extend(engine.step().outputs)
+    assert load("y", "patterns") is None
+    start(engine, "y", prompt, "y", TOKENS)
+    while engine.has_work:
+        outputs.extend(engine.step().outputs)
+    found: dict[str, list[int]] = {}
+    for output in outputs:
+        found.setdefault(output.request_id, []).extend(output.new_token_ids)
+    sources = {"base": None, "old": "all", "new": "attention", "y": "patterns"}
+    for request_id, source in sources.items():
+        model = tiny_model("llama")
+        oracle = model if source is None else with_adapter(model, folder / source)
+        assert found[request_id][:TOKENS] == expected(oracle, prompt)
+
+
+def test_an_unknown_adapter_is_an_error_of_that_request_only(folder: Path) -> None:
+    engine = engine_with(folder, ["all"], enforce_eager=True)
+    start(engine, "bad", [3, 4], "nobody")
+    start(engine, "good", [3, 4], "all")
+    outputs = [output for _ in range(TOKENS + 2) for output in engine.step().outputs]
+    assert next(o.error for o in outputs if o.request_id == "bad") == "the adapter 'nobody' is not loaded"
+    assert sum(len(o.new_token_ids) for o in outputs if o.request_id == "good") == TOKENS
+
+
+def test_the_masked_products_of_cuda_graphs_add_the_same(folder: Path) -> None:
+    engine = engine_with(folder, list(ADAPTERS), enforce_eager=True, max_num_batched_tokens=128)
+    runner = engine._runner
+    for name in [None, *ADAPTERS]:
+        for i in range(2):
+            start(engine, f"{name} {i}", PROMPTS[i], name)
+    engine.step()
+    step = engine._scheduler.schedule()
+    assert all(chunk.length == 1 for chunk in step.chunks)
+    by_rows = runner.forward(step)
+    assert by_rows.shape[1] == VOCABULARY
+    with adding_masked(mask_of(build_batch(step, 16, runner.device), len(ADAPTERS))):
+        torch.testing.assert_close(runner.forward(step), by_rows, rtol=1e-4, atol=1e-4)
+    with adding_masked(torch.zeros(len(step.chunks), len(ADAPTERS), dtype=torch.bool)):
+        assert not torch.allclose(runner.forward(step), by_rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"use_dora": True}, "DoRA is not served"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head is not served"),
+        ({"target_modules": ["embed_tokens"]}, "an adapter of embed_tokens is not served"),
+        ({"bias": "lora_only"}, "bias: lora_only"),
+        ({"peft_type": "IA3"}, "only LORA is served"),
+        ({"task_type": "SEQ_CLS"}, "only CAUSAL_LM is served"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
+        ({"lora_alpha": None}, "lora_alpha and alpha_pattern must be numbers"),
+        ({"lora_alpha": float("nan")}, "lora_alpha and alpha_pattern must be numbers"),
+    ],
+)
+def test_configurations_that_are_not_plain_lora_are_refused_by_name(
+    folder: Path, tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    bad = shutil.copytree(folder / "attention", tmp_path / "bad")
+    config = json.loads((bad / "adapter_config.json").read_text())
+    (bad / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        engine_with(tmp_path, ["bad"])
+
+
+def test_what_peft_saves_of_other_kinds_is_refused(tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "dora", 0, r=2, target_modules=["q_proj"], use_dora=True)
+    save_adapter(tiny_model("llama"), tmp_path / "tokens", 0, r=2, target_modules=["q_proj", "embed_tokens"])
+    for name, complaint in (("dora", "DoRA"), ("tokens", "embed_tokens")):
+        config = tmp_path / name / "adapter_config.json"
+        with pytest.raises(CheckpointError, match=complaint):
+            engine_with(tmp_path, [name])
+        # The weights say so, too.
+        config.write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8}))
+        with pytest.raises(CheckpointError, match=complaint):
+            engine_with(tmp_path, [name])
+
+
+def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda t: t.update({FIRST: torch.ones(4, 65)}), "takes 65 and gives 64 features, the model's 64 and 64"),
+        (lambda t: t.update({FIRST: torch.ones(3, 64)}), "do not fit together"),
+        (lambda t: t.update({FIRST: torch.full((4, 64), float("inf"))}), "not finite"),
+        (lambda t: t.pop(FIRST), "has only one of lora_A and lora_B"),
+        (lambda t: t.update({FIRST.replace("layers.0", "layers.9"): torch.ones(4, 64)}), "has only one of"),
+        (lambda t: t.update({"base_model.model.other": torch.ones(1)}), "not a LoRA weight: base_model.model.other"),
+        (lambda t: t.clear(), "has no LoRA weights"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    folder: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], complaint: str
+) -> None:
+    _change(shutil.copytree(folder / "attention", tmp_path / "bad"), change)
+    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        engine_with(tmp_path, ["bad"])
+
+
+def test_other_bases_ranks_and_files_are_refused(folder: Path, tmp_path: Path) -> None:
+    deep = tiny_model("llama", num_hidden_layers=5)
+    save_adapter(deep, tmp_path / "deep", 0, r=2, target_modules=["o_proj"])
+    with pytest.raises(CheckpointError, match=r"no projection 'model.layers.3.self_attn.o_proj'; it is another base's"):
+        engine_with(tmp_path, ["deep"])
+    with pytest.raises(CheckpointError, match=r"rank 8 is above engine.max_lora_rank \(4\)"):
+        engine_with(folder, ["all"], max_lora_rank=4)
+    bad = shutil.copytree(folder / "all", tmp_path / "bad")
+    weights = bad / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match="damaged"):
+        engine_with(tmp_path, ["bad"])
+    weights.rename(bad / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle"):
+        engine_with(tmp_path, ["bad"])
+    with pytest.raises(CheckpointError, match="No such file"):
+        engine_with(tmp_path, ["nothing"])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "phi"])
+def test_families(family: str, tmp_path: Path) -> None:
+    save_adapter(tiny_model(family), tmp_path / "a", 0, 0.3, r=4, target_modules="all-linear")
+    config = EngineConfig(
+        device="cpu",
+        kv_cache_bytes=2**22,
+        enforce_eager=True,
+        lora_modules=(LoraModule(name="a", path=tmp_path / "a"),),
+    )
+    engine = Engine(ModelRunner(tiny_model(family), config), config)
+    for i, prompt in enumerate(PROMPTS):
+        start(engine, f"a {i}", prompt, "a")
+        start(engine, f"None {i}", prompt, None)
+    found = finish(engine)
+    for i, prompt in enumerate(PROMPTS):
+        assert found[f"None {i}"] == expected(tiny_model(family), prompt)
+        assert found[f"a {i}"] == expected(with_adapter(tiny_model(family), tmp_path / "a"), prompt)
+        assert found[f"a {i}"] != found[f"None {i}"]
