@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from server.api import chat, completions, messages, operations, pages, responses, tokens
+from server.api import adapters, chat, completions, messages, operations, pages, responses, tokens
 from server.api.access import AccessLayer
 from server.api.errors import ApiError, answer_api_error, answer_http_exception
 from server.api.middleware import RequestLayer
@@ -61,7 +61,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
     app = FastAPI(title="NF4 server", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.openapi = describe(app)  # type: ignore[method-assign]
-    for room in (chat, completions, responses, messages, tokens, operations, pages):
+    for room in (chat, completions, responses, messages, adapters, tokens, operations, pages):
         app.include_router(room.router)
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_exception)

@@ -50,7 +50,7 @@ async def chat_completions(request: Request) -> Response:
     options = validate(ChatOptions, document, UNSUPPORTED_CHAT)
     answer_id = new_id("chatcmpl")
     turn = await start_turn(service, options, size, arrival, answer_id)
-    answer = _Answer(answer_id, options, service.backend().tokenizer, service.model_name)
+    answer = _Answer(answer_id, options, service.backend().tokenizer)
     return await respond(request, turn, answer, bool(options.stream))
 
 
@@ -116,10 +116,10 @@ async def whole_answers(turn: Turn) -> list[WholeAnswer]:
 class _Answer:
     """One response's identity, and its two forms."""
 
-    def __init__(self, answer_id: str, options: ChatOptions, tokenizer: Tokenizer, model: str) -> None:
+    def __init__(self, answer_id: str, options: ChatOptions, tokenizer: Tokenizer) -> None:
         self._id = answer_id
         self._created = int(time.time())
-        self._model = model
+        self._model = options.model
         self._tokenizer = tokenizer
         self._logprobs = bool(options.logprobs)
         self._reasoning = options.include_reasoning is not False

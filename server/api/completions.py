@@ -152,13 +152,14 @@ async def completions(request: Request) -> Response:
         if form is not None:
             grammar = await backend.tokenizer.off_loop(size, lambda: form_grammar(form))
             await check_grammar(backend.grammars, grammar, form[2])
-        answer = _Answer(options, backend, service.model_name)
+        answer = _Answer(options, backend)
         generation = launch(
             service,
             backend,
             options,
             encoded,
             ticket,
+            model=options.model,
             answer_id=answer.id,
             arrival=arrival,
             # No tokens of its own: one is generated, and not shown.
@@ -184,10 +185,10 @@ async def completions(request: Request) -> Response:
 class _Answer:
     """One answer's identity, and its two forms."""
 
-    def __init__(self, options: CompletionRequest, backend: Backend, model: str) -> None:
+    def __init__(self, options: CompletionRequest, backend: Backend) -> None:
         self.id = new_id("cmpl")
         self._created = int(time.time())
-        self._model = model
+        self._model = options.model
         self._tokenizer = backend.tokenizer
         self._logprobs = options.logprobs is not None
         self._timings = bool(options.timings)

@@ -75,6 +75,7 @@ def launch(
     prompts: Sequence[list[int]],
     ticket: Ticket,
     *,
+    model: str,
     answer_id: str,
     arrival: float,
     requested_tokens: int | None,
@@ -88,10 +89,12 @@ def launch(
 ) -> Generation:
     """A generation of n sequences for each prompt, numbered prompt by prompt; it starts when it is read.
 
-    at_start: the answer is a text of its own, not one that goes on from the prompt. param names the prompt in errors.
+    model is the served model's name or an adapter's; param names the prompt in errors.
+    at_start: the answer is a text of its own, not one that goes on from the prompt.
     grammar bounds every sequence; keep_marks leaves the marks of tool calls and thoughts in the text.
     Raises ApiError.
     """
+    adapter = service.adapter(model)
     runs: list[SequenceRun] = []
     for prompt in prompts:
         max_tokens = resolve_max_tokens(backend, len(prompt), requested_tokens, default_tokens, param)
@@ -107,7 +110,7 @@ def launch(
                 min_tokens=sampling.min_tokens,
             )
             index = len(runs)
-            request = GenerateRequest(f"{answer_id}-{index}", prompt, sampling)
+            request = GenerateRequest(f"{answer_id}-{index}", prompt, sampling, adapter)
             runs.append(
                 SequenceRun(
                     index,

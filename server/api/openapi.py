@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from server.api.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from server.api.chat_options import ChatOptions
 from server.api.completions import CompletionRequest
 from server.api.messages import CountRequest, MessageRequest
@@ -104,6 +105,12 @@ _OTHERS: dict[str, tuple[type[BaseModel], str, bool, dict[str, Any]]] = {
     "/detokenize": (Detokenize, "prompt", False, {"tokens": [504, 3575, 282, 4649]}),
 }
 
+# Answered with a line of text.
+_PLAIN: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "/v1/load_lora_adapter": (LoadAdapterRequest, {"lora_name": "sql", "lora_path": "/adapters/sql"}),
+    "/v1/unload_lora_adapter": (UnloadAdapterRequest, {"lora_name": "sql"}),
+}
+
 
 def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
     """A replacement for app.openapi that knows the bodies and answers of the generating endpoints."""
@@ -155,6 +162,14 @@ def _document(app: FastAPI) -> dict[str, Any]:
         operation["responses"] = {
             "200": {"description": answer, "content": content},
             **{status: _error(text, shape) for status, text in _GENERATION_ERRORS.items()},
+        }
+    for path, (request, example) in _PLAIN.items():
+        operation = document["paths"][path]["post"]
+        operation["requestBody"] = _request_body(request, example, schemas)
+        operation["responses"] = {
+            "200": {"description": "Done", "content": {"text/plain": {"schema": {"type": "string"}}}},
+            **{status: _error(text) for status, text in _GENERATION_ERRORS.items() if status not in ("500", "504")},
+            "404": _error("No such folder or adapter, or engine.allow_runtime_lora is not set"),
         }
     # The validation error that FastAPI would give; ours are 400s of the shape above.
     for methods in document["paths"].values():

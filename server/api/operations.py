@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.errors import model_not_found
 from server.api.service import VERSION, Service
 
 router = APIRouter()
@@ -72,29 +71,30 @@ async def metrics(request: Request) -> Response:
     return Response(body, media_type=content_type)
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """OpenAI's model object of the model, or of one of its adapters: root is its folder, parent the model's name."""
     limits = service.status.ready
+    adapter = service.adapter(name)
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "nf4-server",
-        "root": service.config.model,
-        "parent": None,
+        "root": service.config.model if adapter is None else service.adapters[adapter],
+        "parent": None if adapter is None else service.model_name,
         "max_model_len": limits.max_model_len if limits else None,
     }
 
 
 @router.get("/v1/models", summary="The models served")
 async def list_models(request: Request) -> Response:
-    """OpenAI's list object."""
-    return json_response({"object": "list", "data": [_model(service_of(request))]})
+    """OpenAI's list object: the model, then its LoRA adapters."""
+    service = service_of(request)
+    names = [service.model_name, *service.adapters]
+    return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}", summary="One model", responses={404: {"description": "Not served"}})
 async def get_model(request: Request, name: str) -> Response:
     """OpenAI's model object."""
-    service = service_of(request)
-    if name != service.model_name:
-        raise model_not_found(name)
-    return json_response(_model(service))
+    return json_response(_model(service_of(request), name))

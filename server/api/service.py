@@ -54,10 +54,24 @@ class Service:
             return EngineStatus("loading", stage="loading the tokenizer", fraction=0.99)
         return status
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of the LoRA adapters that are served, by name."""
+        if self.engine is not None:
+            return self.engine.adapters
+        return {module.name: str(module.path) for module in self.config.engine.lora_modules}
+
     def check_model(self, name: str) -> None:
-        """Raise ApiError (404) unless this model is served."""
-        if name != self.model_name:
+        """Raise ApiError (404) unless this is the model, or an adapter of it."""
+        self.adapter(name)
+
+    def adapter(self, name: str) -> str | None:
+        """The adapter that requests for this model run with, None for the model itself. Raises ApiError (404)."""
+        if name == self.model_name:
+            return None
+        if name not in self.adapters:
             raise model_not_found(name)
+        return name
 
     def backend(self) -> Backend:
         """The model. Raises ApiError (503) while it cannot generate."""

@@ -116,6 +116,7 @@ async def start_turn(service: Service, options: ChatOptions, size: int, arrival:
             options,
             [prompt.ids],
             ticket,
+            model=options.model,
             answer_id=answer_id,
             arrival=arrival,
             requested_tokens=options.requested_tokens,

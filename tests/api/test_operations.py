@@ -81,3 +81,10 @@ def test_exposition_formats(http: httpx.Client) -> None:
     assert all(family.documentation for family in families.values())
     openmetrics = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert openmetrics.text.endswith("# EOF\n")
+
+
+def test_adapters_are_not_loaded_at_run_time_unless_allowed(http: httpx.Client) -> None:
+    for path, body in (("load", {"lora_name": "a", "lora_path": "/a"}), ("unload", {"lora_name": "a"})):
+        refused = http.post(f"/v1/{path}_lora_adapter", json=body)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "runtime_lora_disabled"

@@ -1,0 +1,180 @@
+"""LoRA adapters over HTTP: chosen by model name, listed, loaded and unloaded while streams run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.adapters import ALL_PROJECTIONS, save_adapter
+from tests.api.conftest import MODEL, chat_body, user
+from tests.api.test_lifecycle import engine_pid
+from tests.conftest import RunningServer, start_server
+from tests.prompts import CHATS
+from tests.reference import Reference
+
+FIXED = "fixed"
+
+
+@pytest.fixture(scope="module")
+def adapters(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of two adapters of the embedded model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = Reference(embedded_folder).model
+    save_adapter(model, folder / "one", 1, 0.03, r=16, lora_alpha=16, target_modules=ALL_PROJECTIONS)
+    save_adapter(model, folder / "two", 2, 0.03, r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with one configured adapter that may load two more."""
+    folder = tmp_path_factory.mktemp("server")
+    engine: dict[str, Any] = {
+        "lora_modules": [{"name": FIXED, "path": str(adapters / "one")}],
+        "allow_runtime_lora": True,
+        "max_loras": 2,
+    }
+    (folder / "config.yaml").write_text(json.dumps({"engine": engine}))
+    with start_server(folder / "log", "--config", str(folder / "config.yaml")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else_loaded(http: httpx.Client) -> None:
+    for model in models(http):
+        if model not in (MODEL, FIXED):
+            unload(http, model)
+
+
+def load(http: httpx.Client, name: str, path: Path | str, **options: Any) -> httpx.Response:
+    return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **options})
+
+
+def unload(http: httpx.Client, name: str) -> httpx.Response:
+    return http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def models(http: httpx.Client) -> dict[str, dict[str, Any]]:
+    return {model["id"]: model for model in http.get("/v1/models").json()["data"]}
+
+
+def answer(http: httpx.Client, model: str, index: int = 0) -> str:
+    body = chat_body(model=model, messages=CHATS[index], max_tokens=12)
+    document = http.post("/v1/chat/completions", json=body).raise_for_status().json()
+    assert document["model"] == model
+    return str(document["choices"][0]["message"]["content"])
+
+
+def test_models_say_whose_adapters_they_are(http: httpx.Client, adapters: Path) -> None:
+    assert load(http, "two", adapters / "two").status_code == 200
+    listed = models(http)
+    assert list(listed) == [MODEL, FIXED, "two"]
+    assert (listed[MODEL]["root"], listed[MODEL]["parent"]) == (MODEL, None)
+    assert (listed["two"]["root"], listed["two"]["parent"]) == (str(adapters / "two"), MODEL)
+    assert http.get("/v1/models/two").json() == listed["two"]
+
+
+def test_every_endpoint_takes_an_adapters_name(http: httpx.Client) -> None:
+    text = "Tell me a story about a fox that"
+    bodies = {
+        "/v1/completions": {"prompt": text, "max_tokens": 32, "temperature": 0},
+        "/v1/chat/completions": {"messages": user(text), "max_tokens": 32, "temperature": 0},
+        "/v1/responses": {"input": text, "max_output_tokens": 32, "temperature": 0},
+        "/v1/messages": {"messages": user(text), "max_tokens": 32, "temperature": 0},
+    }
+    for path, body in bodies.items():
+        answers = [http.post(path, json={"model": model} | body).raise_for_status().json() for model in (MODEL, FIXED)]
+        assert [document["model"] for document in answers] == [MODEL, FIXED]
+        parts = [document.get("choices") or document.get("output") or document["content"] for document in answers]
+        for part in parts:
+            part[0].pop("id", None)
+        assert parts[0] != parts[1], path
+    for path in ("/tokenize", "/v1/messages/count_tokens"):
+        assert http.post(path, json={"model": FIXED, "messages": user(text)}).status_code == 200
+    assert http.post("/v1/completions", json={"model": "nobody", "prompt": text}).status_code == 404
+
+
+def test_load_and_unload_while_a_stream_runs(http: httpx.Client, adapters: Path) -> None:
+    base, fixed = answer(http, MODEL), answer(http, FIXED)
+    body = chat_body(model="two", messages=CHATS[0], max_tokens=150, stream=True, ignore_eos=True)
+    assert load(http, "two", adapters / "two").text == "Success: LoRA adapter 'two' added successfully."
+    alone = answer(http, "two")
+    assert len({base, fixed, alone}) == 3
+    with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+        events = [next(lines)]
+        assert unload(http, "two").text == "Success: LoRA adapter 'two' removed successfully."
+        assert http.post("/v1/chat/completions", json=body).status_code == 404
+        full = load(http, "again", adapters / "two")  # its slot is still used
+        assert full.status_code == 400
+        assert "max_loras (2)" in full.json()["error"]["message"]
+        events += lines
+    chunks = [json.loads(event[6:]) for event in events[:-1]]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert text.startswith(alone)
+    assert load(http, "again", adapters / "two").status_code == 200
+    assert (answer(http, "again"), answer(http, MODEL), answer(http, FIXED)) == (alone, base, fixed)
+
+
+def test_load_inplace_replaces(http: httpx.Client, adapters: Path) -> None:
+    assert load(http, "x", adapters / "one").status_code == 200
+    first = answer(http, "x")
+    refused = load(http, "x", adapters / "two")
+    assert refused.status_code == 400
+    assert "load_inplace" in refused.json()["error"]["message"]
+    assert load(http, "x", adapters / "two", load_inplace=True).status_code == 200
+    assert models(http)["x"]["root"] == str(adapters / "two")
+    assert first == answer(http, FIXED) != answer(http, "x")
+
+
+def test_what_cannot_be_loaded(http: httpx.Client, adapters: Path, tmp_path: Path) -> None:
+    missing = load(http, "x", tmp_path / "nothing")
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "lora_path")
+    assert load(http, "x", "a\0b").status_code == 404
+    assert load(http, MODEL, adapters / "two").json()["error"]["param"] == "lora_name"
+    shutil.copytree(adapters / "two", tmp_path / "dora")
+    config = json.loads((tmp_path / "dora" / "adapter_config.json").read_text())
+    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    refused = load(http, "x", tmp_path / "dora")
+    assert (refused.status_code, "DoRA is not served" in refused.text) == (400, True)
+    for document in ({"lora_name": "x"}, {"lora_path": "y"}, {"lora_name": "x", "lora_path": "y", "lora_id": 1}, {}):
+        assert http.post("/v1/load_lora_adapter", json=document).status_code == 400
+    assert unload(http, "nobody").status_code == 404
+    assert list(models(http)) == [MODEL, FIXED]
+
+
+def test_adapters_survive_the_engine(http: httpx.Client, server: RunningServer, adapters: Path) -> None:
+    assert load(http, "two", adapters / "two").status_code == 200
+    before = answer(http, "two"), answer(http, FIXED)
+    os.kill(engine_pid(server), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while http.get("/health").json().get("engine_restarts") != 1 or http.get("/ping").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert list(models(http)) == [MODEL, FIXED, "two"]
+    assert (answer(http, "two"), answer(http, FIXED)) == before
+
+
+def test_a_configured_adapter_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(json.dumps({"engine": {"lora_modules": [{"name": "a", "path": "/nothing"}]}}))
+    with (
+        pytest.raises(RuntimeError, match=r"/nothing/adapter_config.json: No such file"),
+        start_server(tmp_path / "log", "--config", str(tmp_path / "config.yaml")),
+    ):
+        pass
