@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
-from server.engine.runtime.batch import build_batch
-from server.engine.runtime.lora import adding_masked, mask_of
+from server.engine.runtime import lora
+from server.engine.runtime.lora import adding_masked
 from server.engine.runtime.runner import ModelRunner
 from server.types import GenerateRequest, LoadAdapter, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
-from tests.engine.models import VOCABULARY, tiny_model
+from tests.engine.models import tiny_model
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_PROJECTIONS},
@@ -169,21 +169,35 @@ def test_an_unknown_adapter_is_an_error_of_that_request_only(folder: Path) -> No
     assert sum(len(o.new_token_ids) for o in outputs if o.request_id == "good") == TOKENS
 
 
-def test_the_masked_products_of_cuda_graphs_add_the_same(folder: Path) -> None:
-    engine = engine_with(folder, list(ADAPTERS), enforce_eager=True, max_num_batched_tokens=128)
-    runner = engine._runner
-    for name in [None, *ADAPTERS]:
-        for i in range(2):
-            start(engine, f"{name} {i}", PROMPTS[i], name)
-    engine.step()
-    step = engine._scheduler.schedule()
-    assert all(chunk.length == 1 for chunk in step.chunks)
-    by_rows = runner.forward(step)
-    assert by_rows.shape[1] == VOCABULARY
-    with adding_masked(mask_of(build_batch(step, 16, runner.device), len(ADAPTERS))):
-        torch.testing.assert_close(runner.forward(step), by_rows, rtol=1e-4, atol=1e-4)
-    with adding_masked(torch.zeros(len(step.chunks), len(ADAPTERS), dtype=torch.bool)):
-        assert not torch.allclose(runner.forward(step), by_rows, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("few", [0, 10**6])
+def test_row_by_row_and_all_at_once_are_the_same(folder: Path, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "FEW", few)
+    names = ["attention", "patterns", "all"]
+    engine = engine_with(folder, names, enforce_eager=True, max_num_batched_tokens=128)
+    for i, prompt in enumerate(PROMPTS):
+        for name in [*names, None]:
+            start(engine, f"{name} {i}", prompt, name)
+    found = finish(engine)
+    for name in [*names, None]:
+        model = tiny_model("llama")
+        oracle = model if name is None else with_adapter(model, folder / name)
+        assert [found[f"{name} {i}"] for i in range(len(PROMPTS))] == [expected(oracle, prompt) for prompt in PROMPTS]
+
+
+def test_a_graphs_products_add_what_is_not_masked(folder: Path) -> None:
+    engine = engine_with(folder, list(ADAPTERS), enforce_eager=True)
+    linear, _ = engine._runner.adapters._table._modules["model.layers.0.mlp.up_proj"]
+    x = torch.randn(1, 4, linear.in_features)
+    others = torch.tensor([[True, True, True], [False, True, True], [True, True, False], [True, True, True]])
+    with torch.inference_mode():
+        base = linear(x)
+        with adding_masked(others):
+            added = (linear(x) - base)[0]
+    wanted = torch.zeros_like(added)
+    for row, slot in ((1, 0), (2, 2)):
+        wanted[row] = x[0, row] @ linear.a[slot].T @ linear.b[slot]
+    assert float(wanted[1].norm()) > 0
+    torch.testing.assert_close(added, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

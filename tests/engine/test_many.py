@@ -115,7 +115,7 @@ def test_many_requests_get_what_each_gets_alone_on_a_gpu(tmp_path: Path) -> None
     )  # fmt: skip
     block_bytes = 16 * 7 * 2 * 2 * 128 * 2
     config = EngineConfig(
-        device="cuda", max_num_seqs=16, max_num_batched_tokens=128, max_model_len=256, kv_cache_bytes=120 * block_bytes
+        device="cuda", max_num_seqs=16, max_num_batched_tokens=128, max_model_len=256, kv_cache_bytes=60 * block_bytes
     )
     requests = make_requests(settings["vocab_size"], longest=150, most_answers=60)
     engines = []

@@ -16,7 +16,7 @@ from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.lora import adding_masked, mask_of
+from server.engine.runtime.lora import adding_masked, others_of
 from server.engine.runtime.sampling import Sampled, draw
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import UNKNOWN
@@ -42,8 +42,8 @@ class _Graph:
     logits: torch.Tensor
     greedy: torch.Tensor
     """float32 [2, size]: the best logit of each row, and which token has it (exact: vocabularies are below 2**24)."""
-    mask: torch.Tensor | None
-    """bool [size, slots]: which adapter is each row's, in graphs that add adapters."""
+    others: torch.Tensor | None
+    """bool [size, slots]: which adapters are not each row's, in graphs that add adapters."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class DecodeGraphs:
             progress(f"capturing decode of {size}", done / len(sizes))
             self._graphs[size] = self._capture_one(size, pool, None)
             if self._adapter_slots:
-                mask = torch.zeros(size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
-                self._adapted[size] = self._capture_one(size, pool, mask)
+                others = torch.ones(size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
+                self._adapted[size] = self._capture_one(size, pool, others)
         self._largest = max(sizes)
         progress("capturing decode", 1.0)
 
@@ -127,9 +127,9 @@ class DecodeGraphs:
         size = min(s for s in self._graphs if s >= count)
         adapted = any(span.adapter is not None for span in batch.spans)
         captured = (self._adapted if adapted else self._graphs)[size]
-        if captured.mask is not None:
-            captured.mask[:count].copy_(mask_of(batch, self._adapter_slots), non_blocking=True)
-            captured.mask[count:] = False
+        if captured.others is not None:
+            captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
+            captured.others[count:] = True
         self._backend.plan_graph(list(batch.spans), size)
         for row, values in zip(captured.inputs, (ids, batch.positions, batch.slots), strict=True):
             row[:count].copy_(values)
@@ -138,14 +138,14 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured
 
-    def _capture_one(self, size: int, pool: Any, mask: torch.Tensor | None) -> _Graph:
+    def _capture_one(self, size: int, pool: Any, others: torch.Tensor | None) -> _Graph:
         inputs = torch.zeros(3, size, dtype=torch.int64, device=self._model.device)
         inputs[2] = self._scratch_slot
         self._backend.plan_graph([], size)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             self._backend.begin_graph(inputs[2])
-            with attending(self._backend), adding_masked(mask):
+            with attending(self._backend), adding_masked(others):
                 logits: torch.Tensor = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False
                 ).logits[0]
@@ -162,7 +162,7 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits, greedy = forward()
-        return _Graph(graph, inputs, logits, greedy, mask)
+        return _Graph(graph, inputs, logits, greedy, others)
 
 
 @contextmanager

@@ -16,6 +16,9 @@ from server.engine.runtime.batch import Batch
 from server.engine.runtime.cpu_linear import CpuNF4Linear
 from server.engine.runtime.projections import GROUPS, GroupMember, NF4Linear
 
+# Up to so many tokens times slots, all slots' factors at once cost less than choosing each row's.
+FEW = 64
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -29,58 +32,49 @@ class _Active:
     """What the forward pass that is running adds; the engine runs one at a time."""
 
     rows: Rows | None = None
-    mask: torch.Tensor | None = None
-    """bool [tokens, slots], whether the slot is the row's: for CUDA graphs, whose work cannot depend on the batch;
-    takes the place of rows."""
+    others: torch.Tensor | None = None
+    """bool [tokens, slots], whether the slot is not the row's; takes the place of rows (see others_of)."""
 
 
-def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: list[int]) -> None:
-    """y [..., N] += each row's adapter of x [..., K].
-
-    a [slots, parts, rank, K], b [N, slots, rank]: sizes are the parts' shares of N.
-    """
-    rows, mask = _Active.rows, _Active.mask
-    if rows is None and mask is None:
+def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """y [..., N] += each row's adapter of x [..., K]; a [slots, R, K], b [slots, R, N]."""
+    rows, others = _Active.rows, _Active.others
+    if rows is None and others is None:
         return
     out, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-    if mask is not None:
-        _add_masked(out, inputs, a, b, sizes, mask[: inputs.shape[0]])
-        return
-    assert rows is not None
-    if inputs.shape[0] != rows.count:
-        raise RuntimeError(f"a projection with adapters got {inputs.shape[0]} of the batch's {rows.count} tokens")
-    for slot, where in rows.parts:
-        own = inputs[where]
-        inner = (own @ a[slot].flatten(0, 1).T).split(a.shape[2], -1)
-        factors = b[:, slot].split(sizes)
-        delta = torch.cat([h @ factor.T for h, factor in zip(inner, factors, strict=True)], -1)
-        out[where] += delta
-
-
-def _add_masked(
-    out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: list[int], mask: torch.Tensor
-) -> None:
-    """Two plain products with all slots' factors at once, between them zeros for those that are not the row's."""
-    # What does not count is replaced, not multiplied by zero: it may be infinite.
-    inner = (x @ a.view(-1, a.shape[3]).T).view(-1, *a.shape[:3]).masked_fill(~mask[:, :, None, None], 0)
-    columns = out.split(sizes, -1)
-    for part, (column, factor) in enumerate(zip(columns, b.flatten(1).split(sizes), strict=True)):
-        column.addmm_(inner[:, :, part].flatten(1), factor.T)
+    count = rows.count if others is None and rows is not None else inputs.shape[0]
+    if inputs.shape[0] != count:
+        raise RuntimeError(f"a projection with adapters got {inputs.shape[0]} of the batch's {count} tokens")
+    if others is not None:
+        # All slots' factors at once. What is not the row's is replaced, not multiplied by zero: it may be infinite.
+        inner = torch.mm(inputs, a.view(-1, a.shape[2]).T).view(-1, *a.shape[:2])
+        inner.masked_fill_(others[: inner.shape[0], :, None], 0)
+        out.addmm_(inner.flatten(1), b.view(-1, b.shape[2]))
+    elif rows is not None:
+        for slot, where in rows.parts:
+            if isinstance(where, slice):
+                out[where].addmm_(inputs[where] @ a[slot].T, b[slot])
+            else:
+                out.index_add_(0, where, inputs[where] @ a[slot].T @ b[slot])
 
 
 _library = torch.library.Library("nf4_server_lora", "DEF")
-_library.define("add(Tensor(a!) y, Tensor x, Tensor a, Tensor b, int[] sizes) -> ()")
+_library.define("add(Tensor(a!) y, Tensor x, Tensor a, Tensor b) -> ()")
 _library.impl("add", _add, "CPU")
 _library.impl("add", _add, "CUDA")
 
 
 @torch.library.register_fake("nf4_server_lora::add")  # type: ignore[untyped-decorator]
-def _(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: list[int]) -> None:
+def _(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     return None
 
 
 class AdaptedLinear(nn.Module):
-    """A projection, or several joined into one product, and room for slots adapters of up to rank each."""
+    """A projection, or several joined into one product, and room for slots adapters of up to rank each.
+
+    Joined projections have one pair of factors with all their ranks; the second is zero where a rank is one
+    projection's and a column another's. So one pair of products serves all of them.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -89,30 +83,33 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.base = base
         self.sizes = sizes
+        self.rank = rank
         self.in_features: int = base.in_features  # type: ignore[assignment]
         self.out_features = sum(sizes)
-        self.register_buffer("a", example.new_zeros(slots, len(sizes), rank, self.in_features), persistent=False)
-        self.register_buffer("b", example.new_zeros(self.out_features, slots, rank), persistent=False)
+        ranks = len(sizes) * rank
+        self.register_buffer("a", example.new_zeros(slots, ranks, self.in_features), persistent=False)
+        self.register_buffer("b", example.new_zeros(slots, ranks, self.out_features), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
         y: torch.Tensor = self.base(x)
-        torch.ops.nf4_server_lora.add(y, x, self.a, self.b, self.sizes)
+        torch.ops.nf4_server_lora.add(y, x, self.a, self.b)
         return y
 
     def write(self, part: int, slot: int, factors: AdapterFactors | None) -> None:
         """Put one part's factors into a slot; None: zeros."""
-        start = sum(self.sizes[:part])
-        a, b = self.a[slot, part], self.b[start : start + self.sizes[part], slot]
+        start, row = sum(self.sizes[:part]), part * self.rank
+        a = self.a[slot, row : row + self.rank]
+        b = self.b[slot, row : row + self.rank, start : start + self.sizes[part]]
         a.zero_()
         b.zero_()
         if factors is not None:
             a[: factors.rank].copy_(factors.a)
-            b[:, : factors.rank].copy_(factors.b)
+            b[: factors.rank].copy_(factors.b.T)
 
     def extra_repr(self) -> str:
         """What print(model) says of it."""
-        return f"slots={self.a.shape[0]}, rank={self.a.shape[2]}"
+        return f"slots={self.a.shape[0]}, rank={self.rank}"
 
 
 class AdapterTable:
@@ -168,33 +165,41 @@ class AdapterTable:
 
 
 @contextmanager
-def adding(batch: Batch) -> Iterator[None]:
-    """While entered, projections add the adapters of a batch's sequences."""
-    _Active.rows = _rows_by_slot(batch)
+def adding(batch: Batch, slots: int) -> Iterator[None]:
+    """While entered, projections add the adapters of a batch's sequences; slots is how many adapters there may be."""
+    if slots and any(span.adapter is not None for span in batch.spans):
+        several = len({span.adapter for span in batch.spans} - {None}) > 1
+        few = several and batch.num_tokens * slots <= FEW
+        _Active.others = others_of(batch, slots).to(batch.ids.device, non_blocking=True) if few else None
+        _Active.rows = None if few else _rows_by_slot(batch)
     try:
         yield
     finally:
-        _Active.rows = None
+        _Active.rows = _Active.others = None
 
 
 @contextmanager
-def adding_masked(mask: torch.Tensor | None) -> Iterator[None]:
-    """While entered, projections add what mask says (see mask_of); None adds nothing."""
-    _Active.mask = mask
+def adding_masked(others: torch.Tensor | None) -> Iterator[None]:
+    """While entered, projections add what others leaves (see others_of): for CUDA graphs, whose work is always the
+    same. None adds nothing."""
+    _Active.others = others
     try:
         yield
     finally:
-        _Active.mask = None
+        _Active.others = None
 
 
-def _rows_by_slot(batch: Batch) -> Rows | None:
-    """The rows of each slot, or None when no sequence has an adapter."""
+def others_of(batch: Batch, slots: int) -> torch.Tensor:
+    """bool [tokens, slots] on the CPU: whether the slot is not that of the token's sequence."""
+    own = [-1 if span.adapter is None else span.adapter for span in batch.spans for _ in range(span.length)]
+    return torch.tensor(own)[:, None] != torch.arange(slots)
+
+
+def _rows_by_slot(batch: Batch) -> Rows:
     rows: dict[int, list[int]] = {}
     for span in batch.spans:
         if span.adapter is not None:
             rows.setdefault(span.adapter, []).extend(range(span.row, span.row + span.length))
-    if not rows:
-        return None
     device = batch.ids.device
     return Rows(batch.num_tokens, tuple((slot, _index(own, device)) for slot, own in sorted(rows.items())))
 
@@ -202,12 +207,6 @@ def _rows_by_slot(batch: Batch) -> Rows | None:
 def _index(rows: list[int], device: torch.device) -> slice | torch.Tensor:
     contiguous = rows[-1] - rows[0] == len(rows) - 1
     return slice(rows[0], rows[-1] + 1) if contiguous else torch.tensor(rows).to(device, non_blocking=True)
-
-
-def mask_of(batch: Batch, slots: int) -> torch.Tensor:
-    """bool [spans, slots] on the CPU: whether the slot is the span's."""
-    own = torch.tensor([-1 if span.adapter is None else span.adapter for span in batch.spans])
-    return own[:, None] == torch.arange(slots)
 
 
 def _products(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[int]]]:

@@ -21,7 +21,7 @@ FLAGS = (
 
 @functools.cache
 def load_native(source: Path) -> ctypes.CDLL | str:
-    """The compiled library of one source file, or why there is none, in one line.
+    """The compiled library of one source file and the headers beside it, or why there is none, in one line.
 
     Compiled with $CXX or g++; takes a few seconds once per source, compiler and kind of CPU. torch must have been
     imported before, so that its OpenMP threads are the library's, too.
@@ -29,7 +29,8 @@ def load_native(source: Path) -> ctypes.CDLL | str:
     compiler = os.environ.get("CXX", "g++")
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        key = source.read_bytes() + version + repr((FLAGS, _cpu())).encode()
+        text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
+        key = text + version + repr((FLAGS, _cpu())).encode()
         library = default_cache_dir() / "native" / f"{source.stem}-{hashlib.sha256(key).hexdigest()[:16]}.so"
         if not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)

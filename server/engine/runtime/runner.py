@@ -235,7 +235,7 @@ class ModelRunner:
 
     def _run(self, batch: Batch) -> torch.Tensor:
         self._backend.begin(batch)
-        with attending(self._backend), adding(batch):
+        with attending(self._backend), adding(batch, self.adapters.slots if self.adapters else 0):
             output: Any = self._model(
                 input_ids=batch.ids.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),

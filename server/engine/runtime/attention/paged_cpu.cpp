@@ -1,32 +1,12 @@
-// Attention of one-token sequences over the paged cache on CPU, float32, where the keys lie: nothing is gathered.
-// paged_cpu.py mirrors the struct and calls it; it is compiled on first use for the machine's own instruction set.
+// Attention over the paged cache on CPU, float32: one-token sequences here, chunks in chunk_cpu.h. Compiled on first use
+// for the machine's own instruction set.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-extern "C" {
-
-struct PagedAttention {
-  // [tokens, heads, dim] with the strides below (in floats); the last dimension is dense.
-  const float* query;
-  const float* key;
-  const float* value;
-  int64_t query_token, query_head, key_token, key_head, value_token, value_head;
-  float* out;  // [tokens, heads, value_dim], dense
-  // [num_blocks, block_size, kv_heads, dim], dense
-  float* key_cache;
-  float* value_cache;
-  const int64_t* slots;   // [tokens]: where each token's key and value go
-  const int64_t* tables;  // [singles, table_width]: each sequence's blocks
-  const int64_t* ends;    // [singles]: keys of each sequence
-  int64_t tokens, singles, table_width, block_size, heads, kv_heads, key_dim, value_dim;
-  int64_t window;  // 0: none
-  float scaling;
-  float softcap;  // 0: none
-};
-}
+#include "chunk_cpu.h"
 
 namespace {
 
@@ -105,7 +85,7 @@ inline void for_each_key(const PagedAttention& a, int64_t single, int64_t begin,
 // read in turn, because they lie side by side.
 template <int kDim>
 void attend(const PagedAttention& a, int64_t single, int64_t first_head, int64_t last_head, std::vector<float>& buffer) {
-  const int64_t group = a.heads / a.kv_heads, end = a.ends[single];
+  const int64_t group = a.heads / a.kv_heads, end = a.spans[single * 3 + 2];
   const int64_t begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
   const int64_t count = end - begin;
   const int64_t first = first_head * group, last = last_head * group;
@@ -136,7 +116,10 @@ void attend(const PagedAttention& a, int64_t single, int64_t first_head, int64_t
 template <int kDim>
 void attend_all(const PagedAttention& a) {
   int64_t keys = 0;
-  for (int64_t s = 0; s < a.singles; ++s) keys += a.window > 0 ? std::min(a.ends[s], a.window) : a.ends[s];
+  for (int64_t s = 0; s < a.singles; ++s) {
+    const int64_t end = a.spans[s * 3 + 2];
+    keys += a.window > 0 ? std::min(end, a.window) : end;
+  }
   const bool parallel = keys * a.heads * a.key_dim > kParallelWork;
   // Whole sequences where there are enough to share out, else single key heads.
   const int64_t parts = parallel && a.singles < 4 ? a.kv_heads : 1;
@@ -149,13 +132,31 @@ void attend_all(const PagedAttention& a) {
   }
 }
 
-}  // namespace
-
-extern "C" {
+// The chunks of all sequences behind the singles, the last queries first: they see the most keys.
+void attend_chunks(const PagedAttention& a) {
+  const int64_t group = a.heads / a.kv_heads;
+  // As many tiles as make reading the keys a small part of a task.
+  const int64_t queries = chunks::kTile * std::max<int64_t>(1, 4 / group);
+  std::vector<chunks::Task> tasks;
+  int64_t work = 0;
+  for (int64_t s = a.singles; s < a.sequences; ++s) {
+    const int64_t *span = a.spans + s * 3, start = span[1], end = span[2];
+    const int64_t* table = a.tables + s * a.table_width;
+    work += (end - start) * end * a.heads * a.key_dim;
+    for (int64_t blocks = (end - start + queries - 1) / queries; blocks-- > 0;) {
+      const int64_t first = start + blocks * queries, last = std::min(end, first + queries);
+      for (int64_t h = 0; h < a.kv_heads; ++h) tasks.push_back({a, span[0], start, end, table, h, first, last});
+    }
+  }
+#pragma omp parallel for schedule(dynamic) if (work > kParallelWork)
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    static thread_local chunks::Workspace workspace;
+    chunks::run(tasks[i], workspace);
+  }
+}
 
 // Writes all tokens' keys and values into the cache.
-void paged_write(const PagedAttention* p) {
-  const PagedAttention& a = *p;
+void write_all(const PagedAttention& a) {
   for (int64_t t = 0; t < a.tokens; ++t) {
     for (int64_t h = 0; h < a.kv_heads; ++h) {
       const int64_t row = a.slots[t] * a.kv_heads + h;
@@ -165,9 +166,15 @@ void paged_write(const PagedAttention* p) {
   }
 }
 
-// Writes, then attends for the first `singles` tokens, one of each sequence.
+}  // namespace
+
+extern "C" {
+
+// Writes the batch's keys and values, then attends for all its tokens; the first `singles` sequences have one each.
 void paged_attend(const PagedAttention* p) {
-  paged_write(p);
+  write_all(*p);
+  if (p->singles < p->sequences) attend_chunks(*p);
+  if (!p->singles) return;
   const int64_t dim = p->key_dim == p->value_dim ? p->key_dim : 0;
   if (dim == 64) {
     attend_all<64>(*p);

@@ -1,4 +1,4 @@
-"""The CPU backend: one-token sequences attend in C++ where their keys lie; longer chunks as in the reference."""
+"""The CPU backend: attention in C++ over the cache as it lies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SOURCE = Path(__file__).with_name("paged_cpu.cpp")
 
 
 class _Call(ctypes.Structure):
-    """PagedAttention of paged_cpu.cpp."""
+    """PagedAttention of paged_cpu.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value")),
         *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),
         *((name, ctypes.c_int64) for name in ("value_token", "value_head")),
-        *((name, ctypes.c_void_p) for name in ("out", "key_cache", "value_cache", "slots", "tables", "ends")),
-        *((name, ctypes.c_int64) for name in ("tokens", "singles", "table_width", "block_size")),
+        *((name, ctypes.c_void_p) for name in ("out", "key_cache", "value_cache", "slots", "tables", "spans")),
+        *((name, ctypes.c_int64) for name in ("tokens", "singles", "sequences", "table_width", "block_size")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_dim", "value_dim", "window")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
@@ -53,11 +53,9 @@ class PagedCpuBackend(SdpaBackend):
         library = load_native(SOURCE)
         if isinstance(library, str):
             raise RuntimeError(library)
-        self._write = library.paged_write
         self._attend = library.paged_attend
-        for function in (self._write, self._attend):
-            function.argtypes = (ctypes.c_void_p,)
-            function.restype = None
+        self._attend.argtypes = (ctypes.c_void_p,)
+        self._attend.restype = None
         self._shapes = shapes
         self._options = options
         self._pointers = [(k.data_ptr(), v.data_ptr()) for k, v in zip(self._keys, self._values, strict=True)]
@@ -69,16 +67,17 @@ class PagedCpuBackend(SdpaBackend):
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        singles = batch.spans[: batch.num_single]
-        width = max((len(span.blocks) for span in singles), default=0)
+        width = max((len(span.blocks) for span in batch.spans), default=0)
         tables = torch.tensor(
-            [block for span in singles for block in span.blocks + (0,) * (width - len(span.blocks))], dtype=torch.int64
+            [block for span in batch.spans for block in span.blocks + (0,) * (width - len(span.blocks))],
+            dtype=torch.int64,
         )
-        ends = torch.tensor([span.end for span in singles], dtype=torch.int64)
-        self._kept = (batch.slots, tables, ends)
+        spans = torch.tensor([(span.row, span.start, span.end) for span in batch.spans], dtype=torch.int64)
+        self._kept = (batch.slots, tables, spans)
         call = self._call
-        call.slots, call.tables, call.ends = (tensor.data_ptr() for tensor in self._kept)
-        call.tokens, call.singles, call.table_width = batch.num_tokens, len(singles), width
+        call.slots, call.tables, call.spans = (tensor.data_ptr() for tensor in self._kept)
+        call.tokens, call.singles, call.sequences = batch.num_tokens, batch.num_single, len(batch.spans)
+        call.table_width = width
         self._next_layer = 0
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -88,8 +87,7 @@ class PagedCpuBackend(SdpaBackend):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        batch, call, shape = self._batch, self._call, self._shapes[layer]
-        assert batch is not None
+        call, shape = self._call, self._shapes[layer]
         self._next_layer = layer + 1
         out = torch.empty(query.shape[0], query.shape[1], shape.value_dim)
         call.query, call.key, call.value, call.out = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
@@ -100,10 +98,5 @@ class PagedCpuBackend(SdpaBackend):
         call.heads, call.kv_heads = query.shape[1], shape.kv_heads
         call.key_dim, call.value_dim = shape.key_dim, shape.value_dim
         call.window, call.scaling, call.softcap = options.window or 0, options.scaling, options.softcap or 0.0
-        if batch.num_single:
-            self._attend(self._address)
-        else:
-            self._write(self._address)
-        for span in batch.spans[batch.num_single :]:
-            self._attend_span(layer, span, query, key, value, out, options)
+        self._attend(self._address)
         return out
