@@ -42,7 +42,7 @@ model: $(VENV)/.serve ## fetch and convert the embedded model
 test: $(VENV)/.dev kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-clients: $(VENV)/.dev kernels model ## openai, anthropic, langchain, litellm and others against the server (CLIENTS=)
+test-clients: $(VENV)/.dev kernels model ## openai, anthropic, langchain, lm-eval and others against the server (CLIENTS=)
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 check: $(VENV)/.dev ## ruff, mypy --strict, import rules

@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from server.checkpoint.source import resolve_checkpoint
+from server.config import EMBEDDED_MODEL, default_cache_dir
 from tests.conftest import start_server
 
 HERE = Path(__file__).parent
@@ -27,17 +29,18 @@ CLIENTS = {
     "instructor": ("instructor_client.py", "instructor"),
     "pydantic-ai": ("pydantic_ai_client.py", "pydantic-ai-slim[openai]"),
     "llm": ("llm_client.py", "llm"),
+    "lm-eval": ("lm_eval_client.py", "lm-eval[api] transformers"),
 }
 
 
 def environment(name: str, requirement: str) -> Path:
-    """The Python of an environment that has the requirement."""
+    """The Python of an environment that has the requirement (several: separated by spaces)."""
     folder = ENVIRONMENTS / name
     python, stamp = folder / "bin" / "python", folder / "requirement"
     if not stamp.is_file() or stamp.read_text() != requirement:
         # Without ensurepip, as in the Makefile: Debian's python3 without python3-venv is enough.
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", requirement]
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *requirement.split()]
         subprocess.run(pip, check=True)
         stamp.write_text(requirement)
     return python
@@ -51,7 +54,13 @@ def main() -> int:
     pythons = {name: environment(name, CLIENTS[name][1]) for name in chosen}
     failed = []
     with tempfile.TemporaryDirectory() as folder, start_server(Path(folder) / "log") as server:
-        variables = {"BASE_URL": server.base_url, "MODEL": "smollm2-135m-instruct", "NO_PROXY": "127.0.0.1"}
+        checkpoint = resolve_checkpoint(EMBEDDED_MODEL, default_cache_dir(), lambda stage, fraction: None)
+        variables = {
+            "BASE_URL": server.base_url,
+            "MODEL": EMBEDDED_MODEL,
+            "TOKENIZER": str(checkpoint),
+            "NO_PROXY": "127.0.0.1",
+        }
         for name, python in pythons.items():
             home = Path(folder) / name
             home.mkdir()
