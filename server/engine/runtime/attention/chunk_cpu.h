@@ -1,0 +1,237 @@
+// Attention of a sequence's chunk over the paged cache, float32: flash attention whose products are tiles of results in
+// vector registers. Queries lie across the vectors' lanes, so that the softmax of many needs no sums across lanes, and
+// keys and values are read as they are stored. The vectors are GCC's, as wide as the machine's registers.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "paged_cpu.h"
+
+namespace chunks {
+
+// Results of kRows x kVectors and their operands fill the registers.
+#if defined(__AVX512F__)
+constexpr int kBytes = 64, kRows = 8;
+#else
+constexpr int kBytes = 32, kRows = 4;
+#endif
+constexpr int kVectors = 3;
+constexpr int kLanes = kBytes / 4;
+constexpr int kTile = kVectors * kLanes;  // queries of one head that are computed together
+constexpr int kKeys = 64;                 // of one step: they and their values stay in L1
+
+typedef float Vec __attribute__((vector_size(kBytes)));
+typedef int32_t Ints __attribute__((vector_size(kBytes)));
+
+inline Vec all(float value) { return Vec{} + value; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// e^x for x <= 0, to 2 units in the last place; e^-87 below that.
+inline Vec exp_negative(Vec x) {
+  x = larger(x, all(-87.0f));
+  const Vec shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+  const Vec n = shifted - 12582912.0f;
+  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * (Vec)(((Ints)shifted - (0x4B400000 - 127)) << 23);
+}
+
+// c[kRows][kTile] = scale * c + a b, where a[i][d] is a[i * a_row + d * a_depth] and b is [depth][kTile]; scale null: 0.
+inline void product(const float* a, int64_t a_row, int64_t a_depth, const Vec* b, Vec* c, const Vec* scale,
+                    int64_t depth) {
+  Vec sums[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 3
+    for (int v = 0; v < kVectors; ++v) sums[i][v] = scale ? c[i * kVectors + v] * scale[v] : Vec{};
+  }
+  for (int64_t d = 0; d < depth; ++d) {
+    const Vec* right = b + d * kVectors;
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const Vec left = all(a[i * a_row + d * a_depth]);
+#pragma GCC unroll 3
+      for (int v = 0; v < kVectors; ++v) sums[i][v] += left * right[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 3
+    for (int v = 0; v < kVectors; ++v) c[i * kVectors + v] = sums[i][v];
+  }
+}
+
+inline int64_t whole(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// One thread's buffers, for tasks of `tiles` tiles.
+class Workspace {
+ public:
+  void reserve(int64_t key_dim, int64_t value_dim, int64_t tiles) {
+    const int64_t rows = whole(value_dim, kRows);
+    const int64_t sizes[] = {tiles * key_dim * kTile, tiles * rows * kTile, tiles * kTile, tiles * kTile,
+                             kKeys * kTile,           kKeys * whole(key_dim, kLanes), kKeys * whole(rows, kLanes)};
+    float** const parts[] = {&query, &out, &peak, &total, &scores, &keys, &values};
+    int64_t need = 0;
+    for (int64_t size : sizes) need += size;
+    if (need > size_) {
+      std::free(data_);
+      data_ = static_cast<float*>(std::aligned_alloc(64, whole(need * 4, 64)));
+      if (!data_) std::abort();
+      size_ = need;
+    }
+    float* next = data_;
+    for (int i = 0; i < 7; ++i, next += sizes[i - 1]) *parts[i] = next;
+  }
+  ~Workspace() { std::free(data_); }
+  float *query, *out, *peak, *total, *scores;  // transposed: queries across
+  float *keys, *values;                        // [kKeys][dim]; values' rows padded for whole tiles
+
+ private:
+  float* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// A block of queries of one sequence: all query heads of one key head.
+struct Task {
+  const PagedAttention& a;
+  int64_t row, start, end;  // rows [row, ...) of the batch are the sequence's tokens [start, end)
+  const int64_t* table;
+  int64_t head;             // of the keys
+  int64_t first, last;      // of the queries, as places in the sequence
+  int64_t group() const { return a.heads / a.kv_heads; }
+  int64_t columns() const { return (last - first + kTile - 1) / kTile; }
+};
+
+inline void load_queries(const Task& t, Workspace& w) {
+  const PagedAttention& a = t.a;
+  for (int64_t q = 0; q < t.group(); ++q) {
+    for (int64_t c = 0; c < t.columns(); ++c) {
+      float* to = w.query + (q * t.columns() + c) * a.key_dim * kTile;
+      for (int64_t i = 0; i < kTile; ++i) {
+        // Behind the last query its copies: their results are not read.
+        const int64_t place = std::min(t.first + c * kTile + i, t.last - 1);
+        const float* from = a.query + (t.row + place - t.start) * a.query_token + (t.head * t.group() + q) * a.query_head;
+        for (int64_t d = 0; d < a.key_dim; ++d) to[d * kTile + i] = from[d] * a.scaling;
+      }
+    }
+  }
+}
+
+// Keys and values of places [begin, begin + kKeys), zeros from `end` on.
+inline void load_keys(const Task& t, int64_t begin, int64_t end, Workspace& w) {
+  const PagedAttention& a = t.a;
+  const int64_t padded = whole(a.value_dim, kRows);
+  for (int64_t i = 0; i < kKeys; ++i) {
+    float *key = w.keys + i * a.key_dim, *value = w.values + i * padded;
+    const int64_t place = begin + i;
+    if (place >= end) {
+      std::memset(key, 0, a.key_dim * 4);
+      std::memset(value, 0, padded * 4);
+      continue;
+    }
+    const int64_t slot = t.table[place / a.block_size] * a.block_size + place % a.block_size;
+    std::memcpy(key, a.key_cache + (slot * a.kv_heads + t.head) * a.key_dim, a.key_dim * 4);
+    std::memcpy(value, a.value_cache + (slot * a.kv_heads + t.head) * a.value_dim, a.value_dim * 4);
+    for (int64_t d = a.value_dim; d < padded; ++d) value[d] = 0;
+  }
+}
+
+// The scores of `keys` keys from place `begin` on become their exponentials; hidden ones become 0. scale: what the sums
+// so far are worth now.
+inline void soften(const Task& t, int64_t begin, int64_t keys, int64_t place, Vec* scores, Vec* peak, Vec* total,
+                   Vec* scale) {
+  const float cap = t.a.softcap;
+  if (cap > 0) {
+    float* each = reinterpret_cast<float*>(scores);
+    for (int64_t i = 0; i < keys * kTile; ++i) each[i] = cap * std::tanh(each[i] / cap);
+  }
+  const int64_t window = t.a.window > 0 ? t.a.window : INT64_MAX / 2;
+  const bool all_seen = begin + keys - 1 <= place && begin > place + kTile - 1 - window;
+  Ints lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int v = 0; v < kVectors; ++v) {
+    // Key `begin + i` counts for lanes from i - last on and, with a window, before i - last + window.
+    const Ints last = lane + static_cast<int32_t>(std::min<int64_t>(place + v * kLanes - begin, 1 << 29));
+    const int32_t reach = static_cast<int32_t>(std::min<int64_t>(window, 1 << 29));
+    if (!all_seen) {
+      for (int32_t i = 0; i < keys; ++i) {
+        Vec& score = scores[i * kVectors + v];
+        score = (last >= i) & (last - reach < i) ? score : all(-INFINITY);
+      }
+    }
+    Vec top = peak[v];
+    for (int64_t i = 0; i < keys; ++i) top = larger(top, scores[i * kVectors + v]);
+    scale[v] = exp_negative(peak[v] - top);
+    peak[v] = top;
+    Vec sum = total[v] * scale[v];
+    for (int64_t i = 0; i < keys; ++i) {
+      Vec& score = scores[i * kVectors + v];
+      const Vec value = exp_negative(score - top);
+      score = all_seen ? value : (score == all(-INFINITY) ? Vec{} : value);
+      sum += score;
+    }
+    total[v] = sum;
+  }
+}
+
+inline void store(const Task& t, Workspace& w) {
+  const PagedAttention& a = t.a;
+  const int64_t padded = whole(a.value_dim, kRows);
+  for (int64_t q = 0; q < t.group(); ++q) {
+    for (int64_t c = 0; c < t.columns(); ++c) {
+      const int64_t tile = q * t.columns() + c;
+      const int64_t count = std::min<int64_t>(kTile, t.last - t.first - c * kTile);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = t.row + t.first + c * kTile + i - t.start;
+        float* to = a.out + (row * a.heads + t.head * t.group() + q) * a.value_dim;
+        const float* from = w.out + tile * padded * kTile + i;
+        const float share = 1.0f / w.total[tile * kTile + i];
+        for (int64_t d = 0; d < a.value_dim; ++d) to[d] = from[d * kTile] * share;
+      }
+    }
+  }
+}
+
+inline void run(const Task& t, Workspace& w) {
+  const PagedAttention& a = t.a;
+  const int64_t tiles = t.group() * t.columns(), padded = whole(a.value_dim, kRows);
+  w.reserve(a.key_dim, a.value_dim, tiles);
+  load_queries(t, w);
+  std::fill(w.out, w.out + tiles * padded * kTile, 0.0f);
+  std::fill(w.total, w.total + tiles * kTile, 0.0f);
+  // Finite, so that a query with no key yet stays a number.
+  std::fill(w.peak, w.peak + tiles * kTile, -1e30f);
+  const int64_t from = a.window > 0 ? std::max<int64_t>(0, t.first - a.window + 1) / kKeys * kKeys : 0;
+  for (int64_t begin = from; begin < t.last; begin += kKeys) {
+    load_keys(t, begin, t.last, w);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t place = t.first + tile % t.columns() * kTile;
+      const int64_t keys = whole(std::min<int64_t>(kKeys, std::min(place + kTile, t.last) - begin), kRows);
+      if (keys <= 0 || (a.window > 0 && begin + kKeys <= place - a.window + 1)) continue;
+      const Vec* query = reinterpret_cast<Vec*>(w.query + tile * a.key_dim * kTile);
+      Vec* scores = reinterpret_cast<Vec*>(w.scores);
+      Vec* out = reinterpret_cast<Vec*>(w.out + tile * padded * kTile);
+      for (int64_t i = 0; i < keys; i += kRows) {
+        product(w.keys + i * a.key_dim, a.key_dim, 1, query, scores + i * kVectors, nullptr, a.key_dim);
+      }
+      Vec scale[kVectors];
+      soften(t, begin, keys, place, scores, reinterpret_cast<Vec*>(w.peak) + tile * kVectors,
+             reinterpret_cast<Vec*>(w.total) + tile * kVectors, scale);
+      for (int64_t d = 0; d < padded; d += kRows) {
+        product(w.values + d, 1, padded, scores, out + d * kVectors, scale, keys);
+      }
+    }
+  }
+  store(t, w);
+}
+
+}  // namespace chunks
