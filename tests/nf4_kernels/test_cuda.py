@@ -120,13 +120,16 @@ def test_bias_views_and_float32(m: int) -> None:
         assert relative_error(got, exact) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("m", [1, 8, 16, 32])
+@pytest.mark.parametrize("m", [1, 8, 16, 24, 32, 64, 128, 256])
 def test_results_do_not_change_from_run_to_run(m: int) -> None:
-    for n, k in [(5120, 25600), (1024, 8192), (25600, 5120)]:
+    for n, k in [(5120, 25600), (1024, 8192), (25600, 5120), (8192, 28672)]:
         w = random_weight(n, k)
         x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
         first = w.linear(x)
-        assert all(torch.equal(w.linear(x), first) for _ in range(50))
+        different = torch.zeros((), device=DEVICE)
+        for _ in range(300):
+            different += (w.linear(x) != first).any()
+        assert different == 0, (n, k, m)
 
 
 @pytest.mark.skipif(

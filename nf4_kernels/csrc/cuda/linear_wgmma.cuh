@@ -110,6 +110,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
     for (int i = 0; i < 4; ++i) {
       scale[i] = *reinterpret_cast<const float2*>(my_scales + ring.stage * Layout::kScaleBytes + i * Layout::kRows * 4);
     }
+    loads_before_copies();
     barrier_arrive(layout.weights_empty(ring.stage));
     ring.advance();
   };

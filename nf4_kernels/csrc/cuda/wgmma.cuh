@@ -71,6 +71,10 @@ __device__ __forceinline__ void copy_bytes(unsigned target, const void* source, 
                : "memory");
 }
 
+// This thread's reads of shared memory so far come before any asynchronous copy that is started once it has arrived at a
+// barrier. Arriving alone does not order the two: reads still queued were overtaken by the next round's weights.
+__device__ __forceinline__ void loads_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // The launch that follows in the stream may start; / wait for what the launch before wrote.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
