@@ -35,7 +35,8 @@ from server.types import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# Compiled layers are tried on so many tokens, and may differ from the model's own code by rounding only.
+# Compiled layers are tried on so many tokens, and may differ from the model's own code by rounding only, in the norm of
+# all logits: a single token's can be so ill conditioned that rounding alone moves them by a thousandth.
 TRIALS = (1, 7, 17)
 TRIAL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 LEAST_MODEL_LEN = 32
@@ -149,7 +150,7 @@ class ModelRunner:
     def _disagreement(self, plain: list[torch.Tensor]) -> str | None:
         """How the trials' logits differ from plain by more than rounding, in words."""
         for count, expected in zip(TRIALS, plain, strict=True):
-            error = float((self._trial(count) - expected).abs().max() / expected.abs().max())
+            error = float((self._trial(count) - expected).norm() / expected.norm())
             if not error < TRIAL_TOLERANCES[self._dtype]:
                 return f"are off by {error:.1e} with {count} tokens"
         return None
@@ -182,9 +183,11 @@ class ModelRunner:
 
     def _trial(self, count: int) -> torch.Tensor:
         """Logits [count, vocabulary] of a first chunk of count tokens, in the cache's first blocks."""
-        ids = torch.arange(count, device=self._device)
+        rows = torch.arange(count, device=self._device)
+        # Not from the first id on: that is often padding, whose embedding is zero.
+        ids = (rows + 101) % self._model.config.get_text_config().vocab_size
         blocks = tuple(range(-(-count // self._block_size)))
-        return self._run(Batch(ids, ids, ids, ids, (Span(0, 0, count, blocks),), int(count == 1)))
+        return self._run(Batch(ids, rows, rows, rows, (Span(0, 0, count, blocks),), int(count == 1)))
 
     @property
     def device(self) -> torch.device:
