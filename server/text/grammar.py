@@ -10,6 +10,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from server.text.dialect import MAX_CALLS, Dialect
+from server.text.patterns import mend_patterns
 
 # One space, or a new line with its indent: what people and models write, and no room for a small model to get lost in.
 _JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
@@ -106,7 +107,7 @@ def _lark(text: str) -> str:
 
 def _inline(schema: Any) -> str:
     """A schema within Lark text."""
-    styled = {"x-guidance": _JSON_STYLE, **schema} if isinstance(schema, dict) else schema
+    styled = {"x-guidance": _JSON_STYLE, **mend_patterns(schema)} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(styled, ensure_ascii=False)}"
 
 

@@ -1,0 +1,55 @@
+"""Regular expressions in JSON schemas, written so that llguidance keeps to them.
+
+llguidance (1.9) writes a pattern's characters as JSON does, and for a class with all control characters takes every
+escape at once: [^"] then lets \\" through. A class that leaves out one control character is written character by
+character, so U+0001 is taken out of negated classes, in which nobody wants it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Their values are data, not schemas.
+_DATA = frozenset({"const", "enum", "default", "examples"})
+
+
+def mend_patterns(schema: Any) -> Any:
+    """A copy of a schema whose patterns llguidance keeps to. Raises RecursionError for one nested too deeply."""
+    if isinstance(schema, list):
+        return [mend_patterns(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    mended: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _DATA:
+            mended[key] = value
+        elif key == "pattern" and isinstance(value, str):
+            mended[key] = mend_pattern(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            mended[key] = {mend_pattern(name): mend_patterns(inner) for name, inner in value.items()}
+        else:
+            mended[key] = mend_patterns(value)
+    return mended
+
+
+def mend_pattern(pattern: str) -> str:
+    """The pattern, its negated classes without U+0001."""
+    parts: list[str] = []
+    inside = False
+    place = 0
+    while place < len(pattern):
+        taken = pattern[place]
+        if taken == "\\":
+            taken = pattern[place : place + 2]
+        elif inside:
+            inside = taken != "]"
+        elif pattern.startswith("[^", place) and not pattern.startswith("[^]", place):
+            taken, inside = "[^", True
+            parts.append("[^\\x01")
+            place += len(taken)
+            continue
+        elif taken == "[":
+            inside = True
+        parts.append(taken)
+        place += len(taken)
+    return "".join(parts)
