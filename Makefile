@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test test-clients check format hooks kernels model bench-cpu gpu-bench gpu-bench-e2e gpu-test clean
+.PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu gpu-bench gpu-bench-e2e gpu-test clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -44,6 +44,9 @@ test: $(VENV)/.dev kernels model ## run the tests, with all the set-up they need
 
 test-clients: $(VENV)/.dev kernels model ## openai, anthropic, langchain, lm-eval and others against the server (CLIENTS=)
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)
+	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/test_schemathesis.py
 
 check: $(VENV)/.dev ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -7,11 +7,15 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from server.api.service import VERSION, Service
 
 router = APIRouter()
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The server wants an API key, and this is none of them"},
+    429: {"description": "The key has too many requests under way"},
+}
 
 
 def json_response(document: Any, status: int = 200) -> Response:
@@ -50,7 +54,12 @@ async def health(request: Request) -> Response:
     return json_response(document, 200 if document["status"] == "ready" else 503)
 
 
-@router.get("/ping", summary="Whether the server can generate", responses={503: {"description": "Not now"}})
+@router.get(
+    "/ping",
+    summary="Whether the server can generate",
+    response_class=Response,
+    responses={503: {"description": "Not now"}},
+)
 @router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Response:
     """An empty 200 or 503, for load balancers that look at nothing else."""
@@ -64,7 +73,12 @@ async def show_version() -> Response:
     return json_response({"version": VERSION})
 
 
-@router.get("/metrics", summary="Prometheus metrics")
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=PlainTextResponse,
+    responses={200: {"content": {"application/openmetrics-text": {"schema": {"type": "string"}}}}},
+)
 async def metrics(request: Request) -> Response:
     """All metrics in the text format that the Accept header asks for."""
     body, content_type = service_of(request).metrics.exposition(request.headers.get("accept", ""))
@@ -86,7 +100,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/models", summary="The models served")
+@router.get("/v1/models", summary="The models served", responses=_REFUSALS)
 async def list_models(request: Request) -> Response:
     """OpenAI's list object: the model, then its LoRA adapters."""
     service = service_of(request)
@@ -94,7 +108,7 @@ async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
 
-@router.get("/v1/models/{name:path}", summary="One model", responses={404: {"description": "Not served"}})
+@router.get("/v1/models/{name:path}", summary="One model", responses=_REFUSALS | {404: {"description": "Not served"}})
 async def get_model(request: Request, name: str) -> Response:
     """OpenAI's model object."""
     return json_response(_model(service_of(request), name))
