@@ -109,6 +109,8 @@ class EngineConfig(_Section):
     """CPU threads; None takes all cores this process may use."""
     enforce_eager: bool = False
     """Skip compilation and CUDA graphs: a quick start, slower decoding."""
+    batch_invariant: bool = False
+    """CUDA: a sequence's logits are the same bits whatever else is in its batch. Slower, most of all prefill."""
     lora_modules: tuple[LoraModule, ...] = ()
     """Adapters that are served from the start."""
     max_loras: int | None = Field(default=None, ge=1, le=256)

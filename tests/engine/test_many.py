@@ -106,7 +106,8 @@ def test_many_requests_get_what_each_gets_alone() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_many_requests_get_what_each_gets_alone_on_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("invariant", [False, True])
+def test_many_requests_get_what_each_gets_alone_on_a_gpu(invariant: bool, tmp_path: Path) -> None:
     settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL
     (tmp_path / "config.json").write_text(json.dumps(settings))
     device = torch.device("cuda", 0)
@@ -115,8 +116,9 @@ def test_many_requests_get_what_each_gets_alone_on_a_gpu(tmp_path: Path) -> None
     )  # fmt: skip
     block_bytes = 16 * 7 * 2 * 2 * 128 * 2
     config = EngineConfig(
-        device="cuda", max_num_seqs=16, max_num_batched_tokens=128, max_model_len=256, kv_cache_bytes=60 * block_bytes
-    )
+        device="cuda", max_num_seqs=16, max_num_batched_tokens=128, max_model_len=256, kv_cache_bytes=24 * block_bytes,
+        batch_invariant=invariant,
+    )  # fmt: skip
     requests = make_requests(settings["vocab_size"], longest=150, most_answers=60)
     engines = []
     for weights, changes in ((model, {}), (other, {"enable_prefix_caching": False})):
@@ -125,7 +127,8 @@ def test_many_requests_get_what_each_gets_alone_on_a_gpu(tmp_path: Path) -> None
         runner.prepare(own, lambda *_: None)
         engines.append(Engine(runner, own))
     found, cancelled = run(engines[0], requests, cancel=True)
-    assert engines[0].stats().preemptions > 10
+    assert engines[0].stats().preemptions >= 5
     alone = {id_: answer for request in requests for id_, answer in run(engines[1], [request], cancel=False)[0].items()}
     # bfloat16: two sums of the same numbers in another order are up to two steps of 0.008 apart, both logits each.
-    assert check(requests, found, cancelled, alone, reference, near_tie=0.05) <= COUNT // 4
+    parted = check(requests, found, cancelled, alone, reference, near_tie=0.05)
+    assert parted == 0 if invariant else parted <= COUNT // 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,15 @@ def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progre
             del layer.forward
 
     return undo
+
+
+def overlapping_launches() -> AbstractContextManager[None]:
+    """Kernels that are compiled while it is entered start on Hopper and later before the one in front has ended.
+
+    They wait before they read what it wrote, as the NF4 kernels do. Between two that do so a launch costs less.
+    """
+    patch: AbstractContextManager[None] = torch._inductor.config.patch({"triton.enable_pdl": True})
+    return patch
 
 
 def _observe(layers: list[nn.Module], run: Callable[[int], object]) -> list[_Signature]:
@@ -190,7 +199,7 @@ def _compile(layer: nn.Module, signature: _Signature) -> Callable[..., Any]:
             if size < 0:
                 torch._dynamo.decorators.mark_unbacked(example, dimension, strict=True)
     # Off by default before torch 2.13.
-    with torch._dynamo.config.patch(enable_aot_compile=True):
+    with torch._dynamo.config.patch(enable_aot_compile=True), overlapping_launches():
         compiled: Any = torch.compile(call, fullgraph=True)
         ahead = compiled.aot_compile(((*examples, *_tensors(layer)), {}))
     ahead.disable_guard_check()

@@ -16,6 +16,7 @@ from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.compiled import overlapping_launches
 from server.engine.runtime.lora import adding_masked, others_of
 from server.engine.runtime.sampling import Sampled, draw
 from server.engine.scheduling.scheduler import Step
@@ -110,8 +111,6 @@ class DecodeGraphs:
             rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
             source = torch.tensor([rows.get(id(chunk.sequence), 0) for chunk in step.chunks])
             ids = torch.where(ids == UNKNOWN, previous.tokens[source.to(ids.device, non_blocking=True)], ids)
-        # The plan's host memory may be written again only when its copies to the device are over.
-        self._planned.synchronize()
         captured = self._replay(batch, ids)
         count = len(batch.spans)
         best, tokens = captured.greedy[:, :count]
@@ -130,6 +129,8 @@ class DecodeGraphs:
         if captured.others is not None:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True
+        # The plan's host memory may be written again only when its copies to the device are over.
+        self._planned.synchronize()
         self._backend.plan_graph(list(batch.spans), size)
         for row, values in zip(captured.inputs, (ids, batch.positions, batch.slots), strict=True):
             row[:count].copy_(values)
@@ -175,7 +176,8 @@ def _compiled_layers(model: PreTrainedModel) -> Iterator[None]:
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=False)
     try:
-        yield
+        with overlapping_launches():
+            yield
     finally:
         for layer in layers:
             del layer.forward

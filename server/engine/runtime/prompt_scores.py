@@ -30,9 +30,11 @@ def _score(sequence: Sequence, positions: range, logits: torch.Tensor) -> None:
     most = sequence.sampling.prompt_logprobs or 0
     values = logits.float().log_softmax(-1)
     targets = sequence.tokens[positions.start + 1 : positions.stop + 1]
-    own = values.gather(1, torch.tensor(targets, device=values.device).unsqueeze(1)).squeeze(1).tolist()
+    chosen = values.gather(1, torch.tensor(targets, device=values.device).unsqueeze(1))
+    ranks = ((values > chosen).sum(-1) + 1).tolist()
+    own = chosen.squeeze(1).tolist()
     top = values.topk(most, dim=-1)
     top_values, top_ids = top.values.tolist(), top.indices.tolist()
     for i, position in enumerate(positions):
         alternatives = list(zip(top_ids[i], top_values[i], strict=True))
-        sequence.prompt_scores[position + 1] = TokenLogprob(targets[i], own[i], alternatives)
+        sequence.prompt_scores[position + 1] = TokenLogprob(targets[i], own[i], alternatives, ranks[i])

@@ -23,6 +23,7 @@ from server.engine.runtime.batch import Batch, Span, build_batch
 from server.engine.runtime.compiled import CompileError, compile_layers
 from server.engine.runtime.cpu_linear import use_cpu_kernels
 from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
+from server.engine.runtime.invariant import INVARIANT_ROWS, in_groups
 from server.engine.runtime.lora import adding
 from server.engine.runtime.lora_registry import install_adapters
 from server.engine.runtime.memory import cache_bytes
@@ -98,6 +99,7 @@ class ModelRunner:
         """The LoRA adapters that sequences may use, if the configuration allows any."""
         shapes, options = probe_layers(model)
         self._graphs: DecodeGraphs | None = None
+        self._invariant = False
 
         def make_backend(num_blocks: int) -> AttentionBackend:
             return create_backend(shapes, options, num_blocks, config.block_size, self._dtype, self._device)
@@ -117,6 +119,9 @@ class ModelRunner:
 
     def prepare(self, config: EngineConfig, progress: Progress) -> None:
         """Compile the layers, capture decode steps (CUDA); engine.enforce_eager leaves that out."""
+        if config.batch_invariant and (config.enforce_eager or self._device.type != "cuda"):
+            raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")
+        self._invariant = config.batch_invariant
         if config.enforce_eager:
             return
         with torch.inference_mode():
@@ -124,7 +129,10 @@ class ModelRunner:
                 self._graphs = DecodeGraphs(
                     self._model, self._backend, self._block_size, self.adapters.slots if self.adapters else 0
                 )
-                self._graphs.capture(ladder(config.max_num_seqs), progress)
+                self._backend.split_keys = not config.batch_invariant
+                self._graphs.capture(
+                    [INVARIANT_ROWS] if config.batch_invariant else ladder(config.max_num_seqs), progress
+                )
             if isinstance(self._backend, FlashInferBackend | PagedCpuBackend):
                 self._compile_layers(progress)
 
@@ -210,7 +218,7 @@ class ModelRunner:
         batch = build_batch(step, self._block_size, self._device)
         if self._graphs is not None and self._graphs.fits(batch):
             return self._graphs.run(batch).float()
-        return self._run(batch)
+        return self._run_in_groups(batch, self._graphs) if self._graphs and self._invariant else self._run(batch)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
@@ -235,6 +243,16 @@ class ModelRunner:
             return None
         batch = build_batch(step, self._block_size, self._device)
         return self._graphs.launch(step, batch, previous) if self._graphs.fits(batch) else None
+
+    def _run_in_groups(self, batch: Batch, graphs: DecodeGraphs) -> torch.Tensor:
+        wanted = batch.sampled_rows.tolist()
+        logits = torch.empty(len(wanted), self.limits.vocab_size, device=self._device)
+        for first, group in in_groups(batch, self._block_size):
+            found = graphs.run(group)
+            for index, row in enumerate(wanted):
+                if first <= row < first + group.num_tokens:
+                    logits[index] = found[row - first]
+        return logits
 
     def _run(self, batch: Batch) -> torch.Tensor:
         self._backend.begin(batch)

@@ -74,6 +74,8 @@ class FlashInferBackend(AttentionBackend):
             for kind in dict.fromkeys(self._kinds)
         }
         self._graphs: dict[int, dict[_Kind, Any]] = {}
+        self.split_keys = True
+        """Whether graphs may share out a sequence's keys among blocks, by how long and how many the sequences are."""
         self._current: dict[_Kind, Any] = self._mixed
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._next_layer = 0
@@ -124,6 +126,7 @@ class FlashInferBackend(AttentionBackend):
                 logits_soft_cap=kind.options.softcap,
                 q_data_type=self._dtype,
                 kv_data_type=self._dtype,
+                disable_split_kv=not self.split_keys,
             )
 
     def attend(

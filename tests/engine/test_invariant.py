@@ -1,0 +1,39 @@
+"""Batches cut into groups of single tokens, and who may ask for them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from server.config import EngineConfig
+from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.invariant import in_groups
+from server.engine.runtime.runner import EngineConfigError, ModelRunner
+from tests.engine.models import tiny_model
+
+
+def test_groups_hold_every_token_once_with_the_keys_before_it() -> None:
+    spans = (Span(0, 9, 1, (7, 3, 5)), Span(1, 2, 6, (4, 1), adapter=2))
+    ids = torch.tensor([50, 60, 61, 62, 63, 64, 65])
+    positions = torch.tensor([9, 2, 3, 4, 5, 6, 7])
+    slots = torch.tensor([21, 18, 19, 4, 5, 6, 7])
+    batch = Batch(ids, positions, slots, torch.tensor([0, 6]), spans, 1)
+    groups = list(in_groups(batch, block_size=4, size=3))
+    assert [first for first, _ in groups] == [0, 3, 6]
+    for name in ("ids", "positions", "slots"):
+        assert torch.equal(torch.cat([getattr(group, name) for _, group in groups]), getattr(batch, name))
+    singles = [span for _, group in groups for span in group.spans]
+    assert [(span.start, span.length) for span in singles] == [(int(p), 1) for p in positions]
+    assert [span.blocks for span in singles] == [(7, 3, 5), (4,), (4,), (4, 1), (4, 1), (4, 1), (4, 1)]
+    assert [span.adapter for span in singles] == [None, *[2] * 6]
+    assert all(group.num_single == len(group.spans) == len(group.sampled_rows) for _, group in groups)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_it_needs_cuda(eager: bool) -> None:
+    config = EngineConfig(device="cpu", max_model_len=64, batch_invariant=True, enforce_eager=eager)
+    runner = ModelRunner(copy.deepcopy(tiny_model("qwen3")), config)
+    with pytest.raises(EngineConfigError, match="batch_invariant needs CUDA"):
+        runner.prepare(config, lambda *_: None)
