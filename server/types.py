@@ -81,6 +81,8 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     logprob: float
     top: list[tuple[int, float]] = []
     """(token id, logprob) of the most likely tokens, most likely first."""
+    rank: int | None = None
+    """The token's place among all by probability, from 1 on; known of prompt tokens only."""
 
 
 class RequestTimings(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from server.api.protocol import (
     ToolCallDelta,
     Usage,
     chat_logprobs,
+    prompt_scores,
 )
 from server.api.streaming import DONE, event
 from server.api.turn import Turn, TurnDelta, respond, start_turn
@@ -122,6 +123,7 @@ class _Answer:
         self._model = options.model
         self._tokenizer = tokenizer
         self._logprobs = bool(options.logprobs)
+        self._prompt_logprobs = options.prompt_logprobs
         self._reasoning = options.include_reasoning is not False
         self._timings = bool(options.timings)
         stream = options.stream_options
@@ -140,7 +142,8 @@ class _Answer:
             )
             for index, answer in enumerate(await whole_answers(turn))
         ]
-        return ChatCompletion(self._id, self._created, self._model, choices, turn.generation.usage())
+        scores = prompt_scores(self._tokenizer, turn.generation.runs[0].prompt_logprobs, self._prompt_logprobs)
+        return ChatCompletion(self._id, self._created, self._model, choices, turn.generation.usage(), scores)
 
     async def events(self, turn: Turn) -> AsyncIterator[bytes]:
         begun: set[int] = set()

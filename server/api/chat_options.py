@@ -29,7 +29,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "add_special_tokens": (False,),
     "suffix": (),
     "prompt": (),
-    "prompt_logprobs": (),
 }
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

@@ -18,7 +18,15 @@ from server.api.generation import Delta, Generation, closing
 from server.api.launch import admit, check_length, launch, new_id
 from server.api.operations import json_response, service_of
 from server.api.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
-from server.api.protocol import Completion, CompletionChoice, CompletionLogprobsBuilder, Timings, Usage
+from server.api.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobsBuilder,
+    Timings,
+    Usage,
+    fewer,
+    prompt_scores,
+)
 from server.api.service import Backend
 from server.api.streaming import DONE, EventStream, event, unless_disconnected
 from server.api.structured import check_grammar, form_grammar
@@ -60,6 +68,12 @@ class CompletionRequest(GenerationOptions):
     add_special_tokens: bool | None = None
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)] | None = None
+
+    @property
+    def scored_alternatives(self) -> int | None:
+        """How many alternatives to the prompt's tokens are wanted; None: the prompt is not scored."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
 
     def check(self) -> None:
         """Raise ApiError for options that contradict each other."""
@@ -169,7 +183,7 @@ async def completions(request: Request) -> Response:
             at_start=False,
             param="prompt",
             grammar=grammar,
-            prompt_logprobs=options.logprobs if options.echo else None,
+            prompt_logprobs=options.scored_alternatives,
         )
     except BaseException:
         ticket.release()
@@ -190,7 +204,8 @@ class _Answer:
         self._created = int(time.time())
         self._model = options.model
         self._tokenizer = backend.tokenizer
-        self._logprobs = options.logprobs is not None
+        self._logprobs = options.logprobs
+        self._prompt_logprobs = options.prompt_logprobs
         self._timings = bool(options.timings)
         self._echo = bool(options.echo)
         self._only_echo = options.max_tokens == 0
@@ -246,12 +261,14 @@ class _Answer:
         text, logprobs = delta.text, None
         if first and self._echo:
             text = self._prompt_text(delta.index, len(generation.runs), ids) + text
-            if self._logprobs:
-                logprobs = builder.with_prompt(ids, run.prompt_logprobs, delta.logprobs)
-        elif self._logprobs:
+            if self._logprobs is not None:
+                scores = [fewer(entry, self._logprobs) for entry in run.prompt_logprobs]
+                logprobs = builder.with_prompt(ids, scores, delta.logprobs)
+        elif self._logprobs is not None:
             logprobs = builder.build(delta.logprobs)
         timings = self._timings_of(generation, delta)
-        return CompletionChoice(delta.index, text, logprobs, delta.finish_reason, delta.stop_reason, timings)
+        scored = prompt_scores(self._tokenizer, run.prompt_logprobs, self._prompt_logprobs)
+        return CompletionChoice(delta.index, text, logprobs, delta.finish_reason, delta.stop_reason, timings, scored)
 
     def _prompt_text(self, index: int, count: int, ids: list[int]) -> str:
         """The prompt as it was given, or the text of its ids."""

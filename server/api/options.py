@@ -25,7 +25,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
@@ -106,6 +105,7 @@ class GenerationOptions(StructuredOptions):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     timings: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -118,6 +118,10 @@ class GenerationOptions(StructuredOptions):
         if self.stream_options is not None and not self.stream:
             raise bad_request(
                 "'stream_options' is only allowed when 'stream' is true.", "stream_options", "invalid_value"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_request(
+                "'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs", "invalid_value"
             )
 
     def sampling(

@@ -62,6 +62,18 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(msgspec.Struct):
+    """How likely one token was at one place of the prompt, as vLLM says it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for each token of the prompt: the token itself and the likeliest ones; null for the first token."""
+
+
 class FunctionCall(msgspec.Struct, omit_defaults=True):
     """What a call says; in a chunk, what it adds. arguments is JSON as the model wrote it."""
 
@@ -166,6 +178,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
@@ -187,6 +200,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: str | int | None = None
     timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
@@ -211,6 +225,29 @@ def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> ChatLogp
         own = top(entry.token_id, entry.logprob)
         content.append(ChatLogprob(own.token, own.logprob, own.bytes, [top(*pair) for pair in entry.top]))
     return ChatLogprobs(content)
+
+
+def fewer(entry: TokenLogprob, count: int) -> TokenLogprob:
+    """The entry with no more than count alternatives."""
+    return msgspec.structs.replace(entry, top=entry.top[:count])
+
+
+def prompt_scores(
+    tokenizer: Tokenizer, scores: list[TokenLogprob], count: int | None
+) -> PromptLogprobs | msgspec.UnsetType:
+    """The prompt's log-probabilities with count alternatives each; unset for None."""
+    if count is None:
+        return msgspec.UNSET
+
+    def of(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        text = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return PromptLogprob(max(logprob, LOWEST_LOGPROB), rank, text)
+
+    shown: PromptLogprobs = [None]
+    for entry in scores:
+        likeliest = {str(token_id): of(token_id, p, i) for i, (token_id, p) in enumerate(entry.top[:count], start=1)}
+        shown.append({str(entry.token_id): of(entry.token_id, entry.logprob, entry.rank or 1)} | likeliest)
+    return shown
 
 
 class CompletionLogprobsBuilder:

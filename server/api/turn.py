@@ -125,6 +125,7 @@ async def start_turn(service: Service, options: ChatOptions, size: int, arrival:
             at_start=not options.continue_final_message,
             param="messages",
             grammar=prompt.grammar,
+            prompt_logprobs=options.prompt_logprobs,
             keep_marks=prompt.tools or dialect.reasoning is not None,
         )
         parsers = [

@@ -69,3 +69,36 @@ def test_prompts_of_ids_and_others_meanwhile(http: httpx.Client) -> None:
         values = other.result().json()["choices"][0]["logprobs"]["token_logprobs"]
         assert values[1:] == pytest.approx(first["logprobs"]["token_logprobs"][1:], abs=1e-3)
     assert len({answer.result().json()["choices"][0]["text"] for answer in plain}) == 1
+
+
+def test_prompt_logprobs(http: httpx.Client, embedded_folder: Path) -> None:
+    """vLLM's shape: by token id, the token and the likeliest ones, with their ranks."""
+    reference = Reference(embedded_folder)
+    ids = reference.tokenizer(PROMPT)["input_ids"][:40]
+    with torch.inference_mode():
+        expected = reference.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    options = body(prompt=[ids, ids[:3]], echo=False, prompt_logprobs=3, max_tokens=1)
+    choices = http.post(PATH, json=options).json()["choices"]
+    for choice, length in zip(choices, (40, 3), strict=True):
+        scores = choice["prompt_logprobs"]
+        assert (len(scores), scores[0], choice["logprobs"]) == (length, None, None)
+        for place, entry in enumerate(scores[1:]):
+            row, token = expected[place], ids[place + 1]
+            assert 3 <= len(entry) <= 4
+            own = entry[str(token)]
+            assert own["logprob"] == pytest.approx(float(row[token]), abs=1e-2)
+            # Another order of additions may swap neighbours.
+            assert own["rank"] == pytest.approx(int((row > row[token]).sum()) + 1, rel=0.05, abs=1)
+            assert own["decoded_token"] == reference.tokenizer.decode([token]) or "\ufffd" in own["decoded_token"]
+            assert sorted(e["rank"] for e in entry.values())[:3] == [1, 2, 3]
+    assert "prompt_logprobs" not in http.post(PATH, json=body(max_tokens=1)).json()["choices"][0]
+    fewer = http.post(PATH, json=options | {"prompt": ids, "echo": True, "logprobs": 1}).json()["choices"][0]
+    assert all(len(top) <= 2 for top in fewer["logprobs"]["top_logprobs"][1:])
+    assert len(fewer["prompt_logprobs"]) == 40
+
+
+def test_prompt_logprobs_of_a_chat(http: httpx.Client) -> None:
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+    answer = http.post("/v1/chat/completions", json=chat | {"n": 2}).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
