@@ -146,6 +146,9 @@ def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None
         product.absmax_8bit = product.absmax_code = product.absmax_offset = None
     if layers[0].bias is not None:
         product.bias = torch.cat([layer.bias.data for layer in layers])
+    for layer in layers:
+        # bitsandbytes' parameters are part of reference cycles; the collector would come too late for two thirds of a model.
+        layer._parameters.clear()
     product.out_features = sum(layer.out_features for layer in layers)
     sizes = [layer.out_features for layer in layers]
     shared = _Shared()

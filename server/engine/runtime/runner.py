@@ -129,7 +129,7 @@ class ModelRunner:
                 self._graphs = DecodeGraphs(
                     self._model, self._backend, self._block_size, self.adapters.slots if self.adapters else 0
                 )
-                self._backend.split_keys = not config.batch_invariant
+                self._backend.set_up_graphs(self.limits.max_model_len, split_keys=not config.batch_invariant)
                 self._graphs.capture(
                     [INVARIANT_ROWS] if config.batch_invariant else ladder(config.max_num_seqs), progress
                 )

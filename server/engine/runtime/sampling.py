@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from server.engine.runtime.masks import apply_constraint
+from server.engine.runtime.masks import apply_constraints
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
@@ -46,6 +46,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         if _is_adjusted(sequence):
             logits = logits.float()
             _adjust(logits[row], sequence)
+    _constrain(logits, sequences)
     best, greedy = logits.max(dim=-1)
     tokens = draw(logits, sequences, greedy).tolist()
     usable = torch.isfinite(best).tolist()
@@ -89,9 +90,17 @@ def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
     if sequence.num_generated < sampling.min_tokens and sequence.stop_ids:
         banned = [i for i in sequence.stop_ids if 0 <= i < logits.shape[0]]
         logits[torch.tensor(banned, dtype=torch.int64, device=device)] = -math.inf
-    if sequence.constraint is not None:
-        ends = sequence.stop_ids if sequence.num_generated >= sampling.min_tokens else ()
-        apply_constraint(logits, sequence.constraint, ends)
+
+
+def _constrain(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Keep every sequence that has a grammar to it, in place."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
+    if not rows:
+        return
+    bound = [sequences[row] for row in rows]
+    constraints = [s.constraint for s in bound if s.constraint is not None]
+    ends = [s.stop_ids if s.num_generated >= s.sampling.min_tokens else () for s in bound]
+    apply_constraints(logits, rows, constraints, ends)
 
 
 def draw(logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,6 @@ class FlashInferBackend(AttentionBackend):
             torch.zeros(num_blocks + 1, 2, block_size, s.kv_heads, s.key_dim, dtype=dtype, device=device)
             for s in shapes
         ]
-        self._num_blocks = num_blocks
         self._kinds = [_Kind(s.heads, s.kv_heads, s.key_dim, o) for s, o in zip(shapes, options, strict=True)]
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._mixed: dict[_Kind, Any] = {
@@ -74,8 +73,8 @@ class FlashInferBackend(AttentionBackend):
             for kind in dict.fromkeys(self._kinds)
         }
         self._graphs: dict[int, dict[_Kind, Any]] = {}
-        self.split_keys = True
-        """Whether graphs may share out a sequence's keys among blocks, by how long and how many the sequences are."""
+        self._split_keys = True
+        self._most_blocks = num_blocks
         self._current: dict[_Kind, Any] = self._mixed
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._next_layer = 0
@@ -102,6 +101,14 @@ class FlashInferBackend(AttentionBackend):
         self._current = self._mixed
         self._write_to(batch.slots)
 
+    def set_up_graphs(self, max_model_len: int, split_keys: bool) -> None:
+        """Before the first plan_graph(): how long sequences get, in tokens; whether a sequence's keys may be shared out.
+
+        Sharing keys out among blocks of the device goes by how many and how long the step's sequences are.
+        """
+        self._most_blocks = -(-max_model_len // self._block_size)
+        self._split_keys = split_keys
+
     def begin_graph(self, slots: torch.Tensor) -> None:
         """Make attend() use the graph plan for len(slots) sequences; slots is the buffer the graph will read."""
         self._current = self._graphs[slots.shape[0]]
@@ -126,7 +133,7 @@ class FlashInferBackend(AttentionBackend):
                 logits_soft_cap=kind.options.softcap,
                 q_data_type=self._dtype,
                 kv_data_type=self._dtype,
-                disable_split_kv=not self.split_keys,
+                disable_split_kv=not self._split_keys,
             )
 
     def attend(
@@ -152,6 +159,7 @@ class FlashInferBackend(AttentionBackend):
         def buffer(length: int) -> torch.Tensor:
             return torch.zeros(length, dtype=torch.int32, device=self._device)
 
+        tables = buffer(size * self._most_blocks)
         self._graphs[size] = {
             kind: BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace,
@@ -159,7 +167,8 @@ class FlashInferBackend(AttentionBackend):
                 use_cuda_graph=True,
                 use_tensor_cores=True,
                 paged_kv_indptr_buffer=buffer(size + 1),
-                paged_kv_indices_buffer=buffer(self._num_blocks + size),
+                # Sequences share blocks, so their tables together may name more than there are.
+                paged_kv_indices_buffer=tables,
                 paged_kv_last_page_len_buffer=buffer(size),
                 backend="fa2",
             )
