@@ -25,7 +25,7 @@ import bitsandbytes
 import torch
 import transformers
 
-from bench import peers, served
+from bench import fidelity, peers, served
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
@@ -80,6 +80,19 @@ def prefill(engine: Engine, batch: int, length: int, vocabulary: int, seed: int)
     return batch * length / (time.perf_counter() - started)
 
 
+def closed_loop(engine: Engine, clients: int, count: int, vocabulary: int, seed: int) -> float:
+    """Generated tokens per second of count requests, so many at a time: what clients of a server do, without one."""
+    waiting = requests(count, PROMPT, ANSWER, vocabulary, seed)
+    started = time.perf_counter()
+    for _ in range(clients):
+        engine.add(waiting.pop())
+    while engine.has_work:
+        for output in engine.step().outputs:
+            if output.finish_reason is not None and waiting:
+                engine.add(waiting.pop())
+    return count * ANSWER / (time.perf_counter() - started)
+
+
 def measure(name: str, options: argparse.Namespace) -> list[Row]:
     """All rows of one model."""
     folder = MODELS / name
@@ -92,38 +105,50 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
         max_model_len=options.max_model_len,
         kv_cache_bytes=options.kv_gib * 2**30,
         enforce_eager=options.eager,
+        batch_invariant=options.batch_invariant,
     )
     runner = load_runner(folder, config, _print_progress)
     ready = time.perf_counter() - started
+    memory = {"kv_gib": options.kv_gib, "allocated_gib": _gib(torch.cuda.memory_allocated())}
     engine = Engine(runner, config)
     vocabulary = runner.limits.vocab_size
     rows: list[Row] = []
+    mode = "decode_batch_invariant" if options.batch_invariant else "decode"
     for batch in options.batches:
         decode(engine, batch, vocabulary, seed=0)
         best = decode(engine, batch, vocabulary, seed=1)
-        rows.append({"model": name, "mode": "decode", "batch": batch, "ours_tok_s": best["tok_s"], **best})
+        rows.append({"model": name, "mode": mode, "batch": batch, "ours_tok_s": best["tok_s"], **best})
         print(json.dumps(rows[-1]), flush=True)
     for length in options.prefill:
         prefill(engine, 1, length, vocabulary, seed=2)
         for batch in (1, 8):
             speed = prefill(engine, batch, length, vocabulary, seed=2 + batch)
-            rows.append({"model": name, "mode": "prefill", "batch": batch, "length": length, "ours_tok_s": speed})
+            place = {"batch": batch, "length": length}
+            rows.append({"model": name, "mode": mode.replace("decode", "prefill"), **place, "ours_tok_s": speed})
             print(json.dumps(rows[-1]), flush=True)
-    rows.append({
-        "model": name, "mode": "start", "ready_s": ready, "gpu_gib": torch.cuda.max_memory_allocated() / 2**30,
-    })  # fmt: skip
+    rows.append({"model": name, "mode": "start", "ready_s": ready, **memory, "peak_gib": _gib(_peak())})
     print(json.dumps(rows[-1]), flush=True)
+    direct = 0.0
+    if options.http:
+        clients = _clients(options)
+        closed_loop(engine, clients, 2 * clients, vocabulary, seed=6)
+        direct = closed_loop(engine, clients, 4 * clients, vocabulary, seed=7)
+    scored = fidelity.score(engine, vocabulary, seed=5) if options.fidelity else []
     del engine, runner
     _free()
-    if options.peers:
-        _add_peers(name, rows, options)
+    if options.peers or scored:
+        _add_peers(name, rows, scored, options)
     if options.http:
-        rows += _served(name, options)
+        rows += _served(name, direct, options)
     return rows
 
 
-def _served(name: str, options: argparse.Namespace) -> list[Row]:
-    """Rows of the real server: as many clients at once as the engine has places up to 32, then the rates asked for."""
+def _clients(options: argparse.Namespace) -> int:
+    return min(32, max(options.batches))
+
+
+def _served(name: str, direct: float, options: argparse.Namespace) -> list[Row]:
+    """Rows of the real server: so many clients at once beside the engine alone (direct), then the rates asked for."""
     settings = {
         "device": "cuda",
         "max_num_seqs": max(options.batches),
@@ -132,12 +157,12 @@ def _served(name: str, options: argparse.Namespace) -> list[Row]:
         "kv_cache_bytes": options.kv_gib * 2**30,
         "enforce_eager": options.eager,
     }
-    clients = min(32, max(options.batches))
+    clients = _clients(options)
     rows: list[Row] = []
     with served.serving(MODELS / name / "config.json", settings) as url:
         served.under_load(url, name, requests=2 * clients, concurrency=clients, seed=1)
         row = served.under_load(url, name, requests=4 * clients, concurrency=clients, seed=2)
-        rows.append({"model": name, "mode": "http", "batch": clients, **row})
+        rows.append({"model": name, "mode": "http", "batch": clients, "direct_tok_s": direct, **row})
         for index, rate in enumerate(options.http):
             row = served.under_load(url, name, requests=max(20, int(rate * HTTP_SECONDS)), rate=rate, seed=3 + index)
             rows.append({"model": name, "mode": "http", "rate": rate, **row})
@@ -146,9 +171,18 @@ def _served(name: str, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _add_peers(name: str, rows: list[Row], options: argparse.Namespace) -> None:
+def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], options: argparse.Namespace) -> None:
     """Put what transformers reaches into the rows of the batches asked for; a peer that fails leaves its reason."""
+    _free()
     model = dummy_model(MODELS / name, torch.device("cuda", 0), torch.bfloat16, _print_progress, seed=0)
+    for row in rows:
+        if row["mode"] == "start":
+            row["weights_gib"] = _gib(torch.cuda.memory_allocated())
+    if scored:
+        rows.append({"model": name, "mode": "fidelity", **fidelity.compare(model, scored)})
+        print(json.dumps(rows[-1]), flush=True)
+    if not options.peers:
+        return
     decoding = [row for row in rows if row["mode"] == "decode" and row["batch"] in options.peers]
     lengths = PROMPT, options.peer_tokens, FIRST
     for row in decoding:
@@ -178,6 +212,14 @@ def _free() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
+def _peak() -> int:
+    return torch.cuda.max_memory_allocated()
+
+
+def _gib(count: int) -> float:
+    return round(count / 2**30, 3)
+
+
 def _print_progress(stage: str, fraction: float) -> None:
     print(f"{stage} {fraction:.0%}", file=sys.stderr, flush=True)
 
@@ -202,13 +244,19 @@ def main() -> int:
     parser.add_argument("--peers", type=_numbers, default=[], help="batch sizes to run transformers at, too")
     parser.add_argument("--peer-tokens", type=int, default=64)
     parser.add_argument("--http", type=_rates, default=[], help="requests per second to send to the real server, too")
+    parser.add_argument("--fidelity", action="store_true", help="compare log-probabilities with transformers', too")
+    parser.add_argument("--batch-invariant", action="store_true", help="decode only, in rows of their own")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--out", type=Path, help="default: bench/results/e2e-<device>.json")
     options = parser.parse_args()
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     path = options.out or RESULTS / f"e2e-{device}.json"
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = [row for row in kept if row["model"] not in options.models]
+    rows = [
+        row
+        for row in kept
+        if row["model"] not in options.models or row["mode"].endswith("_invariant") != options.batch_invariant
+    ]
     for name in options.models:
         rows += measure(name, options)
     versions = {
