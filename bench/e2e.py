@@ -144,7 +144,7 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
 
 
 def _clients(options: argparse.Namespace) -> int:
-    return min(32, max(options.batches))
+    return int(min(32, max(options.batches)))
 
 
 def _served(name: str, direct: float, options: argparse.Namespace) -> list[Row]:
@@ -178,11 +178,6 @@ def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], option
     for row in rows:
         if row["mode"] == "start":
             row["weights_gib"] = _gib(torch.cuda.memory_allocated())
-    if scored:
-        rows.append({"model": name, "mode": "fidelity", **fidelity.compare(model, scored)})
-        print(json.dumps(rows[-1]), flush=True)
-    if not options.peers:
-        return
     decoding = [row for row in rows if row["mode"] == "decode" and row["batch"] in options.peers]
     lengths = PROMPT, options.peer_tokens, FIRST
     for row in decoding:
@@ -195,6 +190,12 @@ def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], option
         _add_peer(row, "hf_generate_batch", partial(peers.generate_batch, model, row["batch"], *lengths))
     del model
     _free()
+    if scored:
+        model = dummy_model(MODELS / name, torch.device("cuda", 0), torch.bfloat16, _print_progress, seed=0)
+        rows.append({"model": name, "mode": "fidelity", **fidelity.compare(model, scored)})
+        print(json.dumps(rows[-1]), flush=True)
+        del model
+        _free()
 
 
 def _add_peer(row: Row, peer: str, measured: Callable[[], float]) -> None:

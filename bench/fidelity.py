@@ -6,8 +6,12 @@ import random
 from dataclasses import dataclass
 
 import torch
+from bitsandbytes.functional import dequantize_blockwise
+from bitsandbytes.nn import Linear4bit
+from torch import nn
 from transformers import PreTrainedModel
 
+import nf4_kernels.reference
 from server.engine.core import Engine
 from server.types import GenerateRequest, SamplingParams
 
@@ -16,8 +20,6 @@ PROMPTS = (7, 300, 1500)
 ANSWER = 24
 # A continuation of the longest prompt, most of which is then in the prefix cache.
 MORE = 40
-# What transformers is given behind a text, to see what other shapes alone change.
-PADDING = 17
 
 
 @dataclass(frozen=True)
@@ -36,29 +38,60 @@ def score(engine: Engine, vocabulary: int, seed: int) -> list[Scored]:
     prompts = [[draw.randrange(1000, vocabulary - 1000) for _ in range(length)] for length in PROMPTS]
     scored = [_run(engine, f"{seed}-{i}", prompt, scores_prompt=True) for i, prompt in enumerate(prompts)]
     more = [draw.randrange(1000, vocabulary - 1000) for _ in range(MORE)]
+    # A prompt that is scored stays out of the prefix cache.
+    scored.append(_run(engine, f"{seed}-again", prompts[-1], scores_prompt=False))
     return [*scored, _run(engine, f"{seed}-more", prompts[-1] + more, scores_prompt=False)]
 
 
 def compare(model: PreTrainedModel, scored: list[Scored]) -> dict[str, float]:
-    """Root mean square and largest difference of log-probabilities: the engine's, and transformers' from itself.
+    """Errors of the log-probabilities, root mean square and largest: the engine's and those of model, as it is.
 
-    The latter are of the same tokens with and without PADDING tokens behind them: the same sums in other kernels.
+    The truth is the model with its NF4 weights expanded to float32 and everything else in float32, too, which model is
+    afterwards.
     """
-    ours, noise = [], []
-    for text in scored:
-        given = torch.tensor(text.logprobs, device=model.device)
-        expected = _logprobs(model, text, 0)
-        ours.append(given - expected)
-        noise.append(_logprobs(model, text, PADDING) - expected)
-    difference, own = torch.cat(ours), torch.cat(noise)
+    theirs = torch.cat([_logprobs(model, text) for text in scored])
+    _make_exact(model)
+    exact = torch.cat([_logprobs(model, text) for text in scored])
+    ours = torch.tensor([value for text in scored for value in text.logprobs], device=exact.device)
+    errors = {"ours": ours - exact, "hf": theirs - exact}
     return {
-        "tokens": difference.numel(),
+        "tokens": exact.numel(),
         "cached_tokens": sum(text.cached for text in scored),
-        "rms": float(difference.square().mean().sqrt()),
-        "max": float(difference.abs().max()),
-        "noise_rms": float(own.square().mean().sqrt()),
-        "noise_max": float(own.abs().max()),
+        **{f"{name}_rms": float(error.square().mean().sqrt()) for name, error in errors.items()},
+        **{f"{name}_max": float(error.abs().max()) for name, error in errors.items()},
     }
+
+
+class _Exact(nn.Module):
+    """A Linear4bit's product in float32, its weight expanded anew each time."""
+
+    def __init__(self, layer: Linear4bit) -> None:
+        super().__init__()
+        # In a tuple, so that it is no child: the model's conversion must leave its scales alone.
+        self._hidden = (layer,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32 [..., k] to [..., n]."""
+        (layer,) = self._hidden
+        state, bias = layer.weight.quant_state, layer.bias
+        scales = state.absmax
+        if state.nested:
+            scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+        weight = nf4_kernels.reference.dequantize(
+            layer.weight.data, tuple(state.shape), scales.float(), state.blocksize, torch.float32
+        )
+        return nn.functional.linear(x, weight, None if bias is None else bias.float())
+
+
+def _make_exact(model: PreTrainedModel) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear4bit):
+                setattr(parent, name, _Exact(child))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def _run(engine: Engine, request_id: str, prompt: list[int], scores_prompt: bool) -> Scored:
@@ -78,11 +111,11 @@ def _run(engine: Engine, request_id: str, prompt: list[int], scores_prompt: bool
 
 
 @torch.inference_mode()
-def _logprobs(model: PreTrainedModel, text: Scored, padding: int) -> torch.Tensor:
+def _logprobs(model: PreTrainedModel, text: Scored) -> torch.Tensor:
     """float32 [tokens from first on]."""
-    ids = torch.tensor([text.tokens + text.tokens[:1] * padding], device=model.device)
+    ids = torch.tensor([text.tokens], device=model.device)
     rows = slice(text.first - 1, len(text.tokens) - 1)
     logits = model(ids, use_cache=False).logits[0, rows].float()
-    chosen = ids[0, text.first : len(text.tokens), None]
+    chosen = ids[0, text.first :, None]
     found: torch.Tensor = logits.log_softmax(-1).gather(1, chosen)[:, 0]
     return found
