@@ -55,22 +55,60 @@ def kernels(result: Result) -> str:
 
 
 def e2e(result: Result) -> str:
-    """Decode and prefill of whole models on dummy weights."""
+    """Whole models on dummy weights: decode and prefill beside transformers, then the server over HTTP."""
+    rows = [row for row in result["rows"] if row["mode"] in ("decode", "prefill")]
+    invariant = {(r["model"], r["batch"]): r for r in result["rows"] if r["mode"] == "decode_batch_invariant"}
     lines = [
         f"{result['device']}, dummy weights, tokens per second; {_versions(result)}.",
         "",
-        "| model | what | ours | transformers generate + bitsandbytes | generate_batch |",
-        "| --- | --- | --- | --- | --- |",
+        "| model | what | ours | batch_invariant | transformers generate + bitsandbytes | generate_batch |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for row in result["rows"]:
-        if row["mode"] not in ("decode", "prefill"):
-            continue
-        what = (
-            f"decode, batch {row['batch']}" if row["mode"] == "decode" else f"prefill {row['batch']} x {row['length']}"
+    for row in rows:
+        decodes = row["mode"] == "decode"
+        what = f"decode, batch {row['batch']}" if decodes else f"prefill {row['batch']} x {row['length']}"
+        fixed = invariant.get((row["model"], row["batch"])) if decodes else None
+        times = f" ({row['ours_tok_s'] / row['hf_generate_tok_s']:.1f}x)" if row.get("hf_generate_tok_s") else ""
+        lines.append(
+            f"| {row['model']} | {what} | {row['ours_tok_s']:.0f}{times} | {_speed(fixed and fixed['ours_tok_s'])} "
+            f"| {_speed(row.get('hf_generate_tok_s'))} | {_speed(row.get('hf_generate_batch_tok_s'))} |"
         )
-        theirs = (row.get(f"{peer}_tok_s") for peer in ("hf_generate", "hf_generate_batch"))
-        cells = " | ".join("" if value is None else f"{value:.1f}" for value in theirs)
-        lines.append(f"| {row['model']} | {what} | {row['ours_tok_s']:.0f} | {cells} |")
+    return "\n".join(lines)
+
+
+def http(result: Result) -> str:
+    """The real server under load, as its clients see it."""
+    lines = [
+        f"{result['device']}, dummy weights, 128 tokens in and 128 out, streamed; times in milliseconds.",
+        "",
+        "| model | load | tokens per second | the engine alone | TTFT median, p99 | ITL median, p99 |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in (row for row in result["rows"] if row["mode"] == "http"):
+        load = f"{row['batch']} clients" if "batch" in row else f"{row['rate']:g} requests per second"
+        alone = row.get("direct_tok_s")
+        share = f"{alone:.0f} ({row['ours_tok_s'] / alone:.0%} of it)" if alone else ""
+        times = " | ".join(f"{row[k]['p50'] * 1e3:.0f}, {row[k]['p99'] * 1e3:.0f}" for k in ("ttft_s", "itl_s"))
+        lines.append(f"| {row['model']} | {load} | {row['ours_tok_s']:.0f} | {share} | {times} |")
+    return "\n".join(lines)
+
+
+def fidelity(result: Result) -> str:
+    """Errors of log-probabilities and memory, of whole models."""
+    lines = [
+        "| model | error of log-probabilities, root mean square: ours | transformers in bfloat16 | memory beside weights"
+        " and KV cache, GiB | weights, GiB | ready after, s |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    starts = {row["model"]: row for row in result["rows"] if row["mode"] == "start"}
+    for row in (row for row in result["rows"] if row["mode"] == "fidelity"):
+        start = starts[row["model"]]
+        beside = start["allocated_gib"] - start["weights_gib"] - start["kv_gib"]
+        weights = start["weights_gib"]
+        lines.append(
+            f"| {row['model']} | {row['ours_rms']:.4f} | {row['hf_rms']:.4f} | {beside:.2f} ({beside / weights:.1%})"
+            f" | {weights:.1f} | {start['ready_s']:.0f} |"
+        )
     return "\n".join(lines)
 
 
@@ -78,6 +116,8 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "cpu": ("cpu.json", cpu),
     "kernels": ("kernels-nvidia-h200.json", kernels),
     "e2e": ("e2e-nvidia-h200.json", e2e),
+    "http": ("e2e-nvidia-h200.json", http),
+    "fidelity": ("e2e-nvidia-h200.json", fidelity),
 }
 
 
@@ -93,6 +133,10 @@ def rendered(text: str) -> str:
 
 def _versions(result: Result) -> str:
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+
+
+def _speed(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _us(value: float | None) -> str:
