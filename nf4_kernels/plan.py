@@ -109,11 +109,11 @@ def plan(
 # Microseconds of a launch; of a unit (groups * 64 rows x tokens x 256 k), and what it takes longer for each token tile
 # beyond the first; of a tile that is cut between blocks; of each of its parts beyond two.
 _WGMMA_COSTS = {
-    16: (3.71, 1.070, 0.0, 5.17, 0.104),
-    32: (3.88, 1.286, 0.0, 5.48, 0.204),
-    64: (3.65, 1.719, 0.0, 6.77, 0.464),
-    128: (7.66, 1.771, 0.0360, 5.28, 0.593),
-    256: (6.57, 3.089, 0.1027, 11.64, 2.642),
+    16: (4.71, 1.070, 0.0, 5.17, 0.104),
+    32: (3.45, 1.329, 0.0, 5.22, 0.188),
+    64: (4.18, 1.677, 0.0, 5.45, 0.411),
+    128: (6.49, 1.737, 0.0521, 6.35, 0.337),
+    256: (2.01, 3.095, 0.2168, 12.99, 1.660),
 }
 
 
@@ -202,5 +202,7 @@ def _rows_cost(rows: Rows, m: int, n: int) -> float:
     units = math.ceil(groups * rows.cluster / rows.grid) * rows.passes
     unit = 0.215 + 0.237 * rows.blocks * rows.warps / 16 * (1 + 0.7 * (rows.tiles - 1))
     unit *= (1.09 if rows.stages < 3 else 1.0) * (1 + 0.13 * rows.tiles if rows.warps < 16 else 1.0)
+    if rows.tiles == 4:
+        unit *= 1.25 if rows.blocks == 1 else 1.7  # registers run short
     activations = rows.part_blocks / 64 * (1.05 + 0.39 * (rows.passes - 1)) * (0.24 + 0.095 * m)
     return 4 + units * unit + activations + {1: 0.0, 2: 0.28, 4: 0.39}[rows.cluster]

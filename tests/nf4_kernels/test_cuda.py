@@ -161,7 +161,30 @@ def test_every_wgmma_instance_however_its_work_is_cut(tokens: int, monkeypatch: 
             assert not workspace[1].any()
 
 
-@pytest.mark.parametrize("m", [1, 8, 16, 32, 100])
+@pytest.mark.parametrize("m", [1, 16, 24, 64, 128, 256])
+def test_a_chain_of_products_in_a_graph(m: int) -> None:
+    """Launches in a graph overlap, and share a workspace."""
+    weights = [random_weight(n, k) for n, k in [(5120, 4096), (6144, 5120), (4096, 6144)]]
+    x = torch.randn(m, 4096, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain() -> list[torch.Tensor]:
+        outputs = [x]
+        for w in weights * 3:
+            outputs.append(torch.nn.functional.rms_norm(w.linear(outputs[-1]), (w.n,)))
+        return outputs
+
+    expected = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = chain()
+    for _ in range(100):
+        for out in outputs[1:]:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 100, 200])
 def test_graphs_and_other_streams(m: int) -> None:
     w = random_weight(1024, 8192)
     x = torch.randn(m, 8192, device=DEVICE, dtype=torch.bfloat16)

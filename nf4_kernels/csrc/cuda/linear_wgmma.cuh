@@ -12,7 +12,8 @@
 //                   the 64 k before; the sums of each 64 k get their scale in float32 as they are added up. A tile of
 //                   256 tokens leaves no registers for such sums: there weights are scaled before they are rounded
 // Work is a line of (row tile, token tile, 256 k) units cut evenly over the blocks; a tile that is cut goes through the
-// workspace, and the block that has its first unit adds the parts in order, so results do not depend on timing.
+// workspace, and the block that has its first unit adds the parts in order, so results do not depend on timing. Parts come
+// to it through the weights' ring.
 //
 // k order: of each 64 k, lane t of a quad takes 16t..16t+15, eight contiguous bytes; byte i is A column 8i + 2t of the
 // product, so column chunk i (8 columns, 16 bytes) of a token holds its 4-byte words i, 8 + i, 16 + i, 24 + i.
@@ -57,14 +58,14 @@ __device__ __forceinline__ unsigned table_entry(unsigned word, int byte, unsigne
   return pair;
 }
 
-// The same scaled, from the table of float pairs: rounded once, as bitsandbytes rounds its dequantized weights.
-template <typename T>
-__device__ __forceinline__ unsigned scaled_entry(unsigned word, int byte, unsigned lane_offset, float scale) {
+// The same from the table of float pairs, which stay exact until they are scaled.
+__device__ __forceinline__ float2 table_floats(unsigned word, int byte, unsigned lane_offset) {
   float low, high;
-  asm("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
-      : "=f"(low), "=f"(high)
-      : "r"(__byte_perm(word, lane_offset, 0x5504 | byte << 4)), "n"(kTableBase));
-  return pack2<T>(low * scale, high * scale);
+  // Volatile: it stays in front of the products.
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
+               : "=f"(low), "=f"(high)
+               : "r"(__byte_perm(word, lane_offset, 0x5504 | byte << 4)), "n"(kTableBase));
+  return make_float2(low, high);
 }
 
 // Adds kPart of the sums of one 64 k, times their rows' scales.
@@ -89,6 +90,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   const char* my_rows = shared + Layout::kWeights + row_in_block * 128 + t % 2 * 8;
   int chunk = (t / 2) ^ (row_in_block % 8);
   const char* my_scales = shared + Layout::kScales + row_in_block * 4;
+  unsigned first_tile = swizzled_tile(layout.tokens(0));
   Ring<kStages> ring;
   Ring<kTokenStages> tokens;
   WgmmaRun run(args);
@@ -118,16 +120,33 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   auto decode = [&](int i, int s) {
     unsigned up = s < 2 ? upper[i].x : upper[i].y, low = s < 2 ? lower[i].x : lower[i].y;
     int byte = s % 2 * 2;
-    if constexpr (kSums == 0) {
-      a[i % 2][s][0] = scaled_entry<T>(up, byte, lane_offset, scale[i].x);
-      a[i % 2][s][1] = scaled_entry<T>(low, byte, lane_offset, scale[i].y);
-      a[i % 2][s][2] = scaled_entry<T>(up, byte + 1, lane_offset, scale[i].x);
-      a[i % 2][s][3] = scaled_entry<T>(low, byte + 1, lane_offset, scale[i].y);
-    } else {
-      a[i % 2][s][0] = table_entry(up, byte, lane_offset);
-      a[i % 2][s][1] = table_entry(low, byte, lane_offset);
-      a[i % 2][s][2] = table_entry(up, byte + 1, lane_offset);
-      a[i % 2][s][3] = table_entry(low, byte + 1, lane_offset);
+    a[i % 2][s][0] = table_entry(up, byte, lane_offset);
+    a[i % 2][s][1] = table_entry(low, byte, lane_offset);
+    a[i % 2][s][2] = table_entry(up, byte + 1, lane_offset);
+    a[i % 2][s][3] = table_entry(low, byte + 1, lane_offset);
+  };
+  // Where weights are scaled before they are rounded: all lookups of a k block go ahead of its neighbour's products, which
+  // hold the warp, and the rounding comes behind them.
+  float2 raw[kSums == 0 ? 4 : 1][4];
+  auto look_up = [&](int i) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      unsigned up = s < 2 ? upper[i].x : upper[i].y, low = s < 2 ? lower[i].x : lower[i].y;
+      int byte = s % 2 * 2;
+      raw[s][0] = table_floats(up, byte, lane_offset);
+      raw[s][1] = table_floats(low, byte, lane_offset);
+      raw[s][2] = table_floats(up, byte + 1, lane_offset);
+      raw[s][3] = table_floats(low, byte + 1, lane_offset);
+    }
+  };
+  auto round = [&](int i) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float by = j % 2 ? scale[i].y : scale[i].x;
+        a[i % 2][s][j] = pack2<T>(raw[s][j].x * by, raw[s][j].y * by);
+      }
     }
   };
   constexpr int kBlocks = Layout::kTokenBlocks;
@@ -156,9 +175,15 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
     for (int i = 0; i < kCount; ++i) total[i] = 0.0f;
     weights_there = scales_there = false;
     take_stage();
+    if constexpr (kSums == 0) {
+      look_up(0);
+      round(0);
+    } else {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) decode(0, s);
+      for (int s = 0; s < 4; ++s) decode(0, s);
+    }
     for (int step = 0; step < run.steps; ++step) {
+      bool more = step + 1 < run.steps;
       if (step == 1 && unannounced >= 0) {
         announce_part(args, unannounced);
         unannounced = -1;
@@ -167,7 +192,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i % kBlocks == 0 && !tokens_there) barrier_wait(layout.tokens_full(tokens.stage), tokens.parity);
-        uint64_t tile = swizzled_tile(layout.tokens(tokens.stage) + i % kBlocks * kTokens * 128);
+        unsigned tile = first_tile + tokens.stage * (Layout::kTokenBytes >> 4) + i % kBlocks * kTokens * 8;
         if (i % kBlocks == kBlocks - 1) tokens.advance();
         if (kTurns) barrier_sync(kTurn + group, 256);
         const int kNow = kSums == 2 ? i % 2 : 0;
@@ -176,18 +201,20 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
         for (int s = 0; s < 4; ++s) {
           wgmma_fence();
           if constexpr (kSums == 0) {
-            wgmma<T, kTokens>(total, a[i % 2][s], tile + s * 2, true);
+            wgmma<T, kTokens>(total, a[i % 2][s], descriptor(tile + s * 2), true);
             wgmma_commit();
             if (s == 0) {
               look_ahead(i);
               wgmma_wait<1>();
               if (i > 0) release(i - 1);
               else if (step > 0) release(3);
+              if (i == 3 && more) take_stage();
+              if (i < 3 || more) look_up((i + 1) % 4);
             }
-            if (i < 3) decode(i + 1, s);
+            if (s == 3 && (i < 3 || more)) round((i + 1) % 4);
             continue;
           }
-          wgmma<T, kTokens>(sums[kNow], a[i % 2][s], tile + s * 2, s > 0);
+          wgmma<T, kTokens>(sums[kNow], a[i % 2][s], descriptor(tile + s * 2), s > 0);
           wgmma_commit();
           if (s == 0) look_ahead(i);
           if constexpr (kSums == 2) if (i > 0) {
@@ -205,7 +232,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
           barrier_signal(kTurn + (group + 1) % kGroups, 256);
         }
         float2 by = scale[i];
-        if (i == 3 && step + 1 < run.steps) {
+        if (kSums > 0 && i == 3 && more) {
           take_stage();
 #pragma unroll
           for (int s = 0; s < 4; ++s) decode(0, s);
@@ -234,7 +261,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
     if (run.steps < args.steps) {
       if (unannounced >= 0) announce_part(args, unannounced);
       unannounced = -1;
-      add_parts<kCount, kGroups>(args, run.tile, group, total);
+      add_parts<kCount, kGroups, Layout, kStages>(args, run.tile, shared, layout, ring, total);
     }
     write_tile<T, kTokens>(args, row, token, total);
   }
@@ -268,7 +295,7 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     give_registers<kTokens == 256 ? 40 : kGroups == 2 ? 72 : kGroups == 3 ? 80 : 64>();
     int service = warp - kGroups * 4;
     if (service == 0) {
-      if (lane == 0) bring_weights<Layout, kStages>(args, &map, layout);
+      if (lane == 0) bring_weights<kTokens / 2, kGroups, Layout, kStages>(args, &map, layout);
     } else if (service == 1) {
       if (lane == 0) bring_tokens<Layout, kTokenStages>(args, layout);
     } else {

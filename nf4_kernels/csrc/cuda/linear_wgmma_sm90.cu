@@ -44,10 +44,20 @@ bool weight_map(const Nf4Weight& w, int rows, CUtensorMap* map) {
 template <typename T>
 cudaError_t arrange(const Nf4Linear& linear, const WgmmaSizes& sizes, int tokens, cudaStream_t stream) {
   int64_t chunks = sizes.tile_bytes / 16;
-  arrange_tokens<T><<<static_cast<unsigned>(ceil_div(chunks, 256)), 256, 0, stream>>>(
-      static_cast<const T*>(linear.x), static_cast<uint4*>(linear.workspace), static_cast<int>(linear.m),
-      static_cast<int>(linear.weight.k / 64), static_cast<int>(sizes.steps * 4), tokens, static_cast<int>(chunks));
-  return cudaGetLastError();
+  // Where the weight may be read at once, this launch and the next one, which reads it, overlap with the kernel before.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ceil_div(chunks, 256)));
+  config.blockDim = dim3(256);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = linear.constant_weights ? 1 : 0;
+  return cudaLaunchKernelEx(&config, arrange_tokens<T>, static_cast<const T*>(linear.x),
+                            static_cast<uint4*>(linear.workspace), static_cast<int>(linear.m),
+                            static_cast<int>(linear.weight.k / 64), static_cast<int>(sizes.steps * 4), tokens,
+                            static_cast<int>(chunks));
 }
 
 template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested>

@@ -7,10 +7,12 @@
 
 namespace nf4 {
 
-// Descriptor of a tile of 128-byte rows, 16-byte chunks XORed with the row (mod 8), starting on a 1 KB boundary.
-__device__ __forceinline__ uint64_t swizzled_tile(unsigned address) {
+// Descriptor of a tile of 128-byte rows, 16-byte chunks XORed with the row (mod 8), starting on a 1 KB boundary: the
+// lower half, to which a distance in 16 bytes can be added, and from it the whole.
+__device__ __forceinline__ unsigned swizzled_tile(unsigned address) { return 1u << 16 | (address & 0x3FFFF) >> 4; }
+__device__ __forceinline__ uint64_t descriptor(unsigned tile) {
   constexpr uint64_t kEightRows = 1024 >> 4;
-  return uint64_t{1} << 62 | kEightRows << 32 | uint64_t{1} << 16 | (address & 0x3FFFF) >> 4;
+  return uint64_t{1} << 62 | kEightRows << 32 | tile;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -37,6 +37,8 @@ struct WgmmaLayout {
   static constexpr bool kSlow = kTokens == 256;  // a stage takes longer than its scales' way, and registers are short
   static constexpr int kWeightBytes = kRows * 128;
   static constexpr int kTokenBytes = kTokenBlocks * kTokens * 128;
+  // Sums of a thread that a stage holds where it brings another block's part of a tile.
+  static constexpr int kChunk = kTokens < 32 ? kTokens / 2 : 16;
   static constexpr int kScaleBytes = 4 * kRows * 4;
   static constexpr int kWeights = 256 * kTableStride;
   static constexpr int kActivations = kWeights + kStages * kWeightBytes;

@@ -1,7 +1,7 @@
 // The stages of linear_wgmma.cuh that feed the product: the launch that arranges the activations, the service warps.
 #pragma once
 
-#include "wgmma_layout.cuh"
+#include "wgmma_sums.cuh"
 
 namespace nf4 {
 
@@ -10,6 +10,7 @@ template <typename T>
 __global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, int padded_blocks, int tokens,
                                int chunks) {
   let_next_start();
+  wait_for_previous();
   int at = blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= chunks) return;
   int chunk = at % 8, block = at / 8 % padded_blocks, token = at / 8 / padded_blocks;
@@ -23,7 +24,7 @@ __global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, in
   tiles[(tile * tokens + row) * 8 + (chunk ^ row % 8)] = words;
 }
 
-template <typename Layout, int kStages>
+template <int kCount, int kGroups, typename Layout, int kStages>
 __device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUtensorMap* map, Layout layout) {
   WgmmaRun run(args);
   Ring<kStages> ring;
@@ -36,6 +37,9 @@ __device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUten
       copy_box(layout.weights(ring.stage), map, step * 128, row, full);
       ring.advance();
     }
+  }
+  if (run.first_step == 0 && run.steps < args.steps) {
+    bring_parts<kCount, kGroups, Layout, kStages>(args, run.tile, layout, ring);
   }
 }
 

@@ -46,13 +46,13 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
 // only for blocks that were started before it (runs are dealt out from the line's end), so it never waits forever.
 template <int kCount, int kGroups>
 __device__ __forceinline__ float4* part_of(const WgmmaArgs& args, int run, int group) {
-  return args.partial + (int64_t{run} * kGroups + group) * (kCount / 4) * 128 + threadIdx.x % 128;
+  return args.partial + (int64_t{run} * kGroups + group) * (kCount / 4) * 128;
 }
 
 // Writes a part; announce_part(), later, tells the owner: then the stores have landed and telling waits for nothing.
 template <int kCount, int kGroups>
 __device__ __forceinline__ void hand_over(const WgmmaArgs& args, int group, const float (&sum)[kCount]) {
-  float4* mine = part_of<kCount, kGroups>(args, WgmmaRun::index(), group);
+  float4* mine = part_of<kCount, kGroups>(args, WgmmaRun::index(), group) + threadIdx.x % 128;
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
     __stcg(mine + i / 4 * 128, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
@@ -66,30 +66,65 @@ __device__ __forceinline__ void announce_part(const WgmmaArgs& args, int counter
   }
 }
 
-// Adds the other blocks' parts to the owner's, in their order.
-template <int kCount, int kGroups>
-__device__ __forceinline__ void add_parts(const WgmmaArgs& args, int tile, int group, float (&sum)[kCount]) {
-  int run = WgmmaRun::index(), end = (tile + 1) * args.steps, last = run;
-  while (WgmmaRun::start(args, last + 1) < end) ++last;
-  if (threadIdx.x % 128 == 0) {
+// How many other blocks have parts of the tile that is last in this block's run.
+__device__ __forceinline__ int parts_of(const WgmmaArgs& args, int tile) {
+  int run = WgmmaRun::index(), end = (tile + 1) * args.steps, others = 0;
+  while (WgmmaRun::start(args, run + others + 1) < end) ++others;
+  return others;
+}
+
+// Brings them, as soon as all are there, through the ring's stages behind the last weights, while those are multiplied.
+template <int kCount, int kGroups, typename Layout, int kStages>
+__device__ __forceinline__ void bring_parts(const WgmmaArgs& args, int tile, Layout layout, Ring<kStages> ring) {
+  int others = parts_of(args, tile), first = WgmmaRun::index() + 1;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
     int* counter = args.counters + tile * kGroups + group;
     int there;
     do {
       asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
-    } while (there != last - run);
+    } while (there != others);
     *counter = 0;
   }
-  barrier_sync(1 + group, 128);
-#pragma unroll (kCount <= 16 ? 8 : kCount <= 32 ? 4 : 2)
-  for (int other = run + 1; other <= last; ++other) {
-    const float4* from = part_of<kCount, kGroups>(args, other, group);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  constexpr int kBytes = Layout::kChunk * 128 * 4;
+  for (int other = first; other < first + others; ++other) {
+    for (int at = 0; at < kCount; at += Layout::kChunk) {
+      barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1);
+      unsigned full = layout.weights_full(ring.stage);
+      expect_bytes(full, kGroups * kBytes);
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      float4 part = __ldcg(from + i / 4 * 128);
-      sum[i] += part.x;
-      sum[i + 1] += part.y;
-      sum[i + 2] += part.z;
-      sum[i + 3] += part.w;
+      for (int group = 0; group < kGroups; ++group) {
+        const float4* from = part_of<kCount, kGroups>(args, other, group) + at / 4 * 128;
+        copy_bytes(layout.weights(ring.stage) + group * kBytes, from, kBytes, full);
+      }
+      ring.advance();
+    }
+  }
+}
+
+// Adds what bring_parts() brings to the owner's sums, in the blocks' order.
+template <int kCount, int kGroups, typename Layout, int kStages>
+__device__ __forceinline__ void add_parts(const WgmmaArgs& args, int tile, const char* shared, Layout layout,
+                                          Ring<kStages>& ring, float (&sum)[kCount]) {
+  for (int others = parts_of(args, tile); others > 0; --others) {
+#pragma unroll
+    for (int at = 0; at < kCount; at += Layout::kChunk) {
+      barrier_wait(layout.weights_full(ring.stage), ring.parity);
+      const float4* from =
+          reinterpret_cast<const float4*>(shared + Layout::kWeights + ring.stage * Layout::kWeightBytes) +
+          threadIdx.x / 128 * (Layout::kChunk / 4) * 128 + threadIdx.x % 128;
+#pragma unroll
+      for (int i = 0; i < Layout::kChunk; i += 4) {
+        float4 part = from[i / 4 * 128];
+        sum[at + i] += part.x;
+        sum[at + i + 1] += part.y;
+        sum[at + i + 2] += part.z;
+        sum[at + i + 3] += part.w;
+      }
+      loads_before_copies();
+      barrier_arrive(layout.weights_empty(ring.stage));
+      ring.advance();
     }
   }
 }
