@@ -147,7 +147,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
                 "description": "The answer; with stream, one event per step",
                 "content": {
                     "application/json": {"schema": _ref(whole.__name__)},
-                    "text/event-stream": {"schema": {"type": "string", "description": f"data: {chunk.__name__}"}},
+                    "text/event-stream": {"schema": _events(f"data: {chunk.__name__}, and [DONE] at the end")},
                 },
             },
             **{status: _error(text) for status, text in _GENERATION_ERRORS.items()},
@@ -157,7 +157,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
         operation["requestBody"] = _request_body(request, example, schemas)
         content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
         if streams:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {"schema": _events("event: its type, data: the event")}
         shape = "AnthropicError" if path.startswith("/v1/messages") else "Error"
         operation["responses"] = {
             "200": {"description": answer, "content": content},
@@ -177,6 +177,12 @@ def _document(app: FastAPI) -> dict[str, Any]:
             operation["responses"].pop("422", None)
     document.setdefault("components", {})["schemas"] = dict(sorted(schemas.items()))
     return document
+
+
+def _events(description: str) -> dict[str, Any]:
+    """One event of a stream."""
+    text = {"type": "string"}
+    return {"type": "object", "description": description, "properties": {"event": text, "data": text}}
 
 
 def _ref(name: str) -> dict[str, str]:

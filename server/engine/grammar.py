@@ -89,6 +89,10 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if matcher.is_error():
             raise GrammarError(_line(matcher.get_error()))
+        # A grammar may compile and have no text at all: definitions that only name each other, for one.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(f"no text matches it ({_line(matcher.get_error())})")
         return matcher
 
 

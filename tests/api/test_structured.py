@@ -125,7 +125,5 @@ def test_hostile_forms_hold_up_nobody(http: httpx.Client, form: dict[str, Any]) 
         other = pool.submit(http.post, CHAT, json=chat_body(max_tokens=3))
         answer = http.post(CHAT, json=chat_body(structured_outputs=form, max_tokens=8), timeout=60)
         assert other.result(timeout=20).status_code == 200
-    assert answer.status_code in (200, 400, 500), answer.text
-    if answer.status_code == 500:
-        assert answer.json()["error"]["code"] == "engine_error"
+    assert answer.status_code in (200, 400), answer.text
     assert http.post(CHAT, json=chat_body()).status_code == 200

@@ -75,3 +75,6 @@ def test_broken_grammar(grammars: Grammars) -> None:
         grammars.compile(LLMatcher.grammar_from_regex("(a")).result()
     with pytest.raises(GrammarError):
         grammars.start("{").allowed()
+    endless = LLMatcher.grammar_from_json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})
+    with pytest.raises(GrammarError, match="no text matches it"):
+        grammars.compile(endless).result()
