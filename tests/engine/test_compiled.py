@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from server.config import EngineConfig
-from server.engine.runtime import compiled
+from server.engine.runtime import artifacts, compiled
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.scheduler import Chunk, Step
 from tests.engine.factories import make_sequence
@@ -33,8 +34,9 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The layers that were compiled."""
+def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[nn.Module]:
+    """The layers that were compiled; none has been kept before."""
+    monkeypatch.setattr(artifacts, "default_cache_dir", lambda: tmp_path)
     seen: list[nn.Module] = []
     compile_one = compiled._compile
 
@@ -44,6 +46,38 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
     monkeypatch.setattr(compiled, "_compile", counted)
     return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_later_start_uses_what_an_earlier_one_compiled(family: str, compilations: list[nn.Module]) -> None:
+    runners = [ModelRunner(tiny_model(family, seed), CONFIG) for seed in (0, 1)]
+    plain = [logits(runner) for runner in runners]
+    runners[0].prepare(CONFIG, lambda stage, fraction: None)
+    first = len(compilations)
+    runners[1].prepare(CONFIG, lambda stage, fraction: None)
+    assert first > 0
+    assert len(compilations) == first
+    # With weights of its own, and its configuration's.
+    for runner, expected in zip(runners, plain, strict=True):
+        for found, wanted in zip(logits(runner), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    other = ModelRunner(tiny_model(family, rms_norm_eps=0.1), CONFIG)
+    other.prepare(CONFIG, lambda stage, fraction: None)
+    assert len(compilations) == 2 * first
+
+
+def test_a_damaged_kept_layer_is_compiled_anew(compilations: list[nn.Module], tmp_path: Path) -> None:
+    ModelRunner(tiny_model("llama"), CONFIG).prepare(CONFIG, lambda stage, fraction: None)
+    kept = list(tmp_path.rglob("*.bin"))
+    assert len(kept) == len(compilations) == 2
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:1000])
+    runner = ModelRunner(tiny_model("llama"), CONFIG)
+    expected = logits(runner)
+    runner.prepare(CONFIG, lambda stage, fraction: None)
+    assert len(compilations) == 4
+    for found, wanted in zip(logits(runner), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gemma3_text", 2)])
@@ -69,7 +103,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(
 
     runner = ModelRunner(tiny_model("llama"), CONFIG)
     expected = logits(runner)
-    monkeypatch.setattr(compiled, "_compile", refuse)
+    monkeypatch.setattr(compiled, "_kept", refuse)
     runner.prepare(CONFIG, lambda stage, fraction: None)
     assert "LlamaDecoderLayer: no compiler" in caplog.text
     for found, wanted in zip(logits(runner), expected, strict=True):
@@ -79,12 +113,12 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(
 def test_compiled_layers_that_are_off_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(layer: nn.Module, _: Any) -> Any:
+    def wrong(*_: object) -> Any:
         return lambda hidden, *others: hidden * 2
 
     runner = ModelRunner(tiny_model("llama"), CONFIG)
     expected = logits(runner)
-    monkeypatch.setattr(compiled, "_compile", wrong)
+    monkeypatch.setattr(compiled, "_kept", wrong)
     runner.prepare(CONFIG, lambda stage, fraction: None)
     assert "compiled layers are off" in caplog.text
     for found, wanted in zip(logits(runner), expected, strict=True):

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from transformers import PretrainedConfig
 
 from server.checkpoint.base import Progress
+from server.engine.runtime.artifacts import artifact_path, load_artifact, store_artifact
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +54,13 @@ def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progre
         progress("compiling layers", done / len(set(kinds)))
         layer = layers[kinds.index(kind)]
         try:
-            many = _compile(layer, kind[1])
-            few = many
             if _device(layer).type == "cpu":
+                many = _kept(layer, kind, "many")
                 with torch._inductor.config.patch({"cpp.threads": 1}):
-                    few = _compile(layer, kind[1])
-            functions[kind] = few, many
+                    functions[kind] = _kept(layer, kind, "few"), many
+            else:
+                many = _compile(layer, kind[1])[0]
+                functions[kind] = many, many
         except Exception as e:
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise CompileError(f"{type(layer).__name__}: {reason}") from e
@@ -169,6 +172,14 @@ def _structure(layer: nn.Module) -> Any:
     return tuple(modules), tensors
 
 
+def _configurations(layer: nn.Module) -> list[str]:
+    """What the layer's modules may read of the model's configuration; the same for all layers of one model."""
+    found = (getattr(module, "config", None) for module in layer.modules())
+    return sorted(
+        {repr(sorted(config.to_dict().items(), key=str)) for config in found if isinstance(config, PretrainedConfig)}
+    )
+
+
 def _named_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t.detach() for name, t in (*layer.named_parameters(), *layer.named_buffers())}
 
@@ -181,8 +192,18 @@ def _tensors(layer: nn.Module) -> list[torch.Tensor]:
     return list(_named_tensors(layer).values())
 
 
-def _compile(layer: nn.Module, signature: _Signature) -> Callable[..., Any]:
-    """A function of (the signature's tensors..., the layer's tensors...) without guards."""
+def _kept(layer: nn.Module, kind: tuple[Any, _Signature], size: str) -> Callable[..., Any]:
+    """_compile(), or what it made at an earlier start."""
+    path = artifact_path(kind, _configurations(layer), size)
+    function = load_artifact(path, layer)
+    if function is None:
+        function, ahead = _compile(layer, kind[1])
+        store_artifact(path, ahead, layer)
+    return function
+
+
+def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any], Any]:
+    """A function of (the signature's tensors..., the layer's tensors...) without guards, and torch's object of it."""
     names = list(_named_tensors(layer))
     count = len(signature.tensors)
 
@@ -203,8 +224,7 @@ def _compile(layer: nn.Module, signature: _Signature) -> Callable[..., Any]:
         compiled: Any = torch.compile(call, fullgraph=True)
         ahead = compiled.aot_compile(((*examples, *_tensors(layer)), {}))
     ahead.disable_guard_check()
-    function: Callable[..., Any] = ahead.fn
-    return function
+    return ahead.fn, ahead
 
 
 def _call(

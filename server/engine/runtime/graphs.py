@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
@@ -56,11 +57,16 @@ class Launched:
     """int64, on the device: the token of each of step.sampled."""
     copied: torch.Tensor
     """float32 [2, sequences] in host memory, once done has happened: the best logits, and the tokens."""
+    times: tuple[DeviceClock, torch.Tensor] | None
+    """The device's clock, and its totals once done has happened."""
     done: torch.cuda.Event
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens."""
         self.done.synchronize()
+        if self.times is not None:
+            clock, totals = self.times
+            clock.note(totals)
         best, tokens = self.copied.tolist()
         return [
             Sampled(int(token)) if math.isfinite(value) else Sampled(0, error="the model's logits are not numbers")
@@ -72,12 +78,18 @@ class DecodeGraphs:
     """Replays decode steps of up to the ladder's largest size; smaller batches are padded with a scratch sequence."""
 
     def __init__(
-        self, model: PreTrainedModel, backend: FlashInferBackend, block_size: int, adapter_slots: int = 0
+        self,
+        model: PreTrainedModel,
+        backend: FlashInferBackend,
+        block_size: int,
+        clock: DeviceClock | None,
+        adapter_slots: int = 0,
     ) -> None:
         self._model = model
         self._backend = backend
         self._scratch_slot = backend.scratch_block * block_size
         self._graphs: dict[int, _Graph] = {}
+        self._clock = clock
         self._adapter_slots = adapter_slots
         # Steps in which a sequence has an adapter have graphs of their own: the others pay nothing for them.
         self._adapted: dict[int, _Graph] = {}
@@ -119,9 +131,13 @@ class DecodeGraphs:
         tokens = draw(captured.logits[:count], [chunk.sequence for chunk in step.chunks], tokens.long())
         copied = torch.empty(2, count, dtype=torch.float32, pin_memory=True)
         copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)
+        times = None
+        if self._clock is not None:
+            times = self._clock, torch.empty_like(self._clock.totals, device="cpu", pin_memory=True)
+            times[1].copy_(self._clock.totals, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(step, tokens, copied, done)
+        return Launched(step, tokens, copied, times, done)
 
     def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
@@ -152,6 +168,8 @@ class DecodeGraphs:
                 logits: torch.Tensor = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False
                 ).logits[0]
+            if self._clock is not None:
+                self._clock.collect()
             best, tokens = logits.float().max(dim=-1)
             return logits, torch.stack((best, tokens.float()))
 

@@ -30,7 +30,7 @@ def load_native(source: Path) -> ctypes.CDLL | str:
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
         text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
-        key = text + version + repr((FLAGS, _cpu())).encode()
+        key = text + version + repr((FLAGS, cpu_features())).encode()
         library = default_cache_dir() / "native" / f"{source.stem}-{hashlib.sha256(key).hexdigest()[:16]}.so"
         if not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,8 @@ def load_native(source: Path) -> ctypes.CDLL | str:
         return f"{source.name} cannot be compiled or loaded: {e}"
 
 
-def _cpu() -> str:
-    """What -march=native depends on."""
+def cpu_features() -> str:
+    """What -march=native depends on, as text."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

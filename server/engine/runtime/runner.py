@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 import nf4_kernels
+from nf4_kernels.cuda import load_error, start_clock
+from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, attending
@@ -100,6 +102,9 @@ class ModelRunner:
         shapes, options = probe_layers(model)
         self._graphs: DecodeGraphs | None = None
         self._invariant = False
+        self._clock = start_clock(self._device) if self._device.type == "cuda" and load_error() is None else None
+        self.kernel_times: Callable[[], KernelTimes] = read_cpu if self._clock is None else reader_of(self._clock)
+        """Seconds of NF4 work up to the end of the last step whose results have been read."""
 
         def make_backend(num_blocks: int) -> AttentionBackend:
             return create_backend(shapes, options, num_blocks, config.block_size, self._dtype, self._device)
@@ -127,7 +132,11 @@ class ModelRunner:
         with torch.inference_mode():
             if isinstance(self._backend, FlashInferBackend):
                 self._graphs = DecodeGraphs(
-                    self._model, self._backend, self._block_size, self.adapters.slots if self.adapters else 0
+                    self._model,
+                    self._backend,
+                    self._block_size,
+                    self._clock,
+                    self.adapters.slots if self.adapters else 0,
                 )
                 self._backend.set_up_graphs(self.limits.max_model_len, split_keys=not config.batch_invariant)
                 self._graphs.capture(
@@ -228,7 +237,10 @@ class ModelRunner:
         if logits.shape[0] > len(sampled):
             score_prompts(step, logits[len(sampled) :])
             logits = logits[: len(sampled)]
-        return sample(logits, [chunk.sequence for chunk in sampled]) if sampled else []
+        results = sample(logits, [chunk.sequence for chunk in sampled]) if sampled else []
+        if self._clock is not None:
+            self._clock.note(self._clock.totals)
+        return results
 
     @torch.inference_mode()
     def launch(self, step: Step, previous: Launched | None) -> Launched | None:
@@ -263,6 +275,8 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=batch.sampled_rows,
             )
+        if self._clock is not None:
+            self._clock.collect()
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 

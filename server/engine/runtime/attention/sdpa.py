@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.attention.pages import host_zeros
 from server.engine.runtime.batch import Batch, Span
 
 
@@ -30,12 +31,16 @@ class SdpaBackend(AttentionBackend):
     ) -> None:
         self._block_size = block_size
         # Zeros, not empty: padding is read and multiplied by zero, which must not meet a NaN.
-        self._keys = [
-            torch.zeros(num_blocks, block_size, s.kv_heads, s.key_dim, dtype=dtype, device=device) for s in shapes
+        sizes = [
+            (num_blocks, block_size, shape.kv_heads, dim)
+            for shape in shapes
+            for dim in (shape.key_dim, shape.value_dim)
         ]
-        self._values = [
-            torch.zeros(num_blocks, block_size, s.kv_heads, s.value_dim, dtype=dtype, device=device) for s in shapes
-        ]
+        if device.type == "cpu":
+            cache = host_zeros(sizes, dtype)
+        else:
+            cache = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+        self._keys, self._values = cache[::2], cache[1::2]
         self._flat_keys = [t.view(-1, *t.shape[2:]) for t in self._keys]
         self._flat_values = [t.view(-1, *t.shape[2:]) for t in self._values]
         self._batch: Batch | None = None

@@ -1,0 +1,48 @@
+"""Large tensors of zeros in the host's memory, whose pages are made while the start goes on with something else."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+HUGE_PAGE = 2 << 20
+# Linux's number for making pages as if they were written, which mmap has no name for; from kernel 5.14 on.
+_MADV_POPULATE_WRITE = 23
+
+
+def host_zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors of zeros. Their memory is taken by a background thread from now on, or as they are written.
+
+    A GiB takes seconds to make. Huge pages are used where the system has them.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    tensors = []
+    for shape in shapes:
+        pages = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        tensors.append(torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape))
+    # The thread holds the tensors, and they their memory, until it is done.
+    threading.Thread(target=_populate, args=(tensors,), name="cache-pages", daemon=True).start()
+    return tensors
+
+
+def _populate(tensors: list[torch.Tensor]) -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for tensor in tensors:
+        begin, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
+        # In parts, because others that need the address space wait for each.
+        for offset in range(0, size, HUGE_PAGE):
+            if madvise(begin + offset, min(HUGE_PAGE, size - offset), _MADV_POPULATE_WRITE):
+                return
