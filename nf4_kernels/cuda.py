@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nf4_kernels.device_clock import Clocks, DeviceClock
 from nf4_kernels.format import offset_stride
 from nf4_kernels.plan import COUNTERS, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
 
@@ -54,6 +55,7 @@ class Linear(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("constant_weights", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
+        ("clock", ctypes.c_void_p),
     )
 
 
@@ -91,7 +93,11 @@ def library() -> ctypes.CDLL | str:
             ctypes.c_void_p,
             ctypes.c_int32,
             ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
         )
+        loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)
         loaded.nf4_cuda_linear_wgmma.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(WgmmaPlan))
         loaded.nf4_cuda_linear_rows.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
     except (OSError, AttributeError) as e:
@@ -227,6 +233,7 @@ def _multiply_fused(
         _DTYPES[x.dtype],
         torch.cuda.is_current_stream_capturing(),
         torch.cuda.current_stream(x.device).cuda_stream,
+        _pair(x.device, "wgmma" if isinstance(choice, Wgmma) else "rows"),
     )
     if isinstance(choice, Wgmma):
         wgmma = WgmmaPlan(choice.tokens, choice.groups, choice.grid)
@@ -239,14 +246,19 @@ def _multiply_fused(
 def _multiply_slices(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, rows: int) -> None:
     n, k = weight.n, weight.k
     buffer = torch.empty((min(rows, n), k), dtype=x.dtype, device=x.device)
+    whole = _pair(x.device, "slices")
     for first in range(0, n, rows):
         last = min(first + rows, n)
         dense = buffer[: last - first]
-        _dequantize_into(dense, weight, first * k, (last - first) * k)
+        _dequantize_into(dense, weight, first * k, (last - first) * k, whole if first == 0 else None)
         if bias is None:
             torch.mm(x, dense.t(), out=out[:, first:last])
         else:
             torch.addmm(bias[first:last], x, dense.t(), out=out[:, first:last])
+    if whole is not None:
+        loaded = _usable()
+        status = loaded.nf4_cuda_clock_end(whole, torch.cuda.current_stream(x.device).cuda_stream)
+        _raise_for(loaded, status, "clock")
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -326,11 +338,33 @@ def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, 
         raise ValueError(f"{name} must be contiguous")
 
 
-def _dequantize_into(out: Tensor, weight: Weight, first: int, count: int) -> None:
+def _dequantize_into(out: Tensor, weight: Weight, first: int, count: int, whole: int | None = None) -> None:
+    """whole: the pair of the product that it is the beginning of."""
     stream = torch.cuda.current_stream(out.device).cuda_stream
     loaded = _usable()
-    status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), _DTYPES[out.dtype], stream)
+    pair = _pair(out.device, "dequantize")
+    status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), _DTYPES[out.dtype], stream, pair, whole)
     _raise_for(loaded, status, "dequantize")
+
+
+_clocks: dict[int, DeviceClock] = {}
+
+
+def start_clock(device: torch.device) -> DeviceClock:
+    """From here on every launch on device leaves its time with the clock returned; whoever starts it collects."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    _clocks[index] = DeviceClock(device, _usable())
+    return _clocks[index]
+
+
+def stop_clock(device: torch.device) -> None:
+    """Undo start_clock(). Graphs captured in between keep writing their times: keep their clock as long as they live."""
+    _clocks.pop(device.index if device.index is not None else torch.cuda.current_device(), None)
+
+
+def _pair(device: torch.device, kind: str) -> int | None:
+    clock = _clocks.get(device.index or 0) if _clocks else None
+    return None if clock is None else clock.take(kind)
 
 
 def _usable() -> ctypes.CDLL:

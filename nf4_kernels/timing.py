@@ -1,15 +1,43 @@
-"""Clocks of the NF4 work in this process: seconds spent in dequantization, and in linear layers as a whole.
+"""Clocks of the NF4 work: seconds spent in dequantization, and in linear layers as a whole.
 
 CPU: monotonic wall time, taken by the library around every call. dequant counts dequantize calls and, within linear, the
-stages that expand weights into a panel of their own; kernels for few rows decode weights in the registers of the product
-and count under linear only. linear counts linear calls from end to end.
+stages that expand weights into a panel of their own. CUDA: the device's own clock, taken by the kernels themselves
+(device_clock.py). dequant counts the dequantize launches, those of a product by slices too. On both, kernels that decode
+weights in the registers of the product count under linear only; linear counts linear layers from end to end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 from nf4_kernels import cpu
+from nf4_kernels.device_clock import DeviceClock
 
 
-def read() -> tuple[float, float]:
-    """(dequant seconds, linear seconds) since the process began; take the difference of two readings."""
-    return cpu.clock()
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds since the clock began; take the difference of two readings."""
+
+    dequant: float = 0.0
+    linear: float = 0.0
+    by_kernel: dict[str, float] = field(default_factory=dict)
+    """Of linear layers by what runs them, and of dequantization."""
+
+
+def read_cpu() -> KernelTimes:
+    """The CPU library's clock, of this process."""
+    dequant, linear = cpu.clock()
+    return KernelTimes(dequant, linear, {"cpu_linear": linear, "cpu_dequantize": dequant})
+
+
+def reader_of(clock: DeviceClock) -> Callable[[], KernelTimes]:
+    """What reads the totals that a device's clock has last noted."""
+
+    def read() -> KernelTimes:
+        seconds = clock.seconds()
+        dequant = seconds["dequantize"]
+        by_kernel = {f"cuda_{kind}": value for kind, value in seconds.items()}
+        return KernelTimes(dequant, sum(seconds.values()) - dequant, by_kernel)
+
+    return read

@@ -136,6 +136,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_prefill_tokens: int = 0
     step_batch: int = 0
     dequant_seconds_total: float = 0.0
+    kernel_seconds: dict[str, float] = {}
+    """Seconds of NF4 work by what did it: linear layers by their kernel, and dequantization."""
     linear_seconds_total: float = 0.0
 
 

@@ -34,7 +34,15 @@ typedef struct {
   int32_t dtype;
   int32_t constant_weights; /* nothing under way on the stream writes the weight: it may be read at once */
   void* stream;
+  uint64_t* clock; /* null, or where the launch leaves when it began and when it ended: ns of the device's clock */
 } Nf4Linear;
+
+/* Pairs of such times, by kind of launch (nf4_kernels/device_clock.py names the kinds). */
+enum { NF4_CLOCK_KINDS = 4 };
+typedef struct {
+  uint64_t* first[NF4_CLOCK_KINDS];
+  int32_t count[NF4_CLOCK_KINDS];
+} Nf4Clocks;
 
 /* The shape of a linear_rows launch; nf4_kernels/plan.py chooses it. */
 typedef struct {

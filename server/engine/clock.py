@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nf4_kernels import timing
+from nf4_kernels.timing import KernelTimes
 from server.types import RequestTimings
 
 
@@ -51,14 +51,15 @@ class RequestClock:
 
 
 class StepClock:
-    """Times one step after another; the kernels' own clocks are read at its ends."""
+    """Times one step after another; read gives the kernels' own clocks, whose last step is the one that ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], KernelTimes]) -> None:
+        self._read = read
         self.started = 0.0
         self.stopped = 0.0
-        self.dequant_total = 0.0
-        self.linear_total = 0.0
-        self._before = (0.0, 0.0)
+        self.kernels = KernelTimes()
+        """Since the process began, at the end of the last step."""
+        self._before = KernelTimes()
         self._dequant = 0.0
         self._linear = 0.0
 
@@ -69,16 +70,15 @@ class StepClock:
 
     def start(self) -> None:
         """A step begins."""
-        self._before = timing.read()
+        self._before = self._read()
         self.started = time.perf_counter()
 
     def stop(self) -> None:
         """The step has ended; its results are on the host."""
         self.stopped = time.perf_counter()
-        dequant, linear = timing.read()
-        self._dequant, self._linear = dequant - self._before[0], linear - self._before[1]
-        self.dequant_total += self._dequant
-        self.linear_total += self._linear
+        self.kernels = self._read()
+        self._dequant = self.kernels.dequant - self._before.dequant
+        self._linear = self.kernels.linear - self._before.linear
 
     def share(self, taken: Mapping[str, tuple[int, bool]], clocks: Mapping[str, RequestClock]) -> None:
         """Divide the step's kernel times among its requests: request id to (tokens, whether it was decoding)."""

@@ -45,7 +45,7 @@ class Engine:
         )
         self._eos = frozenset(limits.eos_token_ids)
         self._clocks: dict[str, RequestClock] = {}
-        self._step_clock = StepClock()
+        self._step_clock = StepClock(self._runner.kernel_times)
         self._rejected: list[RequestOutput] = []
         self._unread: Launched | None = None
         self._random = random.SystemRandom()
@@ -130,8 +130,9 @@ class Engine:
             step_tokens=step.num_tokens if step else 0,
             step_prefill_tokens=sum(c.length for c in step.chunks if not c.is_decode) if step else 0,
             step_batch=len(step.chunks) if step else 0,
-            dequant_seconds_total=clock.dequant_total,
-            linear_seconds_total=clock.linear_total,
+            dequant_seconds_total=clock.kernels.dequant,
+            linear_seconds_total=clock.kernels.linear,
+            kernel_seconds=clock.kernels.by_kernel,
         )
 
     def _check(self, request: GenerateRequest) -> None:

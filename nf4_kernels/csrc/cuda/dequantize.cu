@@ -4,6 +4,7 @@
 // of a warp need one pass (equal codes are broadcast, different codes lie in different banks).
 // A warp's step reads 128 contiguous bytes and writes 512 (16-bit types); a thread's reads of all its steps are issued
 // before the first is used.
+#include "clock.cuh"
 #include "common.cuh"
 
 namespace nf4 {
@@ -49,11 +50,28 @@ __device__ __forceinline__ void store8(T* out, const float (&v)[8]) {
                                                    pack2<T>(v[6], v[7])));
 }
 
+// The first block begins the launch; which of those that fill the device last ends it is not known.
+struct DequantizeClocks {
+  uint64_t* own;
+  uint64_t* whole;
+  __device__ __forceinline__ void start() const {
+    if (blockIdx.x > 0 || threadIdx.x > 0) return;
+    clock_start(own);
+    clock_start(whole);
+  }
+  __device__ __forceinline__ void end() const {
+    constexpr unsigned kMostResident = 2048;
+    if (threadIdx.x == 0 && blockIdx.x + kMostResident >= gridDim.x) clock_end(own);
+  }
+};
+
 // Elements [first, first + count) of the flattened weight into out[0, count). first is a multiple of 8.
 // Nested scales take three dependent reads: the block decodes each of its scales once, while the weights are on their way.
 template <typename T, bool kNested>
 __global__ void __launch_bounds__(kThreads)
-    dequantize(const uint8_t* __restrict__ packed, Scales scales, int64_t first, int64_t count, T* __restrict__ out) {
+    dequantize(const uint8_t* __restrict__ packed, Scales scales, int64_t first, int64_t count, T* __restrict__ out,
+               DequantizeClocks clocks) {
+  clocks.start();
   constexpr int kMaxScales = static_cast<int>(kPerBlock / kMinBlocksize) + 1;
   __shared__ float table[16];
   __shared__ float decoded[kNested ? kMaxScales : 1];
@@ -96,54 +114,60 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
+  clocks.end();
 }
 
 // The same element by element, for pointers without the alignment the wide accesses need.
 template <typename T, bool kNested>
 __global__ void __launch_bounds__(kThreads) dequantize_unaligned(const uint8_t* __restrict__ packed, Scales scales,
-                                                                 int64_t first, int64_t count, T* __restrict__ out) {
+                                                                 int64_t first, int64_t count, T* __restrict__ out,
+                                                                 DequantizeClocks clocks) {
+  clocks.start();
   int64_t e = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (e >= count) return;
   unsigned byte = packed[(first + e) >> 1];
   float code = kCodebook[((first + e) & 1) ? (byte & 15) : (byte >> 4)];
   out[e] = from_float<T>(__fmul_rn(code, scales.at<kNested>((first + e) >> scales.shift)));
+  clocks.end();
 }
 
 template <typename T, bool kNested>
-void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, cudaStream_t stream) {
+void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, DequantizeClocks clocks, cudaStream_t stream) {
   Scales scales{w.absmax, w.absmax_8bit, w.absmax_code, w.absmax_offset, w.offset_stride, log2_of(w.blocksize)};
   T* target = static_cast<T*>(out);
   bool aligned = reinterpret_cast<uintptr_t>(w.packed) % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
   if (aligned && first % kPerStep == 0) {
     unsigned grid = static_cast<unsigned>((count + kPerBlock - 1) / kPerBlock);
-    dequantize<T, kNested><<<grid, kThreads, 0, stream>>>(w.packed, scales, first, count, target);
+    dequantize<T, kNested><<<grid, kThreads, 0, stream>>>(w.packed, scales, first, count, target, clocks);
   } else {
     unsigned grid = static_cast<unsigned>((count + kThreads - 1) / kThreads);
-    dequantize_unaligned<T, kNested><<<grid, kThreads, 0, stream>>>(w.packed, scales, first, count, target);
+    dequantize_unaligned<T, kNested><<<grid, kThreads, 0, stream>>>(w.packed, scales, first, count, target, clocks);
   }
 }
 
 template <typename T>
-void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, cudaStream_t stream) {
+void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, DequantizeClocks clocks, cudaStream_t stream) {
   if (w.absmax_8bit) {
-    launch<T, true>(w, first, count, out, stream);
+    launch<T, true>(w, first, count, out, clocks, stream);
   } else {
-    launch<T, false>(w, first, count, out, stream);
+    launch<T, false>(w, first, count, out, clocks, stream);
   }
 }
 
 }  // namespace
 }  // namespace nf4
 
-// Dequantizes count elements from element `first` of the flattened weight; returns a cudaError_t.
+// Dequantizes count elements from element `first` of the flattened weight; returns a cudaError_t. clock: null, or where
+// the launch leaves its times; whole: null, or the pair of a product that begins with it.
 NF4_EXPORT int nf4_cuda_dequantize(const Nf4Weight* weight, int64_t first, int64_t count, void* out, int32_t dtype,
-                                   void* stream) {
+                                   void* stream, uint64_t* clock, uint64_t* whole) {
   if (count <= 0) return cudaSuccess;
+  nf4::DequantizeClocks clocks{clock, whole};
   cudaStream_t s = static_cast<cudaStream_t>(stream);
   switch (dtype) {
-    case NF4_FLOAT32: nf4::launch<float>(*weight, first, count, out, s); break;
-    case NF4_FLOAT16: nf4::launch<__half>(*weight, first, count, out, s); break;
-    case NF4_BFLOAT16: nf4::launch<__nv_bfloat16>(*weight, first, count, out, s); break;
+    case NF4_FLOAT32: nf4::launch<float>(*weight, first, count, out, clocks, s); break;
+    case NF4_FLOAT16: nf4::launch<__half>(*weight, first, count, out, clocks, s); break;
+    case NF4_BFLOAT16: nf4::launch<__nv_bfloat16>(*weight, first, count, out, clocks, s); break;
     default: return cudaErrorInvalidValue;
   }
   return cudaGetLastError();

@@ -193,6 +193,8 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
   constexpr int kThreads = (kWarps + kServiceWarps<kWarps, kTiles>) * 32, kFirstDecoder = kWarps + Layout::kDecoders;
   RowsRun run(args);
   launch_dependents();
+  // Launched ahead of the kernel before, it begins when that one ends.
+  if (!args.constant_weights && blockIdx.x == 0 && threadIdx.x == 0) clock_start(args.clock);
   if (warp == kWarps) init_copy_barriers<Layout>(base);
   if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
   // All threads at once: without a cluster this is a barrier of the block, which compute-sanitizer takes it for, too.

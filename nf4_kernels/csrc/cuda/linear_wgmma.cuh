@@ -266,6 +266,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
     write_tile<T, kTokens>(args, row, token, total);
   }
   if (unannounced >= 0) announce_part(args, unannounced);
+  if (threadIdx.x % 128 == 0) clock_end(args.clock);
 }
 
 template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested>

@@ -57,7 +57,7 @@ cudaError_t arrange(const Nf4Linear& linear, const WgmmaSizes& sizes, int tokens
   return cudaLaunchKernelEx(&config, arrange_tokens<T>, static_cast<const T*>(linear.x),
                             static_cast<uint4*>(linear.workspace), static_cast<int>(linear.m),
                             static_cast<int>(linear.weight.k / 64), static_cast<int>(sizes.steps * 4), tokens,
-                            static_cast<int>(chunks));
+                            static_cast<int>(chunks), linear.clock);
 }
 
 template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested>
@@ -118,6 +118,7 @@ NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* p
   nf4::WgmmaArgs args{};
   args.weight = w;
   args.bias = linear->bias;
+  args.clock = linear->clock;
   args.out = linear->out;
   args.tiles = static_cast<const char*>(linear->workspace);
   args.partial = reinterpret_cast<float4*>(static_cast<char*>(linear->workspace) + sizes.tile_bytes);

@@ -1,6 +1,7 @@
 // What the parts of linear_rows.cuh share: arguments, the map of shared memory, a block's share of the work.
 #pragma once
 
+#include "clock.cuh"
 #include "common.cuh"
 #include "rows_sync.cuh"
 
@@ -53,6 +54,7 @@ struct RowsArgs {
   // ns before the first copy, and between those that fill the ring: memory's pace rather than the copies', for they
   // compete with the last units of the kernel before and with this one's activations.
   unsigned first_nap, nap;
+  uint64_t* clock;
 };
 
 // Where things lie in dynamic shared memory.

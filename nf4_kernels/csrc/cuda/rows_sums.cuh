@@ -123,6 +123,7 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
     barrier_sync(kOthersReady, 64);
   }
   wait_for_previous();
+  if (args.constant_weights && blockIdx.x == 0 && threadIdx.x % 32 == 0) clock_start(args.clock);
   RingPosition ring;
   Reduction<kTiles> at;
   for (;; run.next()) {
@@ -144,7 +145,7 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
       }
     }
     if (args.cluster == 1) {
-      if (!more) return;
+      if (!more) break;
       write_outputs<T>(args, run.group, at.sum);
       continue;
     }
@@ -152,11 +153,12 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
       add_parts<kTiles, Layout>(args, shared, run, at);
       write_outputs<T>(args, at.waiting_group, at.waiting);
     }
-    if (!more) return;
+    if (!more) break;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) at.waiting[tile] = at.sum[tile];
     at.waiting_group = run.group;
   }
+  if (threadIdx.x % 32 == 0) clock_end(args.clock);
 }
 
 }  // namespace nf4

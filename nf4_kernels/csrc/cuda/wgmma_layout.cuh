@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "clock.cuh"
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -27,6 +28,7 @@ struct WgmmaArgs {
   int run_units, longer_runs;  // units of a block's run; so many runs, the first, have one more
   bool whole_scales;  // four k blocks' scales of a row are four aligned neighbours
   bool wide_scales;   // and 16 are 16 aligned bytes
+  uint64_t* clock;
 };
 
 template <int kTokens, int kGroups, int kStages, int kTokenStages>

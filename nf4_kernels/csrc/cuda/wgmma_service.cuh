@@ -8,9 +8,10 @@ namespace nf4 {
 // One thread writes one 16-byte chunk. Tokens beyond m and k beyond the last are zeros.
 template <typename T>
 __global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, int padded_blocks, int tokens,
-                               int chunks) {
+                               int chunks, uint64_t* clock) {
   let_next_start();
   wait_for_previous();
+  if (blockIdx.x == 0 && threadIdx.x == 0) clock_start(clock);
   int at = blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= chunks) return;
   int chunk = at % 8, block = at / 8 % padded_blocks, token = at / 8 / padded_blocks;
