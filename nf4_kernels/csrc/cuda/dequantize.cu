@@ -33,7 +33,7 @@ struct Scales {
   template <bool kNested>
   __device__ __forceinline__ float at(int64_t block) const {
     if constexpr (!kNested) return __ldg(absmax + block);
-    int64_t group = block >> 8;
+    unsigned group = static_cast<unsigned>(block >> 8);  // 2^32 groups are 32 TiB of weights
     return nested_scale(__ldg(code + __ldg(absmax_8bit + block)), __ldg(absmax + group),
                         __ldg(offset + group * offset_stride));
   }
@@ -67,8 +67,9 @@ struct DequantizeClocks {
 
 // Elements [first, first + count) of the flattened weight into out[0, count). first is a multiple of 8.
 // Nested scales take three dependent reads: the block decodes each of its scales once, while the weights are on their way.
+// The second bound keeps as many blocks on an SM as the reads under way need: one register more costs a block.
 template <typename T, bool kNested>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kNested ? 6 : 8)
     dequantize(const uint8_t* __restrict__ packed, Scales scales, int64_t first, int64_t count, T* __restrict__ out,
                DequantizeClocks clocks) {
   clocks.start();
