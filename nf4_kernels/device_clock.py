@@ -2,7 +2,9 @@
 
 A launch leaves when it began (once what it reads was there) and ended in a pair of words of its own; collect() adds the
 pairs up by kind in one small launch. Pairs of captured launches belong to their graph: its replays fill them again. All
-other pairs are free again once they are collected. Times come from the GPU's global timer.
+other pairs are free again once they are collected. Times come from the GPU's global timer. They leave out about a
+microsecond of a launch's start and end that profilers count: 11.0 us a product where torch.profiler has 12.2 (12800 x 5120,
+one row, an H200), 395 and 387 for 2048 rows.
 """
 
 from __future__ import annotations
