@@ -1,12 +1,80 @@
-"""The README's kernel table from bench/results/kernels-*.json: python -m bench.kernels FILE [--op linear] [--model NAME]."""
+"""Tables of bench/results/kernels-*.json; all rows: python -m bench.kernels FILE [--op linear] [--model NAME]."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+LARGE = 64_000_000  # weights
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a large projection shall reach: at most so many times the floor, at least so many times faster."""
+
+    floor: float | None = None
+    bnb: float | None = None
+    bf16: float | None = None
+    tree: float | None = None
+
+    def missed(self, row: dict[str, Any]) -> Iterator[str]:
+        """The names of what a row does not reach."""
+        if self.floor is not None and row["ours_us"] > self.floor * row["floor_us"]:
+            yield f"{self.floor} x floor"
+        for title, key, least in (
+            ("bitsandbytes", "bnb_us", self.bnb),
+            ("bf16", "bf16_us", self.bf16),
+            ("tree", "tree_us", self.tree),
+        ):
+            if least is not None and row.get(key) and row[key] < least * row["ours_us"]:
+                yield f"{least} x {title}"
+
+
+DEQUANTIZE = Target(floor=1.12, bnb=1.5, tree=3.3)
+LINEAR = {
+    1: Target(floor=1.5, bnb=2.5),
+    2: Target(floor=1.7, bf16=2.5),
+    **dict.fromkeys((4, 8, 16), Target(floor=1.7, bnb=4, bf16=2.5)),
+    32: Target(floor=2.0, bf16=2),
+    64: Target(floor=2.0, bf16=1.7),
+    128: Target(floor=1.6, bf16=1.1),
+    **dict.fromkeys((256, 512), Target(bf16=0.95)),
+    **dict.fromkeys((2048, 4096), Target(bnb=1.03, bf16=0.93)),
+}
+
+
+def large(report: dict[str, Any]) -> str:
+    """Markdown: over all large projections and for each M, the range of the ratios, and how many miss which target."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if row["N"] * row["K"] >= LARGE:
+            name = f"M = {row['M']}" if row["op"] == "linear" else row["op"].replace("_", ", ")
+            groups.setdefault(name, []).append(row)
+    lines = [
+        "| | times the floor | faster than bitsandbytes | than bf16 cuBLAS | target missed by |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, rows in sorted(groups.items(), key=lambda item: item[1][0]["M"] or 0):
+        target = LINEAR.get(rows[0]["M"], Target()) if rows[0]["op"] == "linear" else DEQUANTIZE
+        missed: dict[str, int] = {}
+        for what in (what for row in rows for what in target.missed(row)):
+            missed[what] = missed.get(what, 0) + 1
+        cells = [
+            _span([r["ours_us"] / r["floor_us"] for r in rows]),
+            *(_span([r[key] / r["ours_us"] for r in rows if r.get(key)]) for key in ("bnb_us", "bf16_us")),
+            ", ".join(f"{what}: {count} of {len(rows)}" for what, count in missed.items()),
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _span(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}" if values else ""
 
 
 def table(report: dict[str, Any], op: str, model: str | None) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.kernels import LARGE, large
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
@@ -34,24 +36,23 @@ def cpu(result: Result) -> str:
 
 
 def kernels(result: Result) -> str:
-    """One large projection at every M, and dequantize, from the kernel benchmark."""
-    rows = result["rows"]
-    largest = max((r["N"] * r["K"] for r in rows if r["shape"].startswith("qwen3-32b")), default=0)
-    chosen = [r for r in rows if r["N"] * r["K"] == largest and r["shape"].startswith("qwen3-32b")]
-    n, k = (chosen[0]["N"], chosen[0]["K"]) if chosen else (0, 0)
+    """A projection of Qwen3-32B at every M, from the kernel benchmark; then all large ones beside their targets."""
+    rows = [r for r in result["rows"] if (r["model"], r["shape"]) == ("Qwen3-32B", "up")]
     lines = [
-        f"{result['device']}, N={n} K={k}, microseconds (times the floor); {_versions(result)}.",
+        f"{result['device']}, {rows[0]['N']} x {rows[0]['K']}, nested scales, microseconds (ours: times the floor; others: "
+        f"times ours); {_versions(result)}.",
         "",
         "| | ours | bitsandbytes | bf16 cuBLAS | floor |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for row in (r for r in chosen if (r["N"], r["K"]) == (n, k)):
+    for row in rows:
         name = f"M = {row['M']}" if row["op"] == "linear" else row["op"].replace("_", ", ")
         ours = f"{row['ours_us']:.1f} ({row['ours_us'] / row['floor_us']:.2f})"
-        lines.append(
-            f"| {name} | {ours} | {_us(row.get('bnb_us'))} | {_us(row.get('bf16_us'))} | {row['floor_us']:.1f} |"
-        )
-    return "\n".join(lines)
+        others = " | ".join(_us(row.get(key), row["ours_us"]) for key in ("bnb_us", "bf16_us"))
+        lines.append(f"| {name} | {ours} | {others} | {row['floor_us']:.1f} |")
+    count = len({(r["N"], r["K"]) for r in result["rows"] if r["N"] * r["K"] >= LARGE})
+    about = f"All {count} projections of three models with {LARGE // 1_000_000}M weights and more, beside what was aimed at:"
+    return "\n".join([*lines, "", about, "", large(result)])
 
 
 def e2e(result: Result) -> str:
@@ -139,8 +140,8 @@ def _speed(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _us(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def _us(value: float | None, ours: float) -> str:
+    return "" if value is None else f"{value:.1f} ({value / ours:.2f})"
 
 
 def main() -> int:

@@ -94,7 +94,10 @@ def build_cuda(nvcc: str, force: bool = False) -> Path:
         targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
         command = [nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I", str(SOURCES), *targets]
         jobs.append((source, [*command, "-c", str(source)]))
-    return _link("libnf4_cuda.so", jobs, [nvcc, "-shared", "-cudart", "static"], force)
+    # NVIDIA's wheels keep their libraries in lib, where their nvcc does not look (it looks in lib64).
+    wheel = Path(nvcc).resolve().parent.parent / "lib"
+    search = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
+    return _link("libnf4_cuda.so", jobs, [nvcc, "-shared", "-cudart", "static", *search], force)
 
 
 def _link(name: str, jobs: list[tuple[Path, list[str]]], link: list[str], force: bool) -> Path:

@@ -1,0 +1,65 @@
+"""Plots bench/results/kernels-*.json: python -m bench.plot [FILE]; the PNG goes into docs/. Needs the extra "plots".
+
+Time of a linear layer over the floor, by the number of tokens, for the large projections of three models.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+from bench.kernels import LARGE
+from bench.readme import RESULTS, ROOT
+
+SERIES = (
+    ("ours_us", "nf4_kernels", "tab:blue"),
+    ("bf16_us", "bf16 cuBLAS", "tab:green"),
+    ("bnb_us", "bitsandbytes", "tab:red"),
+)
+
+
+def plot(report: dict[str, Any], target: Path) -> None:
+    """Write the PNG, a panel a projection."""
+    rows = [r for r in report["rows"] if r["op"] == "linear" and r["N"] * r["K"] >= LARGE]
+    shapes = sorted({(r["model"], r["N"], r["K"]) for r in rows})
+    figure, axes = plt.subplots(2, -(-len(shapes) // 2), figsize=(13, 6), sharex=True, sharey=True)
+    for axis, (model, n, k) in zip(axes.flat, shapes, strict=False):
+        chosen = sorted((r for r in rows if (r["model"], r["N"], r["K"]) == (model, n, k)), key=lambda r: r["M"])
+        for key, name, color in SERIES:
+            points = [(r["M"], r[key] / r["floor_us"]) for r in chosen if r.get(key)]
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=name)
+        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.set_title(f"{model}, {n} x {k}", fontsize=9)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([4**i for i in range(7)], labels=[str(4**i) for i in range(7)])
+        axis.set_yscale("log")
+        axis.set_yticks([1, 2, 4, 8, 16], labels=["1", "2", "4", "8", "16"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(shapes) :]:
+        axis.axis("off")
+        axis.legend(*axes.flat[0].get_legend_handles_labels(), loc="center", frameon=False)
+    figure.supxlabel("tokens")
+    figure.supylabel("time over the floor")
+    figure.suptitle(f"NF4 linear layers on {report['device']}", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+
+
+def main() -> int:
+    """Plot the file given, or the H200's; returns the exit status."""
+    mpl.use("Agg")
+    source = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "kernels-nvidia-h200.json"
+    target = ROOT / "docs" / source.with_suffix(".png").name
+    plot(json.loads(source.read_text()), target)
+    print(target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
