@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from server.api.conversation import MESSAGES_SCHEMA
 from server.api.errors import bad_request
+from server.api.message_schemas import MESSAGES_SCHEMA
 from server.api.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
 from server.api.tools import ToolOptions
 from server.text.dialect import Dialect

@@ -17,56 +17,6 @@ UNSUPPORTED_PARTS = frozenset(
     {"image_url", "input_audio", "file", "refusal", "video_url", "audio_url", "image", "video"}
 )
 
-MESSAGES_SCHEMA = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role"],
-        "additionalProperties": False,
-        "properties": {
-            "role": {"enum": list(ROLES)},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "additionalProperties": False,
-                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        },
-                    },
-                ]
-            },
-            "name": {"type": ["string", "null"]},
-            "reasoning_content": {"type": ["string", "null"]},
-            "reasoning": {"type": ["string", "null"]},
-            "tool_call_id": {"type": "string", "description": "of a tool's answer"},
-            "tool_calls": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["id", "type", "function"],
-                    "properties": {
-                        "id": {"type": "string"},
-                        "type": {"const": "function"},
-                        "function": {
-                            "type": "object",
-                            "required": ["name", "arguments"],
-                            "additionalProperties": False,
-                            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
-"""For the OpenAPI document; what is checked below."""
-
 
 def conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages with role, content as one string, and what else templates look at: name, tool_calls (arguments as

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,6 +18,7 @@ from server.api.errors import ApiError
 from server.api.generation import closing
 from server.api.launch import new_id
 from server.api.message_input import chat_document
+from server.api.message_schemas import ANTHROPIC_MESSAGES, ANTHROPIC_SYSTEM
 from server.api.operations import json_response, service_of
 from server.api.service import Service
 from server.api.turn import Turn, encode_chat, respond, start_turn
@@ -60,8 +61,8 @@ class CountRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str
-    messages: Annotated[list[Any], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
+    messages: Annotated[list[Any], Field(min_length=1), WithJsonSchema(ANTHROPIC_MESSAGES)]
+    system: Annotated[str | list[dict[str, Any]] | None, WithJsonSchema(ANTHROPIC_SYSTEM)] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None

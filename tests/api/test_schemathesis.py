@@ -6,6 +6,7 @@ FUZZ_CASES says how many cases there are in all; `make fuzz` takes 2000.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     os.environ["NF4_ENGINE__ALLOW_RUNTIME_LORA"] = "true"
     try:
         log = tmp_path_factory.mktemp("fuzzed") / "log"
-        with start_server(log, "--max-model-len", "48") as running:
+        with start_server(log, "--max-model-len", "128") as running:
             yield running
     finally:
         del os.environ["NF4_ENGINE__ALLOW_RUNTIME_LORA"]
@@ -68,14 +69,19 @@ def test_operation(fuzzed: RunningServer, document: dict[str, Any], method: str,
     share = 2 if (method, path) in GENERATING else 1
     count = max(5, CASES * share // (len(OPERATIONS) + len(GENERATING)))
     operation = schemathesis.openapi.from_dict(document)[path][method]
+    statuses: Counter[int] = Counter()
 
     @given(case=operation.as_strategy())
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def run(case: schemathesis.Case) -> None:
         response = case.call(base_url=fuzzed.base_url, timeout=60)
+        statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
 
     run()
+    print(f"{method} {path}: {dict(statuses)}")
+    # The document is close enough to what is accepted that cases get to the model.
+    assert count < 100 or statuses[200] or (method, path) not in GENERATING
     with httpx.Client(base_url=fuzzed.base_url, timeout=60, trust_env=False) as http:
         assert metric(http, "nf4_request_rejections_total", reason="internal_error") == 0
         assert http.get("/health").json()["engine_restarts"] == 0

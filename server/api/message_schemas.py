@@ -1,0 +1,77 @@
+"""Conversations as the OpenAPI document describes them; what is checked stands beside the code that reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
+
+
+def _object(required: list[str], /, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required, "additionalProperties": False, "properties": properties}
+
+
+def _some(items: Any) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "items": items}
+
+
+_PART = _object(["type", "text"], type={"const": "text"}, text=_TEXT)
+_CONTENT = {"anyOf": [_TEXT, _some(_PART)]}
+_CALL = _object(
+    ["id", "type", "function"],
+    id=_TEXT,
+    type={"const": "function"},
+    function=_object(["name", "arguments"], name=_TEXT, arguments={"type": "string", "description": "JSON"}),
+)
+_ASSISTANT = {
+    "role": {"const": "assistant"},
+    "name": _TEXT_OR_NULL,
+    "reasoning_content": _TEXT_OR_NULL,
+    "reasoning": _TEXT_OR_NULL,
+}
+
+MESSAGES_SCHEMA = _some(
+    {
+        "anyOf": [
+            _object(
+                ["role", "content"],
+                role={"enum": ["system", "developer", "user"]},
+                content=_CONTENT,
+                name=_TEXT_OR_NULL,
+            ),
+            _object(["role", "content"], **_ASSISTANT, content=_CONTENT),
+            _object(["role", "tool_calls"], **_ASSISTANT, content={"type": "null"}, tool_calls=_some(_CALL)),
+            _object(["role", "content", "tool_call_id"], role={"const": "tool"}, content=_CONTENT, tool_call_id=_TEXT),
+        ]
+    }
+)
+"""Of /v1/chat/completions."""
+
+_BLOCKS = [
+    _PART,
+    _object(["type", "thinking"], type={"const": "thinking"}, thinking=_TEXT, signature=_TEXT),
+    _object(
+        ["type", "id", "name", "input"], type={"const": "tool_use"}, id=_TEXT, name=_TEXT, input={"type": "object"}
+    ),
+]
+_RESULT = _object(
+    ["type", "tool_use_id"],
+    type={"const": "tool_result"},
+    tool_use_id=_TEXT,
+    content=_CONTENT,
+    is_error={"type": "boolean"},
+)
+
+ANTHROPIC_MESSAGES = _some(
+    {
+        "anyOf": [
+            _object(["role", "content"], role={"enum": ["user", "assistant"]}, content=_CONTENT),
+            _object(["role", "content"], role={"const": "user"}, content=_some({"anyOf": [_PART, _RESULT]})),
+            _object(["role", "content"], role={"const": "assistant"}, content=_some({"anyOf": _BLOCKS})),
+        ]
+    }
+)
+"""Of /v1/messages."""
+ANTHROPIC_SYSTEM = {"anyOf": [_TEXT, _some(_PART), {"type": "null"}]}
+"""Its system field."""
