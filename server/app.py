@@ -73,7 +73,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
             allow_origins=list(config.http.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-ID", "Retry-After"],
+            expose_headers=["X-Request-ID", "Retry-After", "Server-Timing"],
         )
     app.add_middleware(RequestLayer, metrics=service.metrics)
     return app

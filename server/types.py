@@ -139,6 +139,15 @@ class EngineStats(msgspec.Struct, frozen=True):
     kernel_seconds: dict[str, float] = {}
     """Seconds of NF4 work by what did it: linear layers by their kernel, and dequantization."""
     linear_seconds_total: float = 0.0
+    prefix_cache_queries: int = 0
+    """Tokens that were looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Tokens of these that were found."""
+    graph_replays: int = 0
+    """CUDA graphs started."""
+    device_memory_used: int = 0
+    """Bytes: on CUDA of the whole device, on CPU resident in the engine process; as of a moment ago."""
+    device_memory_total: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True):

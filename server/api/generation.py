@@ -15,7 +15,7 @@ from server.api.errors import SERVER_ERROR, ApiError, engine_failed, unavailable
 from server.api.protocol import Usage
 from server.engine.client import EngineClient, EngineUnavailableError
 from server.observability.metrics import Metrics
-from server.observability.timeline import RequestTimeline
+from server.observability.timeline import RequestTimeline, timelines
 from server.text.output import OutputText
 from server.types import GenerateRequest, RequestOutput, TokenLogprob
 
@@ -66,6 +66,10 @@ class SequenceRun:
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of the prompt's tokens from the second on, where they were asked for; there before the first delta."""
         timeline.prompt_tokens = len(request.prompt_token_ids)
+        timeline.max_tokens = request.sampling.max_tokens
+        together = timelines.get()
+        if together is not None:
+            together.append(timeline)
 
     async def deltas(self, engine: EngineClient, metrics: Metrics) -> AsyncIterator[Delta]:
         """Deltas until the sequence ends. Closing it early aborts the engine's request.

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.errors import internal_error
 from server.observability.logs import request_id
 from server.observability.metrics import Metrics
+from server.observability.timeline import RequestTimeline, server_timing, timelines
 
 logger = logging.getLogger("server.access")
 
@@ -38,15 +39,21 @@ class RequestLayer:
         started = time.monotonic()
         current = _request_id(scope)
         status = 0
+        sequences: list[RequestTimeline] = []
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = current
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = current
+                # A streamed answer's head goes out before there is anything to tell; "timings" are in its last event.
+                if timing := server_timing(sequences):
+                    headers["Server-Timing"] = timing
             await send(message)
 
         token = request_id.set(current)
+        timelines.set(sequences)
         scope.setdefault("state", {})
         self._metrics.http_in_flight.inc()
         try:

@@ -120,6 +120,7 @@ class Engine:
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
         clock = self._step_clock
+        memory_used, memory_total = self._runner.memory.read()
         return EngineStats(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
@@ -133,6 +134,11 @@ class Engine:
             dequant_seconds_total=clock.kernels.dequant,
             linear_seconds_total=clock.kernels.linear,
             kernel_seconds=clock.kernels.by_kernel,
+            prefix_cache_queries=self._scheduler.prefix_queries,
+            prefix_cache_hits=self._scheduler.prefix_hits,
+            graph_replays=self._runner.graph_replays,
+            device_memory_used=memory_used,
+            device_memory_total=memory_total,
         )
 
     def _check(self, request: GenerateRequest) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
+from server.observability.engine_state import EngineCollector
 from server.observability.timeline import RequestTimeline
 from server.types import EngineStats, RequestOutput, StepOutputs
 
@@ -47,7 +46,7 @@ class Metrics:
         self._stats = EngineStats()
         self._state: Callable[[], tuple[str, int]] = lambda: ("loading", 0)
         ProcessCollector(registry=self.registry)
-        self.registry.register(_EngineCollector(model_name, self._latest_stats, self._latest_state))
+        self.registry.register(EngineCollector(model_name, self._latest_stats, self._latest_state))
         self._define_request_metrics()
         self._define_engine_metrics()
         self._define_http_metrics()
@@ -71,9 +70,18 @@ class Metrics:
         )
         self._prefill = self._histogram("request_prefill_time_seconds", "Time spent in prefill.", REQUEST_BUCKETS)
         self._decode = self._histogram("request_decode_time_seconds", "Time spent in decode.", REQUEST_BUCKETS)
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "Time from being scheduled to the last token.", REQUEST_BUCKETS
+        )
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", LENGTH_BUCKETS)
         self._answer_length = self._histogram(
             "request_generation_tokens", "Generated tokens of a request.", LENGTH_BUCKETS
+        )
+        self._max_tokens = self._histogram(
+            "request_params_max_tokens", "Most tokens that a request allowed its answer.", LENGTH_BUCKETS
+        )
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", LENGTH_BUCKETS
         )
         success = Counter(
             "nf4_request_success",
@@ -178,6 +186,10 @@ class Metrics:
         timeline.finished = time.monotonic()
         self._finished[timeline.finish_reason or "error"].inc()
         self._prompt_length.observe(timeline.prompt_tokens)
+        if timeline.max_tokens:
+            self._max_tokens.observe(timeline.max_tokens)
+        if timeline.first_token is not None:
+            self._computed.observe(timeline.prompt_tokens - timeline.cached_tokens)
         self._answer_length.observe(timeline.generation_tokens)
         if timeline.finish_reason in ("stop", "length"):
             self._e2e.observe(timeline.finished - timeline.arrival)
@@ -189,6 +201,7 @@ class Metrics:
             self._queue.observe(timings.queue)
             self._prefill.observe(timings.prefill)
             self._decode.observe(timings.decode)
+            self._inference.observe(timings.prefill + timings.decode)
             self._dequant["prefill"].observe(timings.dequant_prefill)
             self._dequant["decode"].observe(timings.dequant_decode)
             self._linear["prefill"].observe(timings.linear_prefill)
@@ -207,46 +220,3 @@ class Metrics:
         """All metrics in the format that an Accept header asks for, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
-
-
-class _EngineCollector(Collector):
-    """The engine's latest state, read when scraped rather than written at every step."""
-
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats], state: Callable[[], tuple[str, int]]) -> None:
-        self._model = model_name
-        self._stats = stats
-        self._state = state
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
-        state, restarts = self._state()
-        usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        yield from self._gauges(
-            ("num_requests_running", "Requests in the engine's batches.", stats.running),
-            ("num_requests_waiting", "Requests waiting in the engine.", stats.waiting),
-            ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage),
-            ("kv_cache_blocks", "Blocks of the KV cache.", stats.kv_blocks_total),
-            ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
-        )
-        yield from self._counters(
-            ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
-            ("engine_restarts", "How often the engine was started again.", restarts),
-            (
-                "dequant_seconds",
-                "Time spent expanding NF4 weights since the engine started.",
-                stats.dequant_seconds_total,
-            ),
-            ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
-        )
-
-    def _gauges(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
-        for name, text, value in rows:
-            family = GaugeMetricFamily(f"nf4_{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
-
-    def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
-        for name, text, value in rows:
-            family = CounterMetricFamily(f"nf4_{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from server.types import FinishReason, RequestTimings
@@ -18,6 +20,8 @@ class RequestTimeline:
     last_token: float | None = None
     finished: float | None = None
     prompt_tokens: int = 0
+    max_tokens: int = 0
+    """Most tokens that it was allowed to generate."""
     cached_tokens: int = 0
     generation_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -41,3 +45,25 @@ class RequestTimeline:
             return None
         elapsed = self.last_token - self.first_token
         return (self.generation_tokens - 1) / elapsed if elapsed > 0 else None
+
+
+timelines: ContextVar[list[RequestTimeline] | None] = ContextVar("timelines", default=None)
+"""Those of the HTTP request being answered; set by the API's outermost layer, filled where sequences are made."""
+
+
+def server_timing(sequences: Iterable[RequestTimeline]) -> str:
+    """A Server-Timing header (milliseconds) of one HTTP request's sequences; empty when none has the engine's account.
+
+    queue, prefill and decode are the longest sequence's; dequant and linear, shares of the device's time, are summed.
+    """
+    known = [sequence.timings for sequence in sequences if sequence.timings is not None]
+    if not known:
+        return ""
+    seconds = {
+        "queue": max(t.queue for t in known),
+        "prefill": max(t.prefill for t in known),
+        "decode": max(t.decode for t in known),
+        "dequant": sum(t.dequant_prefill + t.dequant_decode for t in known),
+        "linear": sum(t.linear_prefill + t.linear_decode for t in known),
+    }
+    return ", ".join(f"{name};dur={1000 * value:.3f}" for name, value in seconds.items())

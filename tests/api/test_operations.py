@@ -32,6 +32,18 @@ def test_unknown_model(http: httpx.Client) -> None:
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
+def test_server_timing_of_a_whole_answer(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json=chat_body(timings=True, n=2))
+    parts = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    assert list(parts) == ["queue", "prefill", "decode", "dequant", "linear"]
+    timings = [choice["timings"] for choice in answer.json()["choices"]]
+    linear = sum(t["linear_prefill"] + t["linear_decode"] for t in timings)
+    assert float(parts["linear"]) > 0
+    assert abs(float(parts["linear"]) - 1000 * linear) < 0.01
+    assert abs(float(parts["prefill"]) - 1000 * max(t["prefill"] for t in timings)) < 0.01
+    assert "server-timing" not in http.get("/health").headers
+
+
 def test_request_id_goes_through_or_is_made(http: httpx.Client) -> None:
     assert http.get("/health", headers={"X-Request-ID": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = [http.get("/health").headers["x-request-id"] for _ in range(2)]

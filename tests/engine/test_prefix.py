@@ -65,6 +65,9 @@ def test_a_prompt_seen_before_is_taken_from_the_cache_but_for_its_last_tokens() 
     assert {output.num_cached_tokens for output in first} == {0}
     # Five of the six blocks: the last token has to be computed.
     assert {output.num_cached_tokens for output in second} == {20}
+    stats = engine.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (48, 20)
+    assert 0 < stats.device_memory_used < stats.device_memory_total
     # A conversation goes on: its answer is in the cache, too.
     longer = prompt + tokens(first) + [5, 6, 7]
     assert run(engine, make_request(longer))[0][0].num_cached_tokens == 28

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from server.observability.engine_state import kind_and_variant
 from server.observability.metrics import KERNEL_BUCKETS, TOKEN_BUCKETS, Metrics
-from server.observability.timeline import RequestTimeline
-from server.types import EngineStats, RequestOutput, StepOutputs
+from server.observability.timeline import RequestTimeline, server_timing
+from server.types import EngineStats, RequestOutput, RequestTimings, StepOutputs
 
 MODEL = {"model_name": "m"}
 
@@ -22,6 +23,8 @@ def test_engine_state_is_read_when_scraped() -> None:
     stats = EngineStats(
         running=3, waiting=2, kv_blocks_used=5, kv_blocks_total=20, preemptions=1, step_batch=3, step_tokens=40,
         step_seconds=0.002, dequant_seconds_total=1.5, linear_seconds_total=2.5,
+        prefix_cache_queries=10, prefix_cache_hits=4, graph_replays=7, device_memory_used=2**30,
+        device_memory_total=2**31, kernel_seconds={"cuda_rows": 1.0, "cuda_dequantize": 0.5},
     )  # fmt: skip
     metrics.step_done(StepOutputs([], stats))
     metrics.watch_engine(lambda: ("ready", 4))
@@ -35,6 +38,13 @@ def test_engine_state_is_read_when_scraped() -> None:
     assert value(metrics, "nf4_linear_seconds_total") == 2.5
     assert value(metrics, "nf4_engine_step_seconds_sum") == 0.002
     assert value(metrics, "nf4_iteration_tokens_total_sum") == 40
+    assert value(metrics, "nf4_prefix_cache_queries_total") == 10
+    assert value(metrics, "nf4_prefix_cache_hits_total") == 4
+    assert value(metrics, "nf4_graph_replays_total") == 7
+    assert value(metrics, "nf4_device_memory_used_bytes") == 2**30
+    assert value(metrics, "nf4_device_memory_total_bytes") == 2**31
+    assert value(metrics, "nf4_kernel_seconds_total", kind="linear", variant="cuda_rows") == 1.0
+    assert value(metrics, "nf4_kernel_seconds_total", kind="dequantize", variant="cuda") == 0.5
     metrics.engine_ended()
     assert value(metrics, "nf4_num_requests_running") == 0
 
@@ -59,6 +69,32 @@ def test_a_sequence_from_first_token_to_last() -> None:
     assert timeline.total is not None
     assert timeline.tokens_per_second is not None
     assert value(metrics, "nf4_e2e_request_latency_seconds_count") == 1
+
+
+def test_kernels_as_labels() -> None:
+    assert kind_and_variant("cuda_dequantize") == ("dequantize", "cuda")
+    assert kind_and_variant("cuda_wgmma") == ("linear", "cuda_wgmma")
+    assert kind_and_variant("cpu_linear") == ("linear", "cpu")
+
+
+def test_timings_of_a_sequence() -> None:
+    metrics, timeline = Metrics("m"), RequestTimeline(prompt_tokens=8, max_tokens=20, finish_reason="stop")
+    timings = RequestTimings(
+        queue=1.0, prefill=2.0, decode=4.0, dequant_prefill=0.5, dequant_decode=0.25, linear_decode=2.0
+    )
+    metrics.tokens_received(timeline, RequestOutput("0", [1], num_cached_tokens=3, timings=timings))
+    metrics.sequence_finished(timeline)
+    assert value(metrics, "nf4_request_inference_time_seconds_sum") == 6.0
+    assert value(metrics, "nf4_request_params_max_tokens_sum") == 20
+    assert value(metrics, "nf4_request_prefill_kv_computed_tokens_sum") == 5
+    assert value(metrics, "nf4_request_dequant_seconds_sum", phase="prefill") == 0.5
+    assert value(metrics, "nf4_request_dequant_seconds_sum", phase="decode") == 0.25
+    assert value(metrics, "nf4_request_linear_seconds_sum", phase="decode") == 2.0
+    other = RequestTimeline(timings=RequestTimings(queue=3.0, dequant_prefill=0.001))
+    assert server_timing([timeline, other, RequestTimeline()]) == (
+        "queue;dur=3000.000, prefill;dur=2000.000, decode;dur=4000.000, dequant;dur=751.000, linear;dur=2000.000"
+    )
+    assert server_timing([RequestTimeline()]) == ""
 
 
 def test_latencies_of_aborted_sequences_are_left_out() -> None:

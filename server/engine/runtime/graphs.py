@@ -94,6 +94,8 @@ class DecodeGraphs:
         # Steps in which a sequence has an adapter have graphs of their own: the others pay nothing for them.
         self._adapted: dict[int, _Graph] = {}
         self._largest = 0
+        self.replays = 0
+        """Graphs started so far."""
         # One for all captures: cuBLAS keeps 32 MiB for each stream it has seen.
         self._stream = torch.cuda.Stream(model.device)
         self._planned = torch.cuda.Event()
@@ -155,6 +157,7 @@ class DecodeGraphs:
         captured.inputs[2, count:] = self._scratch_slot
         self._planned.record()
         captured.graph.replay()
+        self.replays += 1
         return captured
 
     def _capture_one(self, size: int, pool: Any, others: torch.Tensor | None) -> _Graph:

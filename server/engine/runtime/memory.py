@@ -1,9 +1,11 @@
-"""How much of a GPU's memory the KV cache may take: what a largest step leaves free."""
+"""How much of a GPU's memory the KV cache may take: what a largest step leaves free. And how much is in use."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -46,6 +48,33 @@ def cache_bytes(run: Callable[[], int], device: torch.device) -> int:
         found / 2**30,
     )
     return found
+
+
+class MemoryGauge:
+    """Bytes in use and bytes there are, read anew at most every interval_s: the driver's answer takes its time."""
+
+    def __init__(self, device: torch.device, interval_s: float = 1.0) -> None:
+        self._device = device
+        self._interval_s = interval_s
+        self._known = (0, 0)
+        self._read_at = float("-inf")
+
+    def read(self) -> tuple[int, int]:
+        """(used, total): of a CUDA device as a whole; on CPU this process's resident memory, and the machine's."""
+        now = time.monotonic()
+        if now - self._read_at >= self._interval_s:
+            self._read_at = now
+            self._known = self._ask()
+        return self._known
+
+    def _ask(self) -> tuple[int, int]:
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return total - free, total
+        page = os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm") as f:
+            resident = int(f.read().split()[1])
+        return resident * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
 def _settle(device: torch.device) -> None:

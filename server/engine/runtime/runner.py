@@ -28,7 +28,7 @@ from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
 from server.engine.runtime.invariant import INVARIANT_ROWS, in_groups
 from server.engine.runtime.lora import adding
 from server.engine.runtime.lora_registry import install_adapters
-from server.engine.runtime.memory import cache_bytes
+from server.engine.runtime.memory import MemoryGauge, cache_bytes
 from server.engine.runtime.projections import replace_projections
 from server.engine.runtime.prompt_scores import score_prompts
 from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits, sample
@@ -101,6 +101,8 @@ class ModelRunner:
         """The LoRA adapters that sequences may use, if the configuration allows any."""
         shapes, options = probe_layers(model)
         self._graphs: DecodeGraphs | None = None
+        self.memory = MemoryGauge(self._device)
+        """The device's memory."""
         self._invariant = False
         self._clock = start_clock(self._device) if self._device.type == "cuda" and load_error() is None else None
         self.kernel_times: Callable[[], KernelTimes] = read_cpu if self._clock is None else reader_of(self._clock)
@@ -215,6 +217,11 @@ class ModelRunner:
     def dtype(self) -> torch.dtype:
         """Type of the activations."""
         return self._dtype
+
+    @property
+    def graph_replays(self) -> int:
+        """CUDA graphs started so far."""
+        return 0 if self._graphs is None else self._graphs.replays
 
     @property
     def kernels(self) -> str:

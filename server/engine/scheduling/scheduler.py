@@ -90,6 +90,10 @@ class Scheduler:
         self._running: list[Sequence] = []  # oldest first
         self._by_id: dict[str, Sequence] = {}
         self.num_preemptions = 0
+        self.prefix_queries = 0
+        """Tokens of new sequences that were looked up in the prefix cache."""
+        self.prefix_hits = 0
+        """Tokens of these that were found."""
 
     @property
     def has_work(self) -> bool:
@@ -198,7 +202,12 @@ class Scheduler:
         if needed > self._blocks.num_free - spare and self._running:
             return False
         self._blocks.share(found)
+        # A preempted sequence finds its own blocks again, which says nothing about prompts.
+        looked_up = self._prefix_caching and not sequence.was_admitted and sequence.sampling.prompt_logprobs is None
         sequence.start_with(found, len(found) * self._blocks.block_size)
+        if looked_up:
+            self.prefix_queries += sequence.num_prompt
+            self.prefix_hits += sequence.num_cached
         self._blocks.grow(sequence.blocks, len(sequence.tokens))
         sequence.phase = Phase.RUNNING
         self._running.append(sequence)

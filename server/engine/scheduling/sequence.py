@@ -119,6 +119,11 @@ class Sequence:
         """Whether the last token has not been read from the device yet."""
         return self.tokens[-1] == UNKNOWN
 
+    @property
+    def was_admitted(self) -> bool:
+        """Whether it has held blocks before, as a preempted sequence has."""
+        return self._started
+
     def start_with(self, blocks: list[int], num_computed: int) -> None:
         """Take blocks that hold its first num_computed tokens already, on being admitted."""
         self.blocks = blocks

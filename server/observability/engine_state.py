@@ -1,0 +1,89 @@
+"""The engine's latest state as metrics, read when they are scraped rather than written at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from server.types import EngineStats
+
+
+class EngineCollector(Collector):
+    """Gauges of the engine's state after its last step, and what it has counted since it started.
+
+    Its counters begin at zero with every engine, as Prometheus expects of a process that was started again.
+    """
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats], state: Callable[[], tuple[str, int]]) -> None:
+        self._model = model_name
+        self._stats = stats
+        self._state = state
+
+    def collect(self) -> Iterable[Metric]:
+        """See Collector.collect."""
+        stats = self._stats()
+        state, restarts = self._state()
+        usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        yield from self._gauges(
+            ("num_requests_running", "Requests in the engine's batches.", stats.running),
+            ("num_requests_waiting", "Requests waiting in the engine.", stats.waiting),
+            ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage),
+            ("kv_cache_blocks", "Blocks of the KV cache.", stats.kv_blocks_total),
+            ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
+            (
+                "device_memory_used_bytes",
+                "Memory in use: of the GPU, or of the engine on CPU.",
+                stats.device_memory_used,
+            ),
+            ("device_memory_total_bytes", "Memory there is: of the GPU, or of the machine.", stats.device_memory_total),
+        )
+        yield from self._counters(
+            ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("graph_replays", "CUDA graphs started since the engine started.", stats.graph_replays),
+            ("engine_restarts", "How often the engine was started again.", restarts),
+            (
+                "dequant_seconds",
+                "Time spent expanding NF4 weights since the engine started.",
+                stats.dequant_seconds_total,
+            ),
+            ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
+        )
+        yield self._kernels(stats.kernel_seconds)
+
+    def _gauges(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
+        for name, text, value in rows:
+            family = GaugeMetricFamily(f"nf4_{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+
+    def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
+        for name, text, value in rows:
+            family = CounterMetricFamily(f"nf4_{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+
+    def _kernels(self, seconds: dict[str, float]) -> Metric:
+        family = CounterMetricFamily(
+            "nf4_kernel_seconds",
+            "Time spent in NF4 kernels since the engine started, by what they do and which they are.",
+            labels=["model_name", "kind", "variant"],
+        )
+        for kernel, value in sorted(seconds.items()):
+            family.add_metric([self._model, *kind_and_variant(kernel)], value)
+        return family
+
+
+def kind_and_variant(kernel: str) -> tuple[str, str]:
+    """A key of EngineStats.kernel_seconds as labels: ("dequantize" or "linear", device and kernel).
+
+    >>> kind_and_variant("cuda_dequantize"), kind_and_variant("cuda_wgmma"), kind_and_variant("cpu_linear")
+    (('dequantize', 'cuda'), ('linear', 'cuda_wgmma'), ('linear', 'cpu'))
+    """
+    for kind in ("dequantize", "linear"):
+        if kernel.endswith(f"_{kind}"):
+            return kind, kernel.removesuffix(f"_{kind}")
+    return "linear", kernel
