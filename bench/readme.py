@@ -59,20 +59,23 @@ def e2e(result: Result) -> str:
     """Whole models on dummy weights: decode and prefill beside transformers, then the server over HTTP."""
     rows = [row for row in result["rows"] if row["mode"] in ("decode", "prefill")]
     invariant = {(r["model"], r["batch"]): r for r in result["rows"] if r["mode"] == "decode_batch_invariant"}
+    heads = ["model", "what", "ours", *["batch_invariant"] * bool(invariant), "transformers generate + bitsandbytes"]
+    heads.append("generate_batch")
     lines = [
         f"{result['device']}, dummy weights, tokens per second; {_versions(result)}.",
         "",
-        "| model | what | ours | batch_invariant | transformers generate + bitsandbytes | generate_batch |",
-        "| --- | --- | --- | --- | --- | --- |",
+        _cells(heads),
+        _cells(["---"] * len(heads)),
     ]
     for row in rows:
         decodes = row["mode"] == "decode"
         what = f"decode, batch {row['batch']}" if decodes else f"prefill {row['batch']} x {row['length']}"
         fixed = invariant.get((row["model"], row["batch"])) if decodes else None
         times = f" ({row['ours_tok_s'] / row['hf_generate_tok_s']:.1f}x)" if row.get("hf_generate_tok_s") else ""
+        cells = [row["model"], what, f"{row['ours_tok_s']:.0f}{times}"]
+        cells += [_speed(fixed and fixed["ours_tok_s"])] * bool(invariant)
         lines.append(
-            f"| {row['model']} | {what} | {row['ours_tok_s']:.0f}{times} | {_speed(fixed and fixed['ours_tok_s'])} "
-            f"| {_speed(row.get('hf_generate_tok_s'))} | {_speed(row.get('hf_generate_batch_tok_s'))} |"
+            _cells([*cells, *(_speed(row.get(f"{peer}_tok_s")) for peer in ("hf_generate", "hf_generate_batch"))])
         )
     return "\n".join(lines)
 
@@ -134,6 +137,10 @@ def rendered(text: str) -> str:
 
 def _versions(result: Result) -> str:
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+
+
+def _cells(texts: list[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
 def _speed(value: float | None) -> str:
