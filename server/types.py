@@ -148,6 +148,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     device_memory_used: int = 0
     """Bytes: on CUDA of the whole device, on CPU resident in the engine process; as of a moment ago."""
     device_memory_total: int = 0
+    nf4_weight_bytes: int = 0
+    """Codes and scales of all NF4 layers: what a step reads at least."""
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True):

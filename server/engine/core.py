@@ -139,6 +139,7 @@ class Engine:
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,
+            nf4_weight_bytes=self._runner.nf4_weight_bytes,
         )
 
     def _check(self, request: GenerateRequest) -> None:

@@ -30,6 +30,7 @@ class EngineCollector(Collector):
             ("num_requests_running", "Requests in the engine's batches.", stats.running),
             ("num_requests_waiting", "Requests waiting in the engine.", stats.waiting),
             ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage),
+            ("weight_bytes", "Codes and scales of all NF4 layers: what a step reads at least.", stats.nf4_weight_bytes),
             ("kv_cache_blocks", "Blocks of the KV cache.", stats.kv_blocks_total),
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
             (

@@ -8,7 +8,7 @@ from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
-from server.engine.runtime.projections import GroupMember, NF4Linear, replace_projections
+from server.engine.runtime.projections import GroupMember, NF4Linear, replace_projections, weight_bytes
 
 
 class _Attention(nn.Module):
@@ -45,5 +45,8 @@ def test_a_group_keeps_nested_scales_where_they_can_be_joined(
     assert isinstance(first, GroupMember)
     assert isinstance(first.product, NF4Linear)
     assert (first.product.absmax_8bit is not None) == joined
+    # Half a byte a weight, and per 64 of them a scale of 1 byte (and a little) or 4.
+    codes = sum(sizes) * 512 // 2
+    assert codes * (1 + 1 / 32) < weight_bytes(module) < codes * (1 + 1 / 8) + 4096
     got = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], -1)
     assert float((got.double() - expected).norm() / expected.norm()) < 2e-5

@@ -112,6 +112,12 @@ def replace_projections(model: nn.Module) -> int:
     return count
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the codes and scales of all products that replace_projections() has made."""
+    products = (module for module in model.modules() if isinstance(module, NF4Linear))
+    return sum(buffer.nbytes for product in products for buffer in product.buffers())
+
+
 def _is_ours(layer: Linear4bit) -> bool:
     state = layer.weight.quant_state
     if state is None or state.quant_type != "nf4" or getattr(state, "packing_format_for_cpu", False):

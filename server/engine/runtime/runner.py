@@ -29,7 +29,7 @@ from server.engine.runtime.invariant import INVARIANT_ROWS, in_groups
 from server.engine.runtime.lora import adding
 from server.engine.runtime.lora_registry import install_adapters
 from server.engine.runtime.memory import MemoryGauge, cache_bytes
-from server.engine.runtime.projections import replace_projections
+from server.engine.runtime.projections import replace_projections, weight_bytes
 from server.engine.runtime.prompt_scores import score_prompts
 from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits, sample
 from server.engine.scheduling.scheduler import Step
@@ -95,6 +95,8 @@ class ModelRunner:
         self._dtype: torch.dtype = model.dtype
         self._block_size = config.block_size
         replace_projections(model)
+        self.nf4_weight_bytes = weight_bytes(model)
+        """Codes and scales of all NF4 layers."""
         if self._device.type == "cpu":
             use_cpu_kernels(model)
         self.adapters = install_adapters(model, config)
