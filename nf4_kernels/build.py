@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 LIBRARIES = ROOT / "lib"
 CUDA_ARCHS = "80;86;89;90a;100;120"
+SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
 
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mfma", "-mf16c"]
 ISA_FLAGS = {
@@ -41,7 +42,7 @@ def find_nvcc() -> str | None:
         candidates.append(os.path.join(home, "bin", "nvcc"))
     if on_path := shutil.which("nvcc"):
         candidates.append(on_path)
-    candidates.append("/usr/local/cuda/bin/nvcc")
+    candidates.append(SYSTEM_NVCC)
     for entry in sys.path:
         candidates.extend(str(p) for p in Path(entry or ".").glob("nvidia/*/bin/nvcc"))
     return next((c for c in candidates if os.access(c, os.X_OK)), None)
