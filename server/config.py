@@ -36,6 +36,8 @@ class HttpConfig(_Section):
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     max_queue: int = Field(default=256, ge=1)
     """Requests accepted and not yet finished; beyond it, 429."""
+    max_queue_tokens: int = Field(default=1_000_000, ge=1)
+    """Tokens of their prompts, together; beyond it, 429."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running requests may go on after SIGTERM or SIGINT."""
     api_keys: tuple[str, ...] = ()
@@ -49,7 +51,9 @@ class HttpConfig(_Section):
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """How long one request may take; then it ends with an error."""
+    """How long one request may take; then it ends with an error. A client may ask for less."""
+    stalled_client_timeout_s: float | None = Field(default=120.0, gt=0)
+    """How long a client may leave a stream unread; then it counts as gone (Linux)."""
 
     @field_validator("api_keys", "cors_origins", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ import uvicorn
 
 from server.api.service import Service
 from server.app import create_app
-from server.config import Config, ConfigError
+from server.config import Config, ConfigError, HttpConfig
 from server.engine.client import EngineStatus
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ ABORT_GRACE_S = 5
 def serve(config: Config) -> int:
     """Serve until a signal or a failure that starting again cannot mend; returns the exit status."""
     try:
-        listening = _listen(config.http.host, config.http.port)
+        listening = _listen(config.http)
     except OSError as e:
         print(f"error: {config.http.host}:{config.http.port}: {e.strerror or e}", file=sys.stderr)
         return 1
@@ -73,11 +73,17 @@ def serve(config: Config) -> int:
     return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+def _listen(http: HttpConfig) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(
+        http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Inherited by connections: the kernel ends one whose client has stopped reading, or vanished, for so long.
+            timeout_ms = int(1000 * (http.stalled_client_timeout_s or 0))
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         listening.bind(address)
         # Not before the application is there to answer would do as well, but a second server must fail now.
         listening.listen(2048)

@@ -1,4 +1,4 @@
-"""How many sequences may be under way at once, and when to come back if they are too many."""
+"""How many sequences, and how long prompts, may be under way at once, and when to come back if there are too many."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ MAX_RETRY_AFTER_S = 60
 
 
 class Admission:
-    """Counts sequences from acceptance to end; refuses beyond a limit."""
+    """Counts sequences and their prompts' tokens from acceptance to end; refuses beyond limits."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, token_limit: int = 1_000_000) -> None:
         self.limit = limit
         self.held = 0
+        self.token_limit = token_limit
+        self.held_tokens = 0
         self._releases: deque[float] = deque(maxlen=64)
 
     def acquire(self, count: int) -> Ticket:
@@ -26,9 +28,16 @@ class Admission:
         self.held += count
         return Ticket(self, count)
 
-    def released(self, count: int) -> None:
+    def hold_tokens(self, count: int) -> None:
+        """Called by tickets. A prompt longer than the limit has to be alone."""
+        if self.held_tokens and self.held_tokens + count > self.token_limit:
+            raise queue_full(self._retry_after_s(1))
+        self.held_tokens += count
+
+    def released(self, count: int, tokens: int) -> None:
         """Called by tickets."""
         self.held -= count
+        self.held_tokens -= tokens
         now = time.monotonic()
         self._releases.extend([now] * count)
 
@@ -46,9 +55,15 @@ class Ticket:
     def __init__(self, admission: Admission, count: int) -> None:
         self._admission = admission
         self._count = count
+        self._tokens = 0
+
+    def hold_tokens(self, count: int) -> None:
+        """Count this many tokens of prompts, too. Raises ApiError (429) when there are too many under way."""
+        self._admission.hold_tokens(count)
+        self._tokens += count
 
     def release(self) -> None:
         """Give the room back."""
         count, self._count = self._count, 0
         if count:
-            self._admission.released(count)
+            self._admission.released(count, self._tokens)

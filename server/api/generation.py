@@ -62,7 +62,7 @@ class SequenceRun:
         self._custom_stops = frozenset(request.sampling.stop_token_ids)
         self._logprobs: list[TokenLogprob] = []
         self.completion_tokens = 0
-        self.timed_out = False
+        self._expired = asyncio.Event()
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of the prompt's tokens from the second on, where they were asked for; there before the first delta."""
         timeline.prompt_tokens = len(request.prompt_token_ids)
@@ -113,17 +113,35 @@ class SequenceRun:
             else:
                 return
         logger.info("%s: the engine ended before it began; waiting for it", self.request.request_id)
-        await engine.wait_ready()
+        if not await self._wait_ready(engine):
+            raise _too_late()
         async with closing(engine.generate(self.request)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def _wait_ready(self, engine: EngineClient) -> bool:
+        """Whether the engine was ready before this request's time was over. Raises EngineUnavailableError."""
+        ready = asyncio.create_task(engine.wait_ready())
+        expired = asyncio.create_task(self._expired.wait())
+        try:
+            await asyncio.wait({ready, expired}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+            return not expired.done()
+        finally:
+            ready.cancel()
+            expired.cancel()
+
+    def expire(self) -> None:
+        """Its time is over; whoever calls this aborts its request."""
+        self._expired.set()
 
     def _advance(self, output: RequestOutput) -> Delta | None:
         """The delta of one output; None when there is nothing to say yet."""
         if output.finish_reason == "error":
             raise engine_failed(f"The engine could not finish this request: {output.error or 'no reason given'}.")
-        if output.finish_reason == "abort" and self.timed_out:
-            raise ApiError(504, "The request took longer than this server allows.", type=SERVER_ERROR, code="timeout")
+        if output.finish_reason == "abort" and self._expired.is_set():
+            raise _too_late()
         if output.finish_reason == "abort":
             raise unavailable("The request was given up because the server is shutting down.", "shutting_down")
         token_ids: Sequence[int] = output.new_token_ids
@@ -155,6 +173,10 @@ class SequenceRun:
             custom = output.stop_token_id in self._custom_stops
             return "stop", output.stop_token_id if custom else None
         return ("length", None) if output.finish_reason == "length" else (None, None)
+
+
+def _too_late() -> ApiError:
+    return ApiError(504, "The request took longer than it was allowed to.", type=SERVER_ERROR, code="timeout")
 
 
 class Generation:
@@ -203,7 +225,7 @@ class Generation:
 
     def _time_out(self) -> None:
         for run in self.runs:
-            run.timed_out = True
+            run.expire()
         self._ending = asyncio.ensure_future(self._engine.abort([run.request.request_id for run in self.runs]))
 
     def close(self) -> None:

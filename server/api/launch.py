@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 
 from server.api.admission import Ticket
+from server.api.deadline import allowed_seconds
 from server.api.errors import bad_request
 from server.api.generation import Generation, SequenceRun
 from server.api.options import GenerationOptions
@@ -95,6 +97,8 @@ def launch(
     Raises ApiError.
     """
     adapter = service.adapter(model)
+    timeout_s = allowed_seconds(service.config.http.request_timeout_s)
+    ticket.hold_tokens(sum(map(len, prompts)))
     runs: list[SequenceRun] = []
     for prompt in prompts:
         max_tokens = resolve_max_tokens(backend, len(prompt), requested_tokens, default_tokens, param)
@@ -120,7 +124,9 @@ def launch(
                     include_stop=bool(options.include_stop_str_in_output),
                 )
             )
-    return Generation(runs, backend.engine, service.metrics, ticket, service.config.http.request_timeout_s)
+    if timeout_s is not None:
+        timeout_s = max(0.0, arrival + timeout_s - time.monotonic())
+    return Generation(runs, backend.engine, service.metrics, ticket, timeout_s)
 
 
 def new_id(prefix: str) -> str:

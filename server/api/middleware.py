@@ -10,6 +10,7 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.deadline import note_timeout
 from server.api.errors import internal_error
 from server.observability.logs import request_id
 from server.observability.metrics import Metrics
@@ -54,6 +55,7 @@ class RequestLayer:
 
         token = request_id.set(current)
         timelines.set(sequences)
+        note_timeout(scope)
         scope.setdefault("state", {})
         self._metrics.http_in_flight.inc()
         try:

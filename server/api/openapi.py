@@ -58,7 +58,7 @@ _GENERATION_ERRORS = {
     "415": "The body is not application/json",
     "429": "Too many requests under way; Retry-After says when to come back",
     "500": "The engine could not finish the request",
-    "504": "The request took longer than http.request_timeout_s",
+    "504": "The request took longer than http.request_timeout_s or its X-Request-Timeout",
     "503": "The model is loading, restarting or shutting down",
 }
 

@@ -36,7 +36,7 @@ class Service:
         self.model_name = config.model_name
         self.created = int(time.time())
         self.metrics = Metrics(config.model_name)
-        self.admission = Admission(config.http.max_queue)
+        self.admission = Admission(config.http.max_queue, config.http.max_queue_tokens)
         self.tokenizer: Tokenizer | None = None
         self.grammars: Grammars | None = None
         self.engine: EngineClient | None = None

@@ -250,3 +250,17 @@ async def test_time_limit(byte_tokenizer: Tokenizer) -> None:
         await collect(work)
     assert (raised.value.status, raised.value.code) == (504, "timeout")
     assert admission.held == 0
+
+
+def test_prompts_under_way_are_bounded_by_their_tokens() -> None:
+    admission = Admission(10, token_limit=100)
+    first, second = admission.acquire(1), admission.acquire(1)
+    first.hold_tokens(70)
+    with pytest.raises(ApiError) as refused:
+        second.hold_tokens(31)
+    assert (refused.value.status, refused.value.code) == (429, "queue_full")
+    second.release()
+    first.release()
+    assert (admission.held, admission.held_tokens) == (0, 0)
+    # One that is longer than the limit goes alone.
+    admission.acquire(1).hold_tokens(500)

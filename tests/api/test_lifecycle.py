@@ -23,6 +23,7 @@ from tests.api.conftest import MODEL, chat_body, metric, openai_client, user
 from tests.conftest import RunningServer, free_port
 
 QUEUE = 3
+STALLED_S = 4
 LONG = {"messages": user("Tell me a very long story."), "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -31,8 +32,9 @@ def own(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Yielded while it is still loading."""
     log, port = tmp_path_factory.mktemp("lifecycle") / "log", free_port()
     command = [sys.executable, "-m", "server", "--port", str(port), "--max-queue", str(QUEUE)]
+    environment = {**os.environ, "NF4_HTTP__STALLED_CLIENT_TIMEOUT_S": str(STALLED_S)}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     running = RunningServer(f"http://127.0.0.1:{port}", process, log)
     yield running
     if process.poll() is None:
@@ -143,6 +145,32 @@ def test_client_that_reads_nothing_disturbs_nobody(own: RunningServer, http: htt
         # A reset, as from a machine that vanished.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     until(lambda: idle(http), 5)
+
+
+def test_client_that_stopped_reading_counts_as_gone(own: RunningServer, http: httpx.Client) -> None:
+    host, port = own.base_url.removeprefix("http://").split(":")
+    # Events large enough to fill the sockets' buffers before the answer ends.
+    body = json.dumps(chat_body(stream=True, n=QUEUE, logprobs=True, top_logprobs=20, **LONG)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: metric(http, "nf4_num_requests_running") == QUEUE)
+        # It has the connection open still.
+        until(lambda: idle(http), 10 * STALLED_S)
+
+
+def test_deadline_of_the_clients_own(http: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+    begun = time.monotonic()
+    late = http.post("/v1/completions", json=body, headers={"X-Request-Timeout": "1.5"})
+    assert 1.4 < time.monotonic() - begun < 10
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    until(lambda: idle(http), 5)
+    for wrong in ("soon", "0", "-1", "inf", "nan", ""):
+        refused = http.post("/v1/completions", json=body, headers={"X-Request-Timeout": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Request-Timeout"), wrong
 
 
 def test_full_queue_gets_429(own: RunningServer, http: httpx.Client) -> None:
