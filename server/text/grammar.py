@@ -9,6 +9,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
+from server.text.closing import close_objects
 from server.text.dialect import MAX_CALLS, Dialect
 from server.text.patterns import mend_patterns
 
@@ -116,8 +117,7 @@ def _quoted(text: str) -> str:
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = dict(function.get("parameters") or {})
-    return {"type": "object", **parameters}
+    return {"type": "object", **close_objects(function.get("parameters") or {})}
 
 
 def _call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:

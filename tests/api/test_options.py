@@ -1,0 +1,180 @@
+"""Options against what they have to do, on a server whose model thinks, has keys and a time limit, and on the usual one."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.api.conftest import MODEL, chat_body, user
+from tests.conftest import start_server
+from tests.reference import Reference
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+# Thoughts are opened by the template, unless it is told not to think; what else it is told stands in the prompt.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{{ style or '' }}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}{# </think> #}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server whose chat template opens thoughts."""
+    folder = tmp_path_factory.mktemp("thinking")
+    for file in embedded_folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    http = {"api_keys": ["key"], "max_requests_per_key": 1, "request_timeout_s": 10}
+    settings = {"model": str(folder), "served_model_name": MODEL, "http": http, "engine": {"enforce_eager": True}}
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    with (
+        start_server(folder / "log", "--config", str(folder / "config.yaml")) as server,
+        httpx.Client(
+            base_url=server.base_url, timeout=60, trust_env=False, headers={"Authorization": "Bearer key"}
+        ) as client,
+    ):
+        yield client
+
+
+def message(client: httpx.Client, **options: Any) -> dict[str, Any]:
+    answer = client.post(CHAT, json=chat_body(max_tokens=8, **options))
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json()["choices"][0]["message"])
+
+
+def test_thoughts_are_split_off_whole_and_streamed(thinking: httpx.Client) -> None:
+    whole = message(thinking)
+    assert whole["reasoning_content"] == whole["reasoning"]
+    assert whole["reasoning_content"]
+    assert not whole["content"]
+    streamed = thinking.post(CHAT, json=chat_body(max_tokens=8, stream=True)).text
+    deltas = [
+        json.loads(line[6:])["choices"][0]["delta"] for line in streamed.splitlines() if line.startswith("data: {")
+    ]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == whole["reasoning_content"]
+    assert not any(delta.get("content") for delta in deltas)
+
+
+def test_settings_of_thinking(thinking: httpx.Client) -> None:
+    hidden = message(thinking, include_reasoning=False)
+    assert "reasoning_content" not in hidden
+    assert "reasoning" not in hidden
+    for option in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+        plain = message(thinking, **option)
+        assert plain["content"]
+        assert "reasoning_content" not in plain
+    assert message(thinking, reasoning_effort="low")["reasoning_content"]
+
+
+def test_a_form_follows_the_thoughts(thinking: httpx.Client) -> None:
+    body = chat_body(max_tokens=40, structured_outputs={"regex": "yes|no"}, logit_bias={"2": -100})
+    choice = thinking.post(CHAT, json=body).json()["choices"][0]
+    assert choice["message"]["reasoning_content"]
+    assert choice["finish_reason"] == "length" or choice["message"]["content"].strip() in ("yes", "no")
+    body["chat_template_kwargs"] = {"enable_thinking": False}
+    assert thinking.post(CHAT, json=body).json()["choices"][0]["message"]["content"] in ("yes", "no")
+
+
+def test_template_settings_reach_the_prompt(thinking: httpx.Client) -> None:
+    def count(**options: Any) -> int:
+        answer = thinking.post("/tokenize", json={"messages": user("Say hi."), **options}).json()
+        return int(answer["count"])
+
+    assert count(chat_template_kwargs={"style": "Rhyme, please."}) > count()
+    assert count(add_generation_prompt=False) < count(chat_template_kwargs={"enable_thinking": False}) < count()
+
+
+def test_a_request_may_take_so_long_and_a_key_have_so_many(thinking: httpx.Client) -> None:
+    slow = chat_body(max_tokens=6000, ignore_eos=True, chat_template_kwargs={"enable_thinking": False})
+    with thinking.stream("POST", CHAT, json=slow | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        second = thinking.post(CHAT, json=chat_body())
+        assert (second.status_code, second.json()["error"]["code"]) == (429, "key_limit")
+        assert second.headers["retry-after"]
+        last = [line for line in lines if line][-2:]
+    assert '"timeout"' in "".join(last)
+    late = thinking.post(CHAT, json=slow)
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    assert thinking.post(CHAT, json=chat_body()).status_code == 200
+
+
+def test_limits_of_length_by_both_names(http: httpx.Client) -> None:
+    for options in ({"max_tokens": 3}, {"max_tokens": None, "max_completion_tokens": 3}):
+        answer = http.post(CHAT, json=chat_body(messages=user("Count to ten."), **options)).json()
+        assert answer["usage"]["completion_tokens"] == 3
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_older_names_of_forms(http: httpx.Client) -> None:
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"guided_regex": "[xyz]{3}"}, "[xyz]{3}"),
+        ({"guided_json": {"enum": ["only"]}}, '"only"'),
+        ({"guided_grammar": 'root ::= "a" | "b"'}, "[ab]"),
+    ]
+    for form, pattern in forms:
+        text = http.post(CHAT, json=chat_body(max_tokens=20, **form)).json()["choices"][0]["message"]["content"]
+        assert re.fullmatch(pattern, text), (form, text)
+
+
+def test_logprobs_are_the_references_whatever_the_sampling(http: httpx.Client, embedded_folder: Path) -> None:
+    reference = Reference(embedded_folder)
+    ids = reference.tokenizer("My favourite animal is")["input_ids"]
+    body = {"model": MODEL, "prompt": ids, "max_tokens": 8, "logprobs": 20, "temperature": 1.3, "top_k": 5, "seed": 4}
+    logprobs = http.post(TEXT, json=body).json()["choices"][0]["logprobs"]
+    chosen = http.post("/tokenize", json={"prompt": "".join(logprobs["tokens"])}).json()["tokens"]
+    assert len(chosen) == 8
+    with torch.inference_mode():
+        expected = reference.model(torch.tensor([ids + chosen])).logits[0].log_softmax(-1)[len(ids) - 1 : -1]
+    for place, token in enumerate(chosen):
+        assert logprobs["token_logprobs"][place] == pytest.approx(float(expected[place, token]), abs=1e-2)
+        best = sorted(logprobs["top_logprobs"][place].values(), reverse=True)[:20]
+        assert best == pytest.approx(expected[place].topk(20).values.tolist(), abs=1e-2)
+
+
+def test_samplers_draw_from_the_distributions_they_say(http: httpx.Client, embedded_folder: Path) -> None:
+    """First tokens of 512 answers, each sampler's frequencies against the reference's probabilities."""
+    reference = Reference(embedded_folder)
+    ids = reference.tokenizer("My favourite animal is")["input_ids"]
+    with torch.inference_mode():
+        logits = reference.model(torch.tensor([ids])).logits[0, -1].double()
+
+    def drawn(**options: Any) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for seed in range(0, 512, 128):
+            body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "n": 128, "seed": seed, "logprobs": 0, **options}
+            for choice in http.post(TEXT, json=body).json()["choices"]:
+                found[texts[choice["text"]]] += 1
+        return found
+
+    texts = {reference.tokenizer.decode([i]): i for i in reversed(logits.argsort(descending=True)[:5000].tolist())}
+    texts.setdefault("\ufffd", -1)
+    for options, kept, temperature in (
+        ({"top_k": 4}, 4, 1.0),
+        ({"top_k": 4, "temperature": 0.5}, 4, 0.5),
+        ({"top_k": 4, "temperature": 2.0}, 4, 2.0),
+    ):
+        weights = (logits.topk(kept).values / temperature).softmax(-1).tolist()
+        found = drawn(**options)
+        best = logits.topk(kept).indices.tolist()
+        assert set(found) <= set(best)
+        for token, weight in zip(best, weights, strict=True):
+            assert abs(found[token] - 512 * weight) < 5 * math.sqrt(512 * weight * (1 - weight)) + 1
+    probabilities = logits.softmax(-1)
+    nucleus = probabilities.sort(descending=True)
+    allowed = nucleus.indices[: int((nucleus.values.cumsum(0) < 0.3).sum()) + 1].tolist()
+    assert set(drawn(top_p=0.3)) <= set(allowed)
+    likely = (probabilities >= 0.2 * probabilities.max()).nonzero().flatten().tolist()
+    assert set(drawn(min_p=0.2)) <= set(likely)
