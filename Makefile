@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu gpu-bench gpu-bench-e2e gpu-test clean
+.PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -63,6 +63,12 @@ hooks: $(VENV)/.dev ## run the checks before every commit (pre-commit)
 
 bench-cpu: $(VENV)/.dev kernels model ## CPU speed beside transformers + bitsandbytes, into bench/results/
 	$(BIN)/python -m bench.cpu
+
+faults: $(VENV)/.dev kernels model ## overload, killed engines and SIGTERM under load, minutes each, into bench/results/
+	$(BIN)/python -m bench.faults
+
+soak: $(VENV)/.dev kernels model ## 20 minutes of mixed load: nothing may leak (SOAK_ARGS=)
+	$(BIN)/python -m bench.soak $(SOAK_ARGS)
 
 gpu-test: kernels ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu tests

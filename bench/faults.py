@@ -1,0 +1,285 @@
+"""A real server with the embedded model, overloaded, its engine killed, shut down under load: python -m bench.faults --help.
+
+Each trial starts a server of its own, says what it found, writes it to bench/results/faults.json and fails (exit code 1)
+where the server did not keep what is promised. Short forms run among the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.load import Load, run_load, summarize
+
+RESULT = Path(__file__).resolve().parent / "results" / "faults.json"
+MODEL = "smollm2-135m-instruct"
+DEADLINE_S = 60.0
+RECOVERY_S = 15.0
+READY_S = 120.0
+
+
+@dataclass
+class Server:
+    """A running server of the embedded model."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def ready(self) -> bool:
+        """Whether /health says so."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait(self, limit_s: float = READY_S) -> float:
+        """Seconds until it is ready. Raises RuntimeError."""
+        begun = time.monotonic()
+        while not self.ready():
+            if self.process.poll() is not None or time.monotonic() > begun + limit_s:
+                raise RuntimeError("the server is not ready")
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+    def engine(self) -> int:
+        """The engine's process id; StopIteration where there is none."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return next(int(c) for c in children if "server.engine.loop" in Path(f"/proc/{c}/cmdline").read_text())
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+    def running(self, count: int) -> None:
+        """Wait until so many sequences run. Raises RuntimeError."""
+        end = time.monotonic() + DEADLINE_S
+        while self.metric("nf4_num_requests_running") < count:
+            if time.monotonic() > end:
+                raise RuntimeError(f"{count} sequences do not run at once")
+            time.sleep(0.02)
+
+    def memory(self) -> int:
+        """Resident bytes of both processes."""
+        return sum(
+            int(line.split()[1]) * 1024
+            for pid in (self.process.pid, self.engine())
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if line.startswith("VmRSS")
+        )
+
+
+@contextmanager
+def serving(**settings: object) -> Iterator[Server]:
+    """A server with these environment settings (NF4_ is put before them), ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {f"NF4_{key.upper()}": str(value) for key, value in settings.items()}
+    command = [sys.executable, "-m", "server", "--port", str(port), "--log-level", "warning"]
+    process = subprocess.Popen(command, env={**os.environ, **variables})
+    server = Server(f"http://127.0.0.1:{port}", process)
+    try:
+        server.wait()
+        yield server
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(90)
+
+
+@dataclass
+class Stream:
+    """What one client got."""
+
+    prompt: int
+    tokens: list[str] = field(default_factory=list)
+    ending: str = ""
+    seconds: float = 0.0
+
+
+def _body(prompt: int, max_tokens: int) -> dict[str, Any]:
+    ids = [1000 + (prompt * 7919 + i * 104729) % 7000 for i in range(24 + prompt * 5)]
+    return {"model": MODEL, "prompt": ids, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "stream": True, "logprobs": 0}  # fmt: skip
+
+
+async def _stream(client: httpx.AsyncClient, prompt: int, max_tokens: int) -> Stream:
+    """Every token of one answer, told apart by the log-probabilities, and how it ended."""
+    stream, begun = Stream(prompt), time.monotonic()
+    try:
+        async with client.stream("POST", "/v1/completions", json=_body(prompt, max_tokens)) as answer:
+            stream.ending = f"HTTP {answer.status_code}" if answer.status_code != 200 else "cut"
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    stream.ending = "done"
+                elif line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        stream.ending = f"error {event['error']['code']}"
+                    for choice in event.get("choices", []):
+                        stream.tokens += (choice.get("logprobs") or {}).get("tokens", [])
+    except httpx.HTTPError as e:
+        stream.ending = type(e).__name__
+    stream.seconds = time.monotonic() - begun
+    return stream
+
+
+async def _clients(server: Server, count: int, max_tokens: int, until: asyncio.Event, prompts: int) -> list[Stream]:
+    """What `count` clients get that ask again and again; those refused wait a little."""
+    streams: list[Stream] = []
+
+    async def one(client: httpx.AsyncClient, draw: random.Random) -> None:
+        while not until.is_set():
+            streams.append(await _stream(client, draw.randrange(prompts), max_tokens))
+            if streams[-1].ending.startswith("HTTP"):
+                await asyncio.sleep(0.5)
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=2 * DEADLINE_S) as client:
+        await asyncio.gather(*(one(client, random.Random(i)) for i in range(count)))
+    return streams
+
+
+def kills(times: int, clients: int = 8, max_tokens: int = 48, seed: int = 0) -> dict[str, Any]:
+    """Kill the engine at random moments under load: how requests ended, duplicate tokens, seconds to recover."""
+    draw, prompts, recoveries = random.Random(seed), 8, []
+
+    async def trial(server: Server) -> list[Stream]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=2 * DEADLINE_S) as client:
+            whole = [await _stream(client, i, max_tokens) for i in range(prompts)]
+        over = asyncio.Event()
+        load = asyncio.create_task(_clients(server, clients, max_tokens, over, prompts))
+        for kill in range(1, times + 1):
+            await asyncio.sleep(draw.uniform(0.0, 4.0))
+            os.kill(server.engine(), signal.SIGKILL)
+            begun = time.monotonic()
+            while await asyncio.to_thread(
+                server.metric, "nf4_engine_restarts_total"
+            ) < kill or not await asyncio.to_thread(server.ready):
+                if time.monotonic() > begun + DEADLINE_S:
+                    raise RuntimeError(f"no engine {DEADLINE_S:.0f} s after kill {kill}")
+                await asyncio.sleep(0.05)
+            recoveries.append(time.monotonic() - begun)
+            print(f"kill {kill}: again ready after {recoveries[-1]:.1f} s", file=sys.stderr, flush=True)
+        over.set()
+        streams = await load
+        for stream in streams:
+            expected = whole[stream.prompt].tokens
+            # A token sent twice, or left out, moves all that follow.
+            if stream.tokens != expected[: len(stream.tokens)]:
+                stream.ending = "other tokens"
+        return streams
+
+    with serving(http__request_timeout_s=DEADLINE_S) as server:
+        streams = asyncio.run(trial(server))
+    slowest = max(stream.seconds for stream in streams)
+    endings = Counter(stream.ending for stream in streams)
+    told = {"done", "error engine_error", "error timeout", "error engine_unavailable", "HTTP 503", "HTTP 500"}
+    return {
+        "kills": times,
+        "requests": len(streams),
+        "endings": dict(endings),
+        "slowest_request_s": slowest,
+        "recovery_s": {"median": sorted(recoveries)[len(recoveries) // 2], "max": max(recoveries)},
+        "kept": set(endings) <= told and slowest < DEADLINE_S + 5 and max(recoveries) < RECOVERY_S,
+    }
+
+
+def drain(clients: int = 16, max_tokens: int = 96) -> dict[str, Any]:
+    """SIGTERM while clients stream: how their streams ended."""
+
+    async def trial(server: Server) -> list[Stream]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=2 * DEADLINE_S) as client:
+            tasks = [asyncio.create_task(_stream(client, i % 8, max_tokens)) for i in range(clients)]
+            await asyncio.to_thread(server.running, clients)
+            server.process.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*tasks)
+
+    with serving() as server:
+        streams = asyncio.run(trial(server))
+        status = server.process.wait(60)
+    whole = sum(stream.ending == "done" and len(stream.tokens) == max_tokens for stream in streams)
+    return {"streams": clients, "whole": whole, "exit_status": status, "kept": whole == clients and status == 0}
+
+
+def overload(seconds: float, factor: float = 10.0, slots: int = 8) -> dict[str, Any]:
+    """`factor` times the sustainable rate: TTFT of those accepted beside that at capacity, refusals, memory.
+
+    The server takes as many requests as it runs together; capacity is a closed loop of as many clients.
+    """
+    sizes: dict[str, Any] = {"prompt_tokens": (64, 192), "answer_tokens": (24, 48)}
+    with serving(http__max_queue=slots, engine__max_num_seqs=slots) as server:
+        asyncio.run(run_load(Load(server.url, MODEL, 4 * slots, concurrency=slots, seed=1, **sizes)))
+        capacity = summarize(asyncio.run(run_load(Load(server.url, MODEL, 12 * slots, slots, seed=2, **sizes))))
+        before, rate = server.memory(), factor * capacity["requests_per_s"]
+        arrivals = Load(server.url, MODEL, int(rate * seconds), rate=rate, seed=3, **sizes)
+        answers = asyncio.run(run_load(arrivals))
+        under = summarize(answers)
+        grown = server.memory() / before - 1
+        healthy, left = server.ready(), server.metric("nf4_num_requests_running")
+    refused = [a for a in answers if a.status == 429]
+    ratio = under["ttft_s"]["p99"] / capacity["ttft_s"]["p99"]
+    return {
+        "capacity": {key: capacity[key] for key in ("requests_per_s", "ttft_s", "completion_tokens_per_s")},
+        "offered_per_s": rate,
+        "seconds": seconds,
+        "accepted": under["completed"],
+        "refused": len(refused),
+        "other_endings": {k: v for k, v in under["errors"].items() if k != "HTTP 429"},
+        "ttft_s": under["ttft_s"],
+        "ttft_p99_ratio": ratio,
+        "completion_tokens_per_s": under["completion_tokens_per_s"],
+        "refusal_s": sorted(a.ended - a.sent for a in refused)[len(refused) // 2] if refused else None,
+        "memory_growth": grown,
+        "kept": ratio < 2
+        and healthy
+        and not left
+        and len(refused) + under["completed"] == len(answers)
+        and grown < 0.03,
+    }
+
+
+TRIALS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]]]] = {
+    # As promised, and short.
+    "kills": (lambda: kills(20), lambda: kills(2)),
+    "drain": (drain, lambda: drain(8, 32)),
+    "overload": (lambda: overload(120.0), lambda: overload(10.0)),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the trials; returns 1 when a promise was not kept."""
+    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
+    parser.add_argument("trials", nargs="*", choices=[[], *TRIALS], help="default: all")
+    parser.add_argument("--short", action="store_true", help="seconds instead of minutes")
+    parser.add_argument("--json", type=Path, default=RESULT)
+    options = parser.parse_args(arguments)
+    kept = True
+    for name in options.trials or TRIALS:
+        found = TRIALS[name][options.short]()
+        print(json.dumps({name: found}, indent=2))
+        report = json.loads(options.json.read_text()) if options.json.exists() else {}
+        options.json.write_text(json.dumps({**report, name: found}, indent=2) + "\n")
+        kept &= found["kept"]
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
