@@ -8,7 +8,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test clean
+.PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
+.PHONY: dashboards dashboards-check clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -78,6 +79,12 @@ gpu-bench: kernels ## kernel speed beside bitsandbytes and bf16 on this GPU, int
 
 gpu-bench-e2e: kernels ## whole models beside transformers on this GPU, into bench/results/ (BENCH_ARGS=)
 	$(BIN)/python -m bench.e2e --peers 1,8,32 --http 1,4,16 $(BENCH_ARGS)
+
+dashboards: $(VENV)/.dev ## write the Grafana dashboards' JSON anew from dashboards/*.py
+	$(BIN)/python -m dashboards
+
+dashboards-check: $(VENV)/.dev ## ask every panel's query of a Prometheus that scrapes a loaded server (PROMETHEUS=)
+	$(BIN)/python -m dashboards.check $(or $(PROMETHEUS),http://127.0.0.1:9090)
 
 clean: ## remove what was built (not the virtual environment, not the model)
 	rm -rf nf4_kernels/lib build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,63 @@
+# syntax=docker/dockerfile:1
+# Targets: cuda (the default; NVIDIA GPUs from sm_80 to sm_120) and cpu. See docs/operations.md.
+#   docker build -t nf4-server .
+#   docker run --gpus all -p 8000:8000 -v models:/models nf4-server --model /models/NAME
+ARG BASE=python:3.12-slim-bookworm
+
+# What both targets run on. g++ stays in it: attention on CPU is compiled for the processor that it meets, and torch's
+# compiler calls it on CUDA.
+# hadolint ignore=DL3006
+FROM ${BASE} AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
+ && python3 -m venv /opt/nf4
+ENV PATH=/opt/nf4/bin:$PATH
+
+FROM base AS cpu-packages
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY docker/requirements.py docker/requirements.py
+# The packages are a layer of their own, which a change of the source does not touch.
+RUN python docker/requirements.py > requirements.txt \
+ && pip install --extra-index-url "${TORCH_INDEX}" -r requirements.txt
+COPY nf4_kernels nf4_kernels
+COPY server server
+COPY bench bench
+RUN python -m nf4_kernels.build --cpu-only && pip install --no-deps .
+
+FROM base AS cuda-packages
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY docker/requirements.py docker/requirements.py
+# PyPI's torch brings CUDA's libraries along; nvcc comes as NVIDIA's wheels and is not part of the image.
+RUN python docker/requirements.py > requirements.txt && pip install -r requirements.txt
+COPY nf4_kernels nf4_kernels
+RUN python docker/requirements.py build-cuda > build.txt \
+ && python -m venv --system-site-packages /opt/build && /opt/build/bin/pip install -r build.txt \
+ && /opt/build/bin/python -m nf4_kernels.build --force && test -s nf4_kernels/lib/libnf4_cuda.so
+COPY server server
+COPY bench bench
+RUN pip install --no-deps .
+
+FROM base AS runtime
+RUN useradd --uid 10001 --create-home nf4 && mkdir /models && chown nf4 /models
+ENV NF4_HTTP__HOST=0.0.0.0 NF4_HTTP__PORT=8000 XDG_CACHE_HOME=/models/.cache HF_HOME=/models/.cache/huggingface
+WORKDIR /home/nf4
+COPY --chown=nf4 config.yaml docker/healthcheck.py ./
+USER 10001
+VOLUME /models
+EXPOSE 8000
+# A model may take minutes to load; until then an answer of 503 does not count.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 CMD ["python", "healthcheck.py"]
+# The server is process 1 itself: it gets SIGTERM and drains.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["python", "-m", "server", "--config", "config.yaml"]
+
+FROM runtime AS cpu
+COPY --from=cpu-packages /opt/nf4 /opt/nf4
+
+FROM runtime AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=cuda-packages /opt/nf4 /opt/nf4

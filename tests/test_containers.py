@@ -1,0 +1,67 @@
+"""What the containers are made from."""
+
+from __future__ import annotations
+
+import http.server
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    command = [str(Path(sys.executable).parent / "hadolint"), "Dockerfile"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == ""
+
+
+def test_what_is_copied_is_in_the_context() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = set()
+    for line in (ROOT / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY") and "--from" not in line:
+            copied |= {word for word in line.split()[1:-1] if not word.startswith("--")}
+    assert copied == kept
+    assert all((ROOT / name).exists() for name in kept)
+
+
+def test_requirements_are_those_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, expected in (
+        ([], project["dependencies"]),
+        (["build-cuda"], project["optional-dependencies"]["build-cuda"]),
+    ):
+        command = [sys.executable, "docker/requirements.py", *extra]
+        assert subprocess.check_output(command, cwd=ROOT, text=True).splitlines() == expected
+
+
+def test_compose_mounts_what_there_is() -> None:
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    mounts = [volume for service in services.values() for volume in service["volumes"] if volume.startswith("./")]
+    assert len(mounts) == 4
+    for mount in mounts:
+        assert (ROOT / "docker" / mount.split(":")[0]).exists(), mount
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_healthcheck(status: int, code: int) -> None:
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        environment = {"NF4_HTTP__PORT": str(server.server_port)}
+        done = subprocess.run([sys.executable, "docker/healthcheck.py"], cwd=ROOT, env=environment, check=False)
+    assert done.returncode == code
