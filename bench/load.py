@@ -1,8 +1,9 @@
 """Load a running server over HTTP and measure what its clients see: python -m bench.load --help.
 
 Closed loop (--concurrency): that many clients, each sending its next request when the last one ended. Open loop
-(--rate): requests arrive at random (Poisson) whether or not earlier ones are answered. Prompts are lists of random
-token ids of the length asked for, so that nothing is cached and lengths are exact; --chat sends text instead.
+(--rate): requests arrive at random (Poisson), or evenly (--arrivals), whether or not earlier ones are answered.
+Prompts are lists of random token ids of the length asked for, so that nothing is cached and lengths are exact; --chat
+sends text instead.
 """
 
 from __future__ import annotations
@@ -15,30 +16,34 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 from tqdm import tqdm
 
+from bench.load_lengths import Lengths, draw_length, parse_lengths
+
 QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to send. Lengths are tokens, drawn evenly from (low, high); rate is requests per second."""
+    """What to send. Lengths are tokens; rate is requests per second."""
 
     base_url: str
     model: str
     requests: int
     concurrency: int | None = None
     rate: float | None = None
-    prompt_tokens: tuple[int, int] = (128, 128)
-    answer_tokens: tuple[int, int] = (64, 64)
+    prompt_tokens: Lengths = (128, 128)
+    answer_tokens: Lengths = (64, 64)
     chat: bool = False
     seed: int = 0
     timeout_s: float = 600.0
+    poisson: bool = True
+    """Whether the open loop's requests arrive at random; else one every 1 / rate seconds."""
 
 
 @dataclass
@@ -74,21 +79,22 @@ async def run_load(load: Load, on_done: Callable[[], object] = lambda: None) -> 
             return answer
 
         if load.rate is not None:
-            return await _open_loop(bodies, load.rate, draw, send)
+            gaps = [draw.expovariate(load.rate) if load.poisson else 1 / load.rate for _ in bodies]
+            return await _open_loop(bodies, gaps, send)
         return await _closed_loop(bodies, load.concurrency or 1, send)
 
 
 async def _open_loop(
-    bodies: list[dict[str, Any]], rate: float, draw: random.Random, send: Callable[[dict[str, Any]], Awaitable[Answer]]
+    bodies: list[dict[str, Any]], gaps: list[float], send: Callable[[dict[str, Any]], Awaitable[Answer]]
 ) -> list[Answer]:
     async def later(delay: float, body: dict[str, Any]) -> Answer:
         await asyncio.sleep(delay)
         return await send(body)
 
     arrival, tasks = 0.0, []
-    for body in bodies:
+    for body, gap in zip(bodies, gaps, strict=True):
         tasks.append(later(arrival, body))
-        arrival += draw.expovariate(rate)
+        arrival += gap
     return list(await asyncio.gather(*tasks))
 
 
@@ -107,10 +113,10 @@ async def _closed_loop(
 
 
 def _body(load: Load, draw: random.Random) -> dict[str, Any]:
-    prompt = draw.randint(*load.prompt_tokens)
+    prompt = draw_length(load.prompt_tokens, draw)
     body: dict[str, Any] = {
         "model": load.model,
-        "max_tokens": draw.randint(*load.answer_tokens),
+        "max_tokens": draw_length(load.answer_tokens, draw),
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -211,19 +217,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     loop = parser.add_mutually_exclusive_group()
     loop.add_argument("--concurrency", type=int, help="closed loop: clients at a time (default 8)")
     loop.add_argument("--rate", type=float, help="open loop: requests per second")
-    parser.add_argument("--prompt-tokens", type=_span, default=(128, 128), help="N or LOW-HIGH")
-    parser.add_argument("--answer-tokens", type=_span, default=(64, 64), help="N or LOW-HIGH")
+    parser.add_argument("--arrivals", choices=["poisson", "constant"], default="poisson", help="of the open loop")
+    lengths = "N, LOW-HIGH or lognormal:MEDIAN:SIGMA"
+    parser.add_argument("--prompt-tokens", type=parse_lengths, default=(128, 128), help=lengths)
+    parser.add_argument("--answer-tokens", type=parse_lengths, default=(64, 64), help=lengths)
     parser.add_argument("--chat", action="store_true", help="send text to /v1/chat/completions instead of token ids")
     parser.add_argument("--ttft-slo", type=float, help="seconds; counted in goodput")
     parser.add_argument("--itl-slo", type=float, help="seconds per token; counted in goodput")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--png", type=Path, help="draw it there (needs matplotlib: the extra plots)")
     return parser.parse_args(arguments)
-
-
-def _span(text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    return int(low), int(high or low)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -233,13 +237,19 @@ def main(arguments: list[str] | None = None) -> int:
     load = Load(
         options.base_url, model, options.requests, options.concurrency or (None if options.rate else 8), options.rate,
         options.prompt_tokens, options.answer_tokens, options.chat, options.seed,
+        poisson=options.arrivals == "poisson",
     )  # fmt: skip
     with tqdm(total=load.requests, unit="req", file=sys.stderr) as bar:
         answers = asyncio.run(run_load(load, bar.update))
     summary = summarize(answers, options.ttft_slo, options.itl_slo)
     print(json.dumps(summary, indent=2))
     if options.json:
-        options.json.write_text(json.dumps(summary, indent=2) + "\n")
+        options.json.write_text(json.dumps({"load": asdict(load), **summary}, indent=2) + "\n")
+    if options.png:
+        from bench.load_plot import plot_load
+
+        pattern = f"{load.rate:g} requests/s" if load.rate else f"{load.concurrency} clients"
+        plot_load(answers, f"{model}, {pattern}", options.png, (options.ttft_slo, options.itl_slo))
     return 0 if summary["completed"] else 1
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import random
+import statistics
+
+import pytest
+
 from bench.load import Answer, quantiles, summarize
+from bench.load_lengths import draw_length, parse_lengths
 
 
 def answered(sent: float, *chunks: float, tokens: int | None = None) -> Answer:
@@ -34,3 +41,21 @@ def test_goodput_counts_answers_within_both_limits() -> None:
     assert summarize(answers)["goodput_per_s"] * 4.1 == 3.0
     assert round(summarize(answers, ttft_slo_s=2.0)["goodput_per_s"] * 4.1, 6) == 2.0
     assert round(summarize(answers, ttft_slo_s=2.0, itl_slo_s=0.6)["goodput_per_s"] * 4.1, 6) == 1.0
+
+
+def test_lengths() -> None:
+    draw = random.Random(0)
+    assert parse_lengths("64") == (64, 64)
+    assert parse_lengths("3-9") == (3, 9)
+    assert {draw_length((3, 5), draw) for _ in range(100)} == {3, 4, 5}
+    lengths = parse_lengths("lognormal:200:0.8")
+    drawn = [draw_length(lengths, draw) for _ in range(4000)]
+    assert 185 < statistics.median(drawn) < 215
+    assert statistics.fmean(drawn) > 1.2 * statistics.median(drawn)
+    assert max(drawn) <= 4000
+
+
+@pytest.mark.parametrize("text", ["", "0", "9-3", "a", "-5", "lognormal:1", "lognormal:0:1", "lognormal:5:x", "1-2-3"])
+def test_lengths_that_are_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not N"):
+        parse_lengths(text)

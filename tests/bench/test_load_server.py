@@ -1,0 +1,69 @@
+"""The load tool beside the server's own histograms: what a client sees is what the server says, and the way between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.load import Load, main, run_load, summarize
+from tests.conftest import RunningServer
+
+MODEL = "smollm2-135m-instruct"
+REQUESTS = 8
+ANSWER = 12
+
+
+def samples(server: RunningServer) -> dict[str, float]:
+    """Every _sum, _count and _total of /metrics without labels but the model's."""
+    text = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if set(sample.labels) == {"model_name"}
+    }
+
+
+def test_the_servers_histograms_agree(server: RunningServer) -> None:
+    load = Load(server.base_url, MODEL, REQUESTS, 3, prompt_tokens=(20, 60), answer_tokens=(ANSWER, ANSWER))
+    before = samples(server)
+    answers = asyncio.run(run_load(load))
+    after = samples(server)
+    summary = summarize(answers)
+    delta = {name: after[name] - before[name] for name in after}
+    assert summary["completed"] == REQUESTS == delta["nf4_e2e_request_latency_seconds_count"]
+    assert sum(a.completion_tokens for a in answers) == REQUESTS * ANSWER == delta["nf4_generation_tokens_total"]
+    assert sum(a.prompt_tokens for a in answers) == delta["nf4_prompt_tokens_total"]
+    # A client's clock begins before the server has the request and ends after the last event was sent.
+    for ours, name, slack in (
+        ("ttft_s", "nf4_time_to_first_token_seconds", 0.1),
+        ("e2e_s", "nf4_e2e_request_latency_seconds", 0.1),
+    ):
+        theirs = delta[f"{name}_sum"] / delta[f"{name}_count"]
+        assert -0.005 < summary[ours]["mean"] - theirs < slack + 0.1 * theirs, name
+    theirs = delta["nf4_inter_token_latency_seconds_sum"] / delta["nf4_inter_token_latency_seconds_count"]
+    # Text may come later than the token that begins it, so that the last tokens seem a little closer to the first.
+    assert summary["time_per_output_token_s"]["mean"] == pytest.approx(theirs, rel=0.25)
+
+
+def test_the_command_writes_figures_and_a_picture(server: RunningServer, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
+    files = tmp_path / "load.json", tmp_path / "load.png"
+    status = main(
+        [
+            *("--base-url", server.base_url, "--requests", "3", "--rate", "20", "--arrivals", "constant"),
+            *("--prompt-tokens", "lognormal:20:0.5", "--answer-tokens", "3-5", "--ttft-slo", "60"),
+            *("--json", str(files[0]), "--png", str(files[1])),
+        ]
+    )
+    assert status == 0
+    report = json.loads(files[0].read_text())
+    assert report["completed"] == 3
+    assert report["load"]["rate"] == 20
+    assert report["goodput_per_s"] == report["requests_per_s"] > 0
+    assert files[1].read_bytes().startswith(b"\x89PNG")
