@@ -25,6 +25,8 @@ _FLAGS: dict[str, tuple[str, type, str]] = {
     "--kv-cache-bytes": ("engine.kv_cache_bytes", int, "memory for the KV cache"),
     "--threads": ("engine.threads", int, "CPU threads"),
     "--log-level": ("log_level", str, "debug, info, warning or error"),
+    "--log-format": ("log_format", str, "console or json"),
+    "--otlp-traces-endpoint": ("otlp_traces_endpoint", str, "where OpenTelemetry spans go"),
 }
 
 
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from server.observability.logs import set_up_logging
     from server.serving import serve
 
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.log_format)
     logging.captureWarnings(True)
     return serve(config)
 

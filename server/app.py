@@ -22,9 +22,10 @@ from server.api.openapi import describe
 from server.api.service import VERSION, Service
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.source import resolve_checkpoint
-from server.config import Config
+from server.config import Config, ConfigError
 from server.engine.client import EngineClient, EngineStatus
 from server.engine.grammar import Grammars
+from server.observability.tracing import Tracing, TracingError
 from server.text.errors import TokenizerError
 from server.text.tokenizer import Tokenizer
 
@@ -41,6 +42,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
     on_status is called in the event loop with every change of the server's status.
     """
     service = Service(config)
+    tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,6 +59,8 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
                 service.tokenizer.close()
             if service.grammars is not None:
                 service.grammars.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     app = FastAPI(title="NF4 server", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -75,8 +79,17 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
             allow_headers=["*"],
             expose_headers=["X-Request-ID", "Retry-After", "Server-Timing"],
         )
-    app.add_middleware(RequestLayer, metrics=service.metrics)
+    app.add_middleware(RequestLayer, metrics=service.metrics, tracing=tracing)
     return app
+
+
+def _tracing(config: Config) -> Tracing | None:
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        return Tracing(config.otlp_traces_endpoint, config.model_name)
+    except TracingError as e:
+        raise ConfigError(str(e)) from e
 
 
 async def _start(service: Service, on_status: StatusListener) -> None:

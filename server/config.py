@@ -161,6 +161,8 @@ class Config(_Section):
     served_model_name: str | None = None
     cache_dir: Path = Field(default_factory=default_cache_dir)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+    otlp_traces_endpoint: str | None = None
     http: HttpConfig = HttpConfig()
     engine: EngineConfig = EngineConfig()
 

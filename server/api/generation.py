@@ -67,6 +67,7 @@ class SequenceRun:
         """Of the prompt's tokens from the second on, where they were asked for; there before the first delta."""
         timeline.prompt_tokens = len(request.prompt_token_ids)
         timeline.max_tokens = request.sampling.max_tokens
+        timeline.adapter = request.adapter
         together = timelines.get()
         if together is not None:
             together.append(timeline)

@@ -15,6 +15,7 @@ from server.api.errors import internal_error
 from server.observability.logs import request_id
 from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline, server_timing, timelines
+from server.observability.tracing import FinishedRequest, Tracing
 
 logger = logging.getLogger("server.access")
 
@@ -28,9 +29,10 @@ _QUIET_ROUTES = frozenset({"/health", "/metrics"})
 class RequestLayer:
     """ASGI middleware; see the module."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -69,7 +71,17 @@ class RequestLayer:
         finally:
             self._metrics.http_in_flight.dec()
             self._account(scope, status, time.monotonic() - started)
+            if self._tracing is not None:
+                self._trace(self._tracing, scope, FinishedRequest(current, status, started, sequences))
             request_id.reset(token)
+
+    @staticmethod
+    def _trace(tracing: Tracing, scope: Scope, request: FinishedRequest) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        if route not in _QUIET_ROUTES:
+            method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            tracing.record(request, method, route, headers)
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")

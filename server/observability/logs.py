@@ -1,10 +1,13 @@
-"""Logging set-up: one console format for the server, uvicorn and the libraries, with the request's id."""
+"""Logging set-up: one format, for people or JSON, for the server, uvicorn and the libraries, with the request's id."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Literal
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the HTTP request being answered; set by the API's outermost layer."""
@@ -23,10 +26,28 @@ class ConsoleFormatter(logging.Formatter):
         return super().format(record)
 
 
-def set_up_logging(level: str) -> None:
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (RFC 3339, UTC), level, logger, message, and request_id and exception if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter.format."""
+        entry = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if current := request_id.get():
+            entry["request_id"] = current
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def set_up_logging(level: str, style: Literal["console", "json"] = "console") -> None:
     """Log everything at or above level to stderr; other libraries only from warnings on, unless level is debug."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ConsoleFormatter())
+    handler.setFormatter(JsonFormatter() if style == "json" else ConsoleFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     number = logging.getLevelNamesMapping()[level.upper()]

@@ -24,6 +24,8 @@ class RequestTimeline:
     """Most tokens that it was allowed to generate."""
     cached_tokens: int = 0
     generation_tokens: int = 0
+    adapter: str | None = None
+    """The LoRA adapter that it runs with."""
     finish_reason: FinishReason | None = None
     timings: RequestTimings | None = None
     """The engine's own account; only the latest one it sent."""

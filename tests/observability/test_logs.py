@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -42,3 +43,20 @@ def test_levels(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("info")
     logging.getLogger("other").info("no")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("info", "json")
+    token = request_id.set("abc")
+    logging.getLogger("server.x").info("hello\n%s", "ü")
+    request_id.reset(token)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("server.x").exception("no")
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
+    assert first == {"level": "info", "logger": "server.x", "message": "hello\nü", "request_id": "abc"}
+    assert second["level"] == "error"
+    assert "request_id" not in second
+    assert second["exception"].endswith("ValueError: bad")
