@@ -62,8 +62,9 @@ def _number(axis: Any, panel: dict[str, Any], series: list[Any]) -> None:
     unit = _unit(panel)
     axis.axis("off")
     text = "no data"
-    if series and series[0][2]:
-        value = float(series[0][2][-1][1])
+    known = [float(v) for _, v in series[0][2] if not math.isnan(float(v))] if series else []
+    if known:
+        value = known[-1]
         scaled = f"{value * _SCALE.get(unit, 1):.3g} {_UNITS.get(unit, '')}"
         text = ("on" if value else "off") if unit == "bool_on_off" else scaled
     axis.text(0.5, 0.4, text, ha="center", va="center", fontsize=22, color="#1f77b4")
@@ -105,5 +106,5 @@ def _heat(axis: Any, panel: dict[str, Any], series: list[Any]) -> None:
 def _finish(axis: Any) -> None:
     axis.xaxis.set_major_formatter(DateFormatter("%H:%M:%S"))
     axis.tick_params(labelsize=6)
-    axis.xaxis.set_major_locator(AutoDateLocator(maxticks=5))
+    axis.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=5))
     axis.grid(alpha=0.3)
