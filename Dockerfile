@@ -35,8 +35,8 @@ COPY docker/requirements.py docker/requirements.py
 RUN python docker/requirements.py > requirements.txt && pip install -r requirements.txt
 COPY nf4_kernels nf4_kernels
 RUN python docker/requirements.py build-cuda > build.txt \
- && python -m venv --system-site-packages /opt/build && /opt/build/bin/pip install -r build.txt \
- && /opt/build/bin/python -m nf4_kernels.build --force && test -s nf4_kernels/lib/libnf4_cuda.so
+ && pip install --target /opt/build -r build.txt \
+ && PYTHONPATH=/opt/build python -m nf4_kernels.build --force && test -s nf4_kernels/lib/libnf4_cuda.so
 COPY server server
 COPY bench bench
 RUN pip install --no-deps .
