@@ -3,8 +3,6 @@
 
 #include <omp.h>
 
-#include <atomic>
-
 #include "cpu.h"
 #include "isa.h"
 
@@ -150,14 +148,11 @@ void order_x(const Kernels* kernels, Path path, const Prepared& x, void* order, 
   for (int64_t t = share.begin; t < share.end; ++t) kernels->tiles_order(&x, t, split, false, order);
 }
 
-/* Tasks as threads come for them, a few at a time: one that shares its core with another process does fewer. */
 void run_tasks(const Kernels* kernels, Path path, const Nf4Linear* ps, const Prepared& x, const Tasks& tasks,
-               bool split, int id, int threads, std::atomic<int64_t>& next) {
+               bool split, int id, int threads) {
   ThreadScratch& scratch = ThreadScratch::mine();
-  const int64_t few = tasks.count() / (threads * 8) + 1;
-  int64_t stop = 0;
-  for (int64_t t = 0; t < stop || (t = next.fetch_add(few, std::memory_order_relaxed)) < tasks.count(); ++t) {
-    if (t >= stop) stop = t + few < tasks.count() ? t + few : tasks.count();
+  Share share(tasks.count(), id, threads);
+  for (int64_t t = share.begin; t < share.end; ++t) {
     const int64_t unit = tasks.unit(t);
     const Nf4Linear* p = ps;
     int64_t first_unit = 0; /* of product p */
@@ -203,7 +198,6 @@ void linear_group(const Nf4Linear* ps, int count, int threads) {
 
   /* A small x is prepared before the threads start: that saves two barriers. */
   const bool ahead = x.m * x.k <= 16384 || threads == 1;
-  std::atomic<int64_t> next{0};
   if (ahead) {
     input.convert(0, 1);
     order_x(kernels, path, x, order, split, 0, 1);
@@ -220,7 +214,7 @@ void linear_group(const Nf4Linear* ps, int count, int threads) {
 #pragma omp barrier
     }
     if (path == Path::kTiles) kernels->tiles_begin();
-    run_tasks(kernels, path, ps, x, tasks, split, id, team, next);
+    run_tasks(kernels, path, ps, x, tasks, split, id, team);
     if (path == Path::kTiles) kernels->tiles_end();
   }
 }
