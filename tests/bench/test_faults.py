@@ -14,7 +14,8 @@ def _model(embedded_folder: object) -> None:
 
 def test_killed_engines_lose_no_request_silently() -> None:
     found = kills(2)
-    assert found["kept"], found
+    # How fast the engine is back needs quiet cores: bench.faults judges it.
+    assert found["ended_as_told"], found
     assert found["endings"]["done"] > 0
 
 
