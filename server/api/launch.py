@@ -98,7 +98,6 @@ def launch(
     """
     adapter = service.adapter(model)
     timeout_s = allowed_seconds(service.config.http.request_timeout_s)
-    ticket.hold_tokens(sum(map(len, prompts)))
     runs: list[SequenceRun] = []
     for prompt in prompts:
         max_tokens = resolve_max_tokens(backend, len(prompt), requested_tokens, default_tokens, param)
@@ -124,6 +123,8 @@ def launch(
                     include_stop=bool(options.include_stop_str_in_output),
                 )
             )
+    # Last: a prompt that can never be served is told so, however much is under way.
+    ticket.hold_tokens(sum(map(len, prompts)))
     if timeout_s is not None:
         timeout_s = max(0.0, arrival + timeout_s - time.monotonic())
     return Generation(runs, backend.engine, service.metrics, ticket, timeout_s)
