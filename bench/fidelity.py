@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass
 
 import torch
-from bitsandbytes.functional import dequantize_blockwise
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import PreTrainedModel
 
 import nf4_kernels.reference
 from server.engine.core import Engine
+from server.engine.runtime.projections import block_scales
 from server.types import GenerateRequest, SamplingParams
 
 # Tokens of the prompts: less than a block, more than one, more than a sliding window of 1024.
@@ -74,11 +74,8 @@ class _Exact(nn.Module):
         """x float32 [..., k] to [..., n]."""
         (layer,) = self._hidden
         state, bias = layer.weight.quant_state, layer.bias
-        scales = state.absmax
-        if state.nested:
-            scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
         weight = nf4_kernels.reference.dequantize(
-            layer.weight.data, tuple(state.shape), scales.float(), state.blocksize, torch.float32
+            layer.weight.data, tuple(state.shape), block_scales(state), state.blocksize, torch.float32
         )
         return nn.functional.linear(x, weight, None if bias is None else bias.float())
 

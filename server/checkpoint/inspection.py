@@ -50,7 +50,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Read config.json and the headers of the weight files. Raises CheckpointError for what cannot be served."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     if not isinstance(model_type, str) or not isinstance(architectures, list) or not architectures:
@@ -93,7 +93,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{folder}: no model.safetensors (and no index of shards); other formats are not loaded"
             )
         return [single]
-    shards = _read_json(index).get("weight_map")
+    shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(f"{index}: names no shards")
     files = [folder / str(name) for name in sorted(set(shards.values()))]
@@ -124,7 +124,8 @@ def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file. Raises CheckpointError, by name, for a file that has none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:

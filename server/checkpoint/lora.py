@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from server.checkpoint.base import CheckpointError
+from server.checkpoint.inspection import read_json
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -93,14 +93,7 @@ def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors]:
 def read_config(folder: Path) -> AdapterConfig:
     """adapter_config.json in folder. Raises CheckpointError, by name, for options that are not served."""
     file = folder / CONFIG_NAME
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise CheckpointError(f"{file}: {e.strerror}") from e
-    except ValueError as e:
-        raise CheckpointError(f"{file}: damaged: not JSON: {e}") from e
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: damaged: not a JSON object")
+    config = read_json(file)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA is served")
     if config.get("task_type") not in (None, "CAUSAL_LM"):

@@ -1,12 +1,13 @@
-"""Short ways to make requests and sequences."""
+"""Short ways to make requests and sequences, and to run requests."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
+from server.engine.core import Engine
 from server.engine.scheduling.sequence import Sequence
-from server.types import GenerateRequest, SamplingParams
+from server.types import GenerateRequest, RequestOutput, SamplingParams
 
 _ids = itertools.count()
 
@@ -23,3 +24,19 @@ def make_sequence(
 ) -> Sequence:
     """The sequence of make_request(...)."""
     return Sequence(make_request(prompt, request_id, **sampling), sampling.get("seed") or 0, eos)
+
+
+def run_together(engine: Engine, *requests: GenerateRequest) -> dict[str, list[RequestOutput]]:
+    """All outputs of the requests, sent at once."""
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    """The tokens of one request's outputs."""
+    return [token for output in outputs for token in output.new_token_ids]

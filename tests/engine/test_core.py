@@ -13,8 +13,7 @@ from server.engine.core import Engine
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling import Sampled
 from server.engine.scheduling.scheduler import Step
-from server.types import GenerateRequest, RequestOutput
-from tests.engine.factories import make_request
+from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6)
@@ -25,21 +24,6 @@ def make_engine(**changes: Any) -> tuple[Engine, ModelRunner]:
     config = CONFIG.model_copy(update=changes)
     runner = ModelRunner(copy.deepcopy(MODEL), config)
     return Engine(runner, config), runner
-
-
-def run(engine: Engine, *requests: GenerateRequest) -> dict[str, list[RequestOutput]]:
-    """All outputs of the requests, sent at once."""
-    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step().outputs:
-            outputs[output.request_id].append(output)
-    return outputs
-
-
-def tokens(outputs: list[RequestOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -54,14 +38,14 @@ REQUESTS: list[dict[str, Any]] = [
 
 def test_together_and_preempted_give_what_each_gives_alone() -> None:
     alone, _ = make_engine()
-    expected = [tokens(run(alone, r)[r.request_id]) for r in (make_request(**o) for o in REQUESTS)]
+    expected = [tokens(run_together(alone, r)[r.request_id]) for r in (make_request(**o) for o in REQUESTS)]
     assert all(len(e) > 1 for e in expected)
     together, _ = make_engine()
     # 24 blocks hold two or three of them: 768 bytes a token, 4 tokens a block.
     small, _ = make_engine(kv_cache_bytes=768 * 4 * 24, max_model_len=80)
     for engine in (together, small):
         requests = [make_request(**o) for o in REQUESTS]
-        outputs = run(engine, *requests)
+        outputs = run_together(engine, *requests)
         assert [tokens(outputs[r.request_id]) for r in requests] == expected
         assert engine.stats().kv_blocks_used == 0
     assert together.stats().preemptions == 0
@@ -71,7 +55,7 @@ def test_together_and_preempted_give_what_each_gives_alone() -> None:
 def test_the_last_output_tells_why_and_how_long() -> None:
     engine, _ = make_engine()
     request = make_request(9, max_tokens=4, ignore_eos=True)
-    outputs = run(engine, request)[request.request_id]
+    outputs = run_together(engine, request)[request.request_id]
     assert [o.finish_reason for o in outputs] == [None, None, None, "length"]
     timings = outputs[-1].timings
     assert timings is not None
@@ -79,7 +63,7 @@ def test_the_last_output_tells_why_and_how_long() -> None:
     assert timings.prefill > 0
     assert timings.decode > 0
     stop = make_request(9, stop_token_ids=(tokens(outputs)[1],))
-    last = run(engine, stop)[stop.request_id][-1]
+    last = run_together(engine, stop)[stop.request_id][-1]
     assert (last.finish_reason, last.stop_token_id) == ("stop", tokens(outputs)[1])
     assert last.new_token_ids == [last.stop_token_id]
 
@@ -102,7 +86,7 @@ def test_the_last_output_tells_why_and_how_long() -> None:
 def test_a_bad_request_gets_an_error_and_leaves_the_others_alone(options: dict[str, Any], reason: str) -> None:
     engine, _ = make_engine()
     good, bad = make_request(5), make_request(**options)
-    outputs = run(engine, good, bad)
+    outputs = run_together(engine, good, bad)
     (output,) = outputs[bad.request_id]
     assert output.finish_reason == "error"
     assert reason in (output.error or "")
@@ -111,7 +95,7 @@ def test_a_bad_request_gets_an_error_and_leaves_the_others_alone(options: dict[s
 
 def test_an_id_in_use_is_refused() -> None:
     engine, _ = make_engine()
-    outputs = run(engine, make_request(5, "same", ignore_eos=True), make_request(5, "same"))["same"]
+    outputs = run_together(engine, make_request(5, "same", ignore_eos=True), make_request(5, "same"))["same"]
     assert [o.finish_reason for o in outputs].count("error") == 1
     assert len(tokens(outputs)) == 8
 
@@ -119,7 +103,7 @@ def test_an_id_in_use_is_refused() -> None:
 def test_an_exception_in_a_step_fails_only_the_sequence_that_causes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected_engine, _ = make_engine()
     good = make_request(5, ignore_eos=True)
-    expected = tokens(run(expected_engine, good)[good.request_id])
+    expected = tokens(run_together(expected_engine, good)[good.request_id])
     engine, runner = make_engine()
     execute = runner.execute
 
@@ -129,7 +113,7 @@ def test_an_exception_in_a_step_fails_only_the_sequence_that_causes_it(monkeypat
         return execute(step)
 
     monkeypatch.setattr(runner, "execute", faulty)
-    outputs = run(engine, good, make_request(5, "bad", ignore_eos=True))
+    outputs = run_together(engine, good, make_request(5, "bad", ignore_eos=True))
     assert tokens(outputs[good.request_id]) == expected
     assert outputs["bad"][-1].finish_reason == "error"
     assert outputs["bad"][-1].error == "the model failed: RuntimeError: no kernel for this"
@@ -149,7 +133,7 @@ def test_logits_that_are_not_numbers_fail_only_their_request(monkeypatch: pytest
 
     monkeypatch.setattr(runner, "forward", faulty)
     good = make_request(5, ignore_eos=True)
-    outputs = run(engine, good, make_request(5, "bad"))
+    outputs = run_together(engine, good, make_request(5, "bad"))
     assert outputs["bad"][-1].error == "the model's logits are not numbers"
     assert len(tokens(outputs[good.request_id])) == 8
 

@@ -17,18 +17,13 @@ from server.engine.core import Engine
 from server.engine.runtime.runner import ModelRunner
 from server.types import GenerateRequest, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
+from tests.engine.test_cuda import MODELS, SMALL, VOCABULARY
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-MODELS = Path(__file__).parents[2] / "bench" / "models"
-VOCABULARY = 2000
-SMALL = {
-    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 128,
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 # PEFT keeps an adapter's factors in float32, the engine in the model's bfloat16.
 NEAR_TIE = 0.1
 TOKENS = 40
@@ -44,7 +39,7 @@ def test_greedy_answers_are_the_best_tokens_of_peft(tmp_path: Path) -> None:
 
 def check(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
     """Adapters and base in one batch; every token is the best one, or nearly, of PEFT's forward over the answer."""
-    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL
+    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL | {"num_hidden_layers": 3}
     (folder / "config.json").write_text(json.dumps(settings))
     reference, model = (dummy_model(folder, device, dtype, lambda *_: None, seed=0) for _ in range(2))
     for seed, (name, options) in enumerate(ADAPTERS.items()):

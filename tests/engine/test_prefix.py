@@ -20,7 +20,7 @@ from server.engine.scheduling.prefix import extend_keys
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Phase, Sequence
 from server.types import GenerateRequest, RequestOutput
-from tests.engine.factories import make_request, make_sequence
+from tests.engine.factories import make_request, make_sequence, run_together, tokens
 from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
@@ -35,17 +35,7 @@ def make_engine(**changes: Any) -> tuple[Engine, ModelRunner]:
 
 
 def run(engine: Engine, *requests: GenerateRequest) -> list[list[RequestOutput]]:
-    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step().outputs:
-            outputs[output.request_id].append(output)
-    return list(outputs.values())
-
-
-def tokens(outputs: list[RequestOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
+    return list(run_together(engine, *requests).values())
 
 
 def prompts_with_shared_starts(count: int, seed: int) -> list[list[int]]:

@@ -148,7 +148,7 @@ def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None
         offsets = [state.offset.reshape(1).expand(state.state2.absmax.numel()) for state in states]
         product.absmax_offset = torch.cat(offsets)
     else:
-        product.absmax = torch.cat([_scales(state) for state in states])
+        product.absmax = torch.cat([block_scales(state) for state in states])
         product.absmax_8bit = product.absmax_code = product.absmax_offset = None
     if layers[0].bias is not None:
         product.bias = torch.cat([layer.bias.data for layer in layers])
@@ -172,7 +172,7 @@ def _nested_fit(states: list[QuantState]) -> bool:
     )
 
 
-def _scales(state: QuantState) -> torch.Tensor:
+def block_scales(state: QuantState) -> torch.Tensor:
     """Every block's scale as float32."""
     scales: torch.Tensor = state.absmax
     if state.nested:

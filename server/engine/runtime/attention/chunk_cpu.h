@@ -29,21 +29,8 @@ typedef int32_t Ints __attribute__((vector_size(kBytes)));
 inline Vec all(float value) { return Vec{} + value; }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// e^x for x <= 0, to 2 units in the last place; e^-87 below that.
-inline Vec exp_negative(Vec x) {
-  x = larger(x, all(-87.0f));
-  const Vec shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-  const Vec n = shifted - 12582912.0f;
-  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vec p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * (Vec)(((Ints)shifted - (0x4B400000 - 127)) << 23);
-}
+// e^x for x <= 0, e^-87 below that.
+inline Vec exp_negative(Vec x) { return exp_in_range<Vec, Ints>(larger(x, all(-87.0f))); }
 
 // c[kRows][kTile] = scale * c + a b, where a[i][d] is a[i * a_row + d * a_depth] and b is [depth][kTile]; scale null: 0.
 inline void product(const float* a, int64_t a_row, int64_t a_depth, const Vec* b, Vec* c, const Vec* scale,

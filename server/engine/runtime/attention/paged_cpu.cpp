@@ -13,26 +13,8 @@ namespace {
 // Below this many multiplications a second thread costs more than it saves.
 constexpr int64_t kParallelWork = 400'000;
 
-// e^x for x <= 0, to 2 units in the last place; plain arithmetic, so that the compiler vectorizes the loop around it.
-inline float exp_negative(float x) {
-  x = std::max(x, -87.0f);
-  const float shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-  const float n = shifted - 12582912.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t bits;
-  std::memcpy(&bits, &shifted, 4);
-  bits = (bits - 0x4B400000 + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
-}
+// e^x for x <= 0, e^-87 below that; plain arithmetic, so that the compiler vectorizes the loop around it.
+inline float exp_negative(float x) { return exp_in_range<float, int32_t>(std::max(x, -87.0f)); }
 
 template <int kDim>
 inline float dot(const float* a, const float* b, int64_t dim) {

@@ -1,7 +1,8 @@
-// What paged_cpu.py hands over; it mirrors both structs.
+// What paged_cpu.py hands over (it mirrors both structs), and the exponential of both kernels.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 extern "C" {
 
@@ -23,4 +24,25 @@ struct PagedAttention {
   float scaling;
   float softcap;  // 0: none
 };
+}
+
+// e^x for -87 <= x <= 0, to 2 units in the last place. Float is float or a vector of them, Ints its bits' type.
+template <typename Float, typename Ints>
+inline Float exp_in_range(Float x) {
+  const Float shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+  const Float n = shifted - 12582912.0f;
+  const Float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Float p = Float{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Ints bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits - (0x4B400000 - 127)) << 23;
+  Float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return p * scale;
 }
