@@ -61,7 +61,7 @@ class Server:
         """The engine's process id; StopIteration where there is none."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return next(int(c) for c in children if "server.engine.loop" in Path(f"/proc/{c}/cmdline").read_text())
+        return next(int(c) for c in children if Path(f"/proc/{c}/comm").read_text() == "nf4-engine\n")
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples."""

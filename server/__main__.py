@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -64,11 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 1
     _keep_torch_out()
-    from server.observability.logs import set_up_logging
+    from server.logs import set_up_logging
     from server.serving import serve
 
     set_up_logging(config.log_level, config.log_format)
-    logging.captureWarnings(True)
     return serve(config)
 
 

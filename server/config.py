@@ -126,6 +126,8 @@ class EngineConfig(_Section):
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random NF4 weights for the folder's config.json, for benchmarks."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
+    standby: bool | None = None
+    """Keep a process that has imported what an engine needs, for when the engine dies; None: on CPU."""
 
     @field_validator("lora_modules", mode="before")
     @classmethod

@@ -17,6 +17,7 @@ from server.api.service import Service
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
 from server.engine.client import EngineStatus
+from server.logs import LogFormat
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,10 @@ def serve(config: Config) -> int:
     try:
         listening = _listen(config.http)
     except OSError as e:
-        print(f"error: {config.http.host}:{config.http.port}: {e.strerror or e}", file=sys.stderr)
+        _complain(config, f"{config.http.host}:{config.http.port}: {e.strerror or e}")
         return 1
-    terminal = Terminal(config.model_name, _url(listening, secure=config.http.tls_cert_file is not None))
+    url = _url(listening, secure=config.http.tls_cert_file is not None)
+    terminal = Terminal(config.model_name, url, config.log_format)
     server: Server | None = None
 
     def on_status(status: EngineStatus) -> None:
@@ -43,7 +45,7 @@ def serve(config: Config) -> int:
     try:
         app = create_app(config, on_status)
     except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
+        _complain(config, str(e))
         return 1
     server = Server(
         uvicorn.Config(
@@ -64,13 +66,21 @@ def serve(config: Config) -> int:
     try:
         server.config.load()
     except OSError as e:  # ssl.SSLError is one
-        print(f"error: http.tls_cert_file, http.tls_key_file: {e}", file=sys.stderr)
+        _complain(config, f"http.tls_cert_file, http.tls_key_file: {e}")
         return 1
     server.run(sockets=[listening])
     if terminal.failure is not None:
-        print(f"error: {terminal.failure}", file=sys.stderr)
+        _complain(config, terminal.failure)
         return 1
     return 0
+
+
+def _complain(config: Config, reason: str) -> None:
+    """Say why the server ends, in the log's format."""
+    if config.log_format == "json":
+        logger.critical(reason)
+    else:
+        print(f"error: {reason}", file=sys.stderr)
 
 
 def _listen(http: HttpConfig) -> socket.socket:
@@ -99,11 +109,15 @@ def _url(listening: socket.socket, *, secure: bool) -> str:
 
 
 class Terminal:
-    """Start-up as a person sees it: stages with their progress, then one line that says where to go."""
+    """Start-up as a person sees it: stages with their progress, then one line that says where to go.
 
-    def __init__(self, model: str, url: str) -> None:
+    With the log in JSON both are lines of the log.
+    """
+
+    def __init__(self, model: str, url: str, log_format: LogFormat) -> None:
         self._model = model
         self._url = url
+        self._json = log_format == "json"
         self._stage = ""
         self._interactive = sys.stderr.isatty()
         self._open_line = False
@@ -123,14 +137,21 @@ class Terminal:
                     )
                 if not self._announced:
                     self._announced = True
-                    print(f"Serving {self._model} on {self._url}", flush=True)
+                    line = f"Serving {self._model} on {self._url}"
+                    if self._json:
+                        logger.info(line)
+                    else:
+                        print(line, flush=True)
             case "failed":
                 self._end_line()
                 self.failure = status.message
 
     def _progress(self, status: EngineStatus) -> None:
         line = f"[{100 * status.fraction:3.0f} %] {status.stage}"
-        if self._interactive:
+        if self._json:
+            if status.stage != self._stage:
+                logger.info("loading: %s", status.stage)
+        elif self._interactive:
             if status.stage != self._stage:
                 self._end_line()
             # The cursor goes back, so that a log line, of the engine too, overwrites this one.

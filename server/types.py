@@ -46,6 +46,8 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     sampling: SamplingParams
     adapter: str | None = None
     """The LoRA adapter that it runs with."""
+    http_request_id: str = ""
+    """Id of the HTTP request that asked for it, for the engine's log."""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):

@@ -81,6 +81,20 @@ class start_server:  # noqa: N801 - used as a function
             raise
 
 
+def engine_pid(server_pid: int) -> int:
+    """Process id of a server's engine, not of the one that stands by. StopIteration where there is none."""
+    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
+    return next(int(child) for child in children if Path(f"/proc/{child}/comm").read_text() == "nf4-engine\n")
+
+
+def until_ready(server: RunningServer) -> None:
+    """Wait until /health is 200."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while httpx.get(f"{server.base_url}/health", timeout=5).status_code != 200:
+        assert time.monotonic() < deadline, "the server is not ready"
+        time.sleep(0.1)
+
+
 def free_port() -> int:
     """A TCP port on 127.0.0.1 that nobody listens on now."""
     import socket

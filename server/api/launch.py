@@ -12,6 +12,7 @@ from server.api.errors import bad_request
 from server.api.generation import Generation, SequenceRun
 from server.api.options import GenerationOptions
 from server.api.service import Backend, Service
+from server.logs import request_id
 from server.observability.timeline import RequestTimeline
 from server.text.output import OutputText
 from server.types import GenerateRequest
@@ -113,7 +114,7 @@ def launch(
                 min_tokens=sampling.min_tokens,
             )
             index = len(runs)
-            request = GenerateRequest(f"{answer_id}-{index}", prompt, sampling, adapter)
+            request = GenerateRequest(f"{answer_id}-{index}", prompt, sampling, adapter, request_id.get())
             runs.append(
                 SequenceRun(
                     index,

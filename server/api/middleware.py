@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.deadline import note_timeout
 from server.api.errors import internal_error
-from server.observability.logs import request_id
+from server.logs import request_id
 from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline, server_timing, timelines
 from server.observability.tracing import FinishedRequest, Tracing

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.errors import ApiError, internal_error
 from server.api.generation import closing
-from server.observability.logs import request_id
+from server.logs import request_id
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import msgspec
 
 from server.config import Config
 from server.engine.process import EngineProcess
+from server.engine.standby import Standby
 from server.types import (
     AbortRequest,
     AdapterResult,
@@ -82,6 +83,7 @@ class EngineClient:
         self._step_listeners: list[Callable[[StepOutputs], None]] = []
         self._status_listeners: list[Callable[[EngineStatus], None]] = []
         self._process: EngineProcess | None = None
+        self._standby = Standby(config)
         self._keeper: asyncio.Task[None] | None = None
         self.restarts = 0
         """How often the engine was started again."""
@@ -204,8 +206,14 @@ class EngineClient:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeper
+        await self._standby.end()
         self._finish_all("abort", None)
         self._set_status(EngineStatus("stopped"))
+
+    async def prepare_standby(self) -> None:
+        """Have a process ready for when this engine dies; call once it takes requests."""
+        if self._status.ready is not None:
+            await self._standby.prepare(self._status.ready.device)
 
     def _forget(self, request_id: str, outputs: asyncio.Queue[RequestOutput]) -> bool:
         """Whether the request was still known; the id may meanwhile belong to a newer request."""
@@ -244,6 +252,7 @@ class EngineClient:
             if fatal or failed_starts >= MAX_FAILED_STARTS:
                 if not fatal:
                     logger.error("engine failed: %s", message)
+                await self._standby.end()
                 self._set_status(EngineStatus("failed", message=message))
                 return
             wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**failed_starts)
@@ -257,7 +266,7 @@ class EngineClient:
         config = self._config
         try:
             changed = [adapter for adapter in self._adapters.values() if adapter not in self._configured]
-            process = await EngineProcess.start(self._folder, config.engine, config.log_level, changed)
+            process = await EngineProcess.start(self._folder, config, changed, self._standby.take())
         except OSError as e:
             return f"it could not be started: {e}", False, False
         self._process = process
@@ -322,6 +331,8 @@ class _Run:
             await asyncio.wait({reader, exited, starting}, timeout=start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not (self._ready.is_set() or exited.done() or reader.done()):
                 return f"it was not ready after {time.monotonic() - started:.0f} s", False, False
+            if self._ready.is_set():
+                await self._client.prepare_standby()
             await asyncio.wait({reader, exited}, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
                 # What it sent last (why it failed, most of all) may still be on its way.

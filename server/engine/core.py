@@ -18,6 +18,7 @@ from server.engine.runtime.sampling import Sampled
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
+from server.logs import concerning
 from server.types import (
     AdapterResult,
     EngineStats,
@@ -188,6 +189,10 @@ class Engine:
                 failures[chunk.sequence.request_id] = result.error
         for request_id in failures:
             self._scheduler.finish(request_id, "error")
+        for chunk in step.chunks:
+            if reason := failures.get(chunk.sequence.request_id):
+                origin = concerning(chunk.sequence.http_request_id)
+                logger.error("%s failed: %s", chunk.sequence.request_id, reason, extra=origin)
         self._scheduler.resolve(step, [result.token for result in results])
         outputs = [self._failed(request_id, reason) for request_id, reason in failures.items()]
         for chunk, result in zip(sampled, results, strict=True):

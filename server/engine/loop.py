@@ -1,7 +1,12 @@
-"""The engine process: `python -m server.engine.loop`, started by server.engine.process with a Launch on its input."""
+"""The engine process: `python -m server.engine.loop`, started by server.engine.process with a Launch on its input.
+
+With --standby it imports what an engine needs before it looks for the Launch.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -17,6 +22,7 @@ import zmq
 
 from server.checkpoint.base import CheckpointError
 from server.engine.process import Launch
+from server.logs import set_up_logging
 from server.types import (
     AbortRequest,
     AdapterResult,
@@ -42,6 +48,8 @@ IDLE_POLL_MS = 200
 READING_POLL_MS = 10
 # After the API process has gone, a step in progress may take this long before the process just ends.
 ORPHAN_GRACE_S = 10.0
+# Of the thread of a standby process that imports; a thread's own on Linux, so that the engine's threads are not meant.
+STANDBY_NICENESS = 10
 
 
 class _Stop:
@@ -102,20 +110,51 @@ class Channel:
 
 def main() -> int:
     """Exit code 0 after Shutdown, a signal or the end of the API process; 1 when the engine failed."""
+    options = _arguments()
+    set_up_logging(options.log_level, options.log_format)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_saying)
+    importing: threading.Thread | None = None
+    if options.standby:
+        _name_process("nf4-standby")
+        importing = threading.Thread(target=_import_engine, name="import", daemon=True)
+        importing.start()
+    line = _first_line()
+    if importing is not None:
+        importing.join()
+    _name_process("nf4-engine")
     stop = _Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop.on_signal)
-    launch = msgspec.json.decode(_first_line(), type=Launch)
-    logging.basicConfig(
-        level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_saying)
+    launch = msgspec.json.decode(line, type=Launch)
     threading.Thread(target=stop.when_input_ends, name="api-watcher", daemon=True).start()
     channel = Channel(launch)
     try:
         return _run(launch, channel, stop)
     finally:
         channel.close()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m server.engine.loop", description=__doc__)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", choices=["console", "json"], default="console")
+    parser.add_argument("--standby", action="store_true")
+    return parser.parse_args()
+
+
+def _name_process(name: str) -> None:
+    """What ps and top call this process (Linux; at most 15 letters)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+def _import_engine() -> None:
+    """Import what an engine on CPU will need, behind everything else that wants the cores."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STANDBY_NICENESS)
+    import server.engine.core
+    import server.engine.grammar
+    import server.engine.start  # noqa: F401
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
@@ -128,8 +167,8 @@ def _first_line() -> bytes:
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(0, 1)
-        if not data:
-            raise SystemExit("server.engine.loop is started by the server, not by hand")
+        if not data:  # the API process has ended; imports in a thread are not waited for
+            os._exit(1)
         line += data
     return line
 

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from server.config import EngineConfig
+from server.config import Config, EngineConfig
 from server.types import FromEngine, LoadAdapter, ToEngine
 
 # OpenMP threads spin this often before they sleep: long enough for the gaps within a step. GNU's default (milliseconds)
@@ -35,7 +35,6 @@ class Launch(msgspec.Struct, frozen=True):
     from_engine: str
     """Address where the engine sends FromEngine messages."""
     checkpoint_folder: str
-    log_level: str
     engine: dict[str, Any]
     """EngineConfig, dumped."""
     adapters: list[LoadAdapter] = []
@@ -46,8 +45,24 @@ class Launch(msgspec.Struct, frozen=True):
         return EngineConfig.model_validate(self.engine)
 
 
+async def start_child(config: Config, *, standby: bool = False) -> asyncio.subprocess.Process:
+    """Start `python -m server.engine.loop`, which waits for a Launch; standby: importing meanwhile what it will need.
+
+    Raises OSError.
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "server.engine.loop", "--log-level", config.log_level, "--log-format", config.log_format),
+        *(["--standby"] if standby else []),
+        stdin=asyncio.subprocess.PIPE,
+        # A terminal's Ctrl-C must reach the API only, which then ends the engine in order.
+        start_new_session=True,
+        env={"GOMP_SPINCOUNT": GOMP_SPINCOUNT, **os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
 class EngineProcess:
-    """A running `python -m server.engine.loop` and the two sockets to it."""
+    """A running engine and the two sockets to it."""
 
     def __init__(self, child: asyncio.subprocess.Process, folder: Path, context: zmq.Context[Any]) -> None:
         self._child = child
@@ -65,20 +80,20 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, checkpoint_folder: Path, config: EngineConfig, log_level: str, adapters: list[LoadAdapter]
+        cls,
+        checkpoint_folder: Path,
+        config: Config,
+        adapters: list[LoadAdapter],
+        child: asyncio.subprocess.Process | None = None,
     ) -> EngineProcess:
-        """Start the process; it reports on the sockets from here on. Raises OSError when it cannot be started."""
+        """Make an engine of child, or of a new process; it reports on the sockets from here on.
+
+        Raises OSError when it cannot be started.
+        """
         folder = Path(tempfile.mkdtemp(prefix="nf4-engine-"))
         try:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "server.engine.loop",
-                stdin=asyncio.subprocess.PIPE,
-                # A terminal's Ctrl-C must reach the API only, which then ends the engine in order.
-                start_new_session=True,
-                env={"GOMP_SPINCOUNT": GOMP_SPINCOUNT, **os.environ, "PYTHONUNBUFFERED": "1"},
-            )
+            if child is None:
+                child = await start_child(config)
             process = cls(child, folder, zmq.Context())
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -87,8 +102,7 @@ class EngineProcess:
             to_engine=_address(folder, "to-engine"),
             from_engine=_address(folder, "from-engine"),
             checkpoint_folder=str(checkpoint_folder),
-            log_level=log_level,
-            engine=config.model_dump(mode="json"),
+            engine=config.engine.model_dump(mode="json"),
             adapters=adapters,
         )
         assert child.stdin is not None

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from tests.api.conftest import MODEL, chat_body, metric, openai_client, user
-from tests.conftest import RunningServer, free_port
+from tests.conftest import RunningServer, engine_pid, free_port
 
 QUEUE = 3
 STALLED_S = 4
@@ -64,12 +64,6 @@ def ready(http: httpx.Client) -> bool:
 
 def idle(http: httpx.Client) -> bool:
     return metric(http, "nf4_num_requests_running") + metric(http, "nf4_kv_cache_usage_perc") == 0
-
-
-def engine_pid(server: RunningServer) -> int:
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return next(int(c) for c in children if "server.engine.loop" in Path(f"/proc/{c}/cmdline").read_text())
 
 
 def read_until_tokens(lines: Iterator[str], count: int) -> None:
@@ -200,7 +194,7 @@ def test_dying_engine_ends_streams_with_an_error_and_comes_back(own: RunningServ
                 if number == 4:
                     break
             until(lambda: metric(http, "nf4_num_requests_running") == 2, 10)
-            os.kill(engine_pid(own), signal.SIGKILL)
+            os.kill(engine_pid(own.process.pid), signal.SIGKILL)
             with pytest.raises(openai.APIError, match="engine"):
                 for _ in stream:
                     pass
@@ -235,7 +229,7 @@ def test_sigterm_lets_streams_end(own: RunningServer, http: httpx.Client) -> Non
     reader = threading.Thread(target=read)
     reader.start()
     assert begun.wait(30)
-    engine = engine_pid(own)
+    engine = engine_pid(own.process.pid)
     own.process.send_signal(signal.SIGTERM)
     reader.join(60)
     assert result["lines"][-1] == "data: [DONE]"

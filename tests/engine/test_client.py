@@ -116,6 +116,60 @@ async def _dies_and_returns(client: EngineClient) -> None:
     assert (await collect(client, 5))[-1].finish_reason in ("stop", "length")
 
 
+async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Path) -> None:
+    async with running(embedded_folder) as client:
+        await asyncio.wait_for(client.wait_ready(), START_S)
+        first = client.pid
+        assert first is not None
+        assert _name(first) == "nf4-engine"
+        await until(lambda: _standby() is not None)
+        second = _standby()
+        assert second is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: client.status.state == "restarting")
+        await asyncio.wait_for(client.wait_ready(), START_S)
+        assert client.pid == second
+        assert _name(second) == "nf4-engine"
+        assert (await collect(client, 5))[-1].finish_reason in ("stop", "length")
+        # One that dies while it waits is missed by nobody.
+        await until(lambda: _standby() not in (None, second))
+        third = _standby()
+        assert third is not None
+        os.kill(third, signal.SIGKILL)
+        await until(lambda: not _is_alive(third))
+        os.kill(second, signal.SIGKILL)
+        await until(lambda: client.status.state == "restarting")
+        await asyncio.wait_for(client.wait_ready(), START_S)
+        assert client.pid not in (first, second, third)
+        await until(lambda: _standby() is not None)
+    assert not _children()
+
+
+async def test_no_process_stands_by_that_nobody_asked_for(embedded_folder: Path) -> None:
+    async with running(embedded_folder, standby=False) as client:
+        await asyncio.wait_for(client.wait_ready(), START_S)
+        await collect(client, 5)
+        assert [_name(pid) for pid in _children()] == ["nf4-engine"]
+
+
+def _children() -> list[int]:
+    """This process's own that are alive."""
+    tasks = Path("/proc/self/task").iterdir()
+    pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    return [pid for pid in pids if _is_alive(pid) and _name(pid).startswith("nf4-")]
+
+
+def _standby() -> int | None:
+    return next((pid for pid in _children() if _name(pid) == "nf4-standby"), None)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
 async def test_a_damaged_checkpoint_is_fatal(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with running(tmp_path) as client:
@@ -141,20 +195,20 @@ from server.engine.client import EngineClient
 async def main():
     client = EngineClient(Config(), Path({str(embedded_folder)!r}))
     await client.start()
-    while client.pid is None:
-        await asyncio.sleep(0.01)
-    print(client.pid, flush=True)
+    await client.wait_ready()
     await asyncio.sleep(1)
+    print(Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read_text(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
     parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
-    engine = int(parent.stdout)
+    children = [int(pid) for pid in parent.stdout.split()]
+    assert len(children) == 2  # and the one that stands by
     deadline = 30.0
-    while _is_alive(engine) and deadline > 0:
+    while any(map(_is_alive, children)) and deadline > 0:
         deadline -= 0.1
         signal.sigtimedwait([], 0.1)
-    assert not _is_alive(engine)
+    assert not any(map(_is_alive, children))
 
 
 def _is_alive(pid: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -100,7 +101,9 @@ def test_an_id_in_use_is_refused() -> None:
     assert len(tokens(outputs)) == 8
 
 
-def test_an_exception_in_a_step_fails_only_the_sequence_that_causes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_step_fails_only_the_sequence_that_causes_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     expected_engine, _ = make_engine()
     good = make_request(5, ignore_eos=True)
     expected = tokens(run_together(expected_engine, good)[good.request_id])
@@ -113,10 +116,13 @@ def test_an_exception_in_a_step_fails_only_the_sequence_that_causes_it(monkeypat
         return execute(step)
 
     monkeypatch.setattr(runner, "execute", faulty)
-    outputs = run_together(engine, good, make_request(5, "bad", ignore_eos=True))
+    bad = msgspec.structs.replace(make_request(5, "bad", ignore_eos=True), http_request_id="the client's")
+    outputs = run_together(engine, good, bad)
     assert tokens(outputs[good.request_id]) == expected
     assert outputs["bad"][-1].finish_reason == "error"
     assert outputs["bad"][-1].error == "the model failed: RuntimeError: no kernel for this"
+    lines = [line for line in caplog.records if line.getMessage().startswith("bad failed")]
+    assert [getattr(line, "http_request_id", None) for line in lines] == ["the client's"]
     assert engine.stats().kv_blocks_used == 0
 
 

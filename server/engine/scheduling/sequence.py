@@ -35,6 +35,10 @@ class Constraint(Protocol):
         """Take a generated token."""
         ...
 
+    def look_ahead(self) -> None:
+        """Begin to find what may come next."""
+        ...
+
 
 @dataclass(frozen=True)
 class LoadedAdapter:
@@ -68,6 +72,7 @@ class Sequence:
         adapter: LoadedAdapter | None = None,
     ) -> None:
         self.request_id = request.request_id
+        self.http_request_id = request.http_request_id
         self.sampling = request.sampling
         self.seed = seed
         self.tokens = list(request.prompt_token_ids)
@@ -164,3 +169,5 @@ class Sequence:
             self.finish_reason = "stop"
         elif self.ends_by_length(max_model_len):
             self.finish_reason = "length"
+        elif self.constraint is not None:
+            self.constraint.look_ahead()

@@ -1,27 +1,41 @@
-"""Logging set-up: one format, for people or JSON, for the server, uvicorn and the libraries, with the request's id."""
+"""Logging set-up: one format, for people or JSON, for both processes, uvicorn and the libraries, with the request's id."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+import threading
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Literal
+
+LogFormat = Literal["console", "json"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the HTTP request being answered; set by the API's outermost layer."""
 
 
+def concerning(http_request_id: str) -> dict[str, str]:
+    """What to pass as `extra` to a logger's call for a line about a request, where it is not being answered: the engine."""
+    return {"http_request_id": http_request_id}
+
+
+def _concerned(record: logging.LogRecord) -> str:
+    """Id of the HTTP request that a line is about; empty when it is about none."""
+    return getattr(record, "http_request_id", "") or request_id.get()
+
+
 class ConsoleFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00,123 INFO server.api: [request id] message`; without the id, as the engine writes it."""
+    """`2026-01-31 12:00:00,123 INFO server.api: [request id] message`; the id only where a line is about a request."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter.format."""
-        current = request_id.get()
+        current = _concerned(record)
         record.request = f"[{current}] " if current else ""
         return super().format(record)
 
@@ -37,15 +51,18 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if current := request_id.get():
+        if current := _concerned(record):
             entry["request_id"] = current
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)
 
 
-def set_up_logging(level: str, style: Literal["console", "json"] = "console") -> None:
-    """Log everything at or above level to stderr; other libraries only from warnings on, unless level is debug."""
+def set_up_logging(level: str, style: LogFormat = "console") -> None:
+    """Log everything at or above level to stderr; other libraries only from warnings on, unless level is debug.
+
+    Python's warnings and, in JSON, exceptions that nobody caught become lines of the log, too.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else ConsoleFormatter())
     root = logging.getLogger()
@@ -58,5 +75,14 @@ def set_up_logging(level: str, style: Literal["console", "json"] = "console") ->
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+    logging.captureWarnings(True)
+    if style == "json":
+        sys.excepthook = _uncaught
+        threading.excepthook = lambda hook: _uncaught(hook.exc_type, hook.exc_value, hook.exc_traceback)
     # Connection noise that repeats what our own lines say.
     logging.getLogger("uvicorn.error").setLevel(max(number, logging.WARNING))
+
+
+def _uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:
+    if not issubclass(kind, SystemExit | KeyboardInterrupt):
+        logging.getLogger("server").critical("uncaught", exc_info=(kind, error or kind(), traceback))
