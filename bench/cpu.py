@@ -12,16 +12,15 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench.machine import cores, cpu_name, versions
 from server.engine.process import GOMP_SPINCOUNT
 
 CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
@@ -37,7 +36,7 @@ TARGETS = {"decode 1": (60, 135), "decode 8": (200, 350), "prefill 512": (1600, 
 def main() -> int:
     """Run all contenders, or one of them (a child process), which prints its figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -51,7 +50,7 @@ def main() -> int:
         environment = {"GOMP_SPINCOUNT": GOMP_SPINCOUNT, **os.environ} if contender == "ours" else dict(os.environ)
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         rows[contender] = json.loads(done.stdout.splitlines()[-1])
-    report = {"device": _cpu_name(), "threads": options.threads, "versions": _versions(), "rows": _rows(rows)}
+    report = {"device": cpu_name(), "threads": options.threads, "versions": versions(), "rows": _rows(rows)}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     _print(report)
@@ -176,25 +175,6 @@ def _rows(measured: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _versions() -> dict[str, str]:
-    packages = ("torch", "transformers", "bitsandbytes")
-    import nf4_kernels
-
-    return {
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-        "nf4_kernels": nf4_kernels.capabilities()["cpu"],
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _print(report: dict[str, Any]) -> None:

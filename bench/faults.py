@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from typing import Any
 import httpx
 
 from bench.load import Load, run_load, summarize
+from bench.machine import cores, cpu_name, versions
 
 RESULT = Path(__file__).resolve().parent / "results" / "faults.json"
 MODEL = "smollm2-135m-instruct"
@@ -112,7 +114,15 @@ class Stream:
     prompt: int
     tokens: list[str] = field(default_factory=list)
     ending: str = ""
-    seconds: float = 0.0
+    begun: float = 0.0
+    """This and the others on time.monotonic()."""
+    first_token: float | None = None
+    ended: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the request to the end of its answer."""
+        return self.ended - self.begun
 
 
 def _body(prompt: int, max_tokens: int) -> dict[str, Any]:
@@ -123,7 +133,7 @@ def _body(prompt: int, max_tokens: int) -> dict[str, Any]:
 
 async def _stream(client: httpx.AsyncClient, prompt: int, max_tokens: int) -> Stream:
     """Every token of one answer, told apart by the log-probabilities, and how it ended."""
-    stream, begun = Stream(prompt), time.monotonic()
+    stream = Stream(prompt, begun=time.monotonic())
     try:
         async with client.stream("POST", "/v1/completions", json=_body(prompt, max_tokens)) as answer:
             stream.ending = f"HTTP {answer.status_code}" if answer.status_code != 200 else "cut"
@@ -136,9 +146,10 @@ async def _stream(client: httpx.AsyncClient, prompt: int, max_tokens: int) -> St
                         stream.ending = f"error {event['error']['code']}"
                     for choice in event.get("choices", []):
                         stream.tokens += (choice.get("logprobs") or {}).get("tokens", [])
+                        stream.first_token = stream.first_token or time.monotonic()
     except httpx.HTTPError as e:
         stream.ending = type(e).__name__
-    stream.seconds = time.monotonic() - begun
+    stream.ended = time.monotonic()
     return stream
 
 
@@ -157,9 +168,13 @@ async def _clients(server: Server, count: int, max_tokens: int, until: asyncio.E
     return streams
 
 
-def kills(times: int, clients: int = 8, max_tokens: int = 48, seed: int = 0) -> dict[str, Any]:
-    """Kill the engine at random moments under load: how requests ended, duplicate tokens, seconds to recover."""
+def kills(times: int, clients: int = 8, max_tokens: int = 24, seed: int = 0) -> dict[str, Any]:
+    """Kill the engine at random moments under load: how requests ended, duplicate tokens, seconds to recover.
+
+    Half of the clients' requests run at a time, the others wait.
+    """
     draw, prompts, recoveries = random.Random(seed), 8, []
+    killed: list[float] = []
 
     async def trial(server: Server) -> list[Stream]:
         async with httpx.AsyncClient(base_url=server.url, timeout=2 * DEADLINE_S) as client:
@@ -167,9 +182,10 @@ def kills(times: int, clients: int = 8, max_tokens: int = 48, seed: int = 0) -> 
         over = asyncio.Event()
         load = asyncio.create_task(_clients(server, clients, max_tokens, over, prompts))
         for kill in range(1, times + 1):
-            await asyncio.sleep(draw.uniform(0.0, 4.0))
+            await asyncio.sleep(draw.uniform(0.0, 5.0))
             os.kill(server.engine(), signal.SIGKILL)
             begun = time.monotonic()
+            killed.append(begun)
             while await asyncio.to_thread(
                 server.metric, "nf4_engine_restarts_total"
             ) < kill or not await asyncio.to_thread(server.ready):
@@ -187,18 +203,27 @@ def kills(times: int, clients: int = 8, max_tokens: int = 48, seed: int = 0) -> 
                 stream.ending = "other tokens"
         return streams
 
-    with serving(http__request_timeout_s=DEADLINE_S) as server:
+    with serving(http__request_timeout_s=DEADLINE_S, engine__max_num_seqs=clients // 2) as server:
         streams = asyncio.run(trial(server))
     slowest = max(stream.seconds for stream in streams)
     endings = Counter(stream.ending for stream in streams)
     told = {"done", "error engine_error", "error timeout", "error engine_unavailable", "HTTP 503", "HTTP 500"}
     ended_as_told = set(endings) <= told and slowest < DEADLINE_S + 5
+    waited = [s for s in streams if any(s.begun < kill < (s.first_token or s.ended) for kill in killed)]
+    retried = [s for s in waited if s.ending == "done" and len(s.tokens) == max_tokens]
     return {
         "kills": times,
         "requests": len(streams),
         "endings": dict(endings),
+        "without_a_token_when_the_engine_died": len(waited),
+        "of_these_answered_whole_by_the_next": len(retried),
+        "deadline_s": DEADLINE_S,
         "slowest_request_s": slowest,
-        "recovery_s": {"median": sorted(recoveries)[len(recoveries) // 2], "max": max(recoveries)},
+        "recovery_s": {
+            "median": statistics.median(recoveries),
+            "max": max(recoveries),
+            "all": [round(seconds, 2) for seconds in recoveries],
+        },
         "ended_as_told": ended_as_told,
         "kept": ended_as_told and max(recoveries) < RECOVERY_S,
     }
@@ -275,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     kept = True
     for name in options.trials or TRIALS:
-        found = TRIALS[name][options.short]()
+        found = {**TRIALS[name][options.short](), "device": cpu_name(), "cores": cores(), "versions": versions()}
         print(json.dumps({name: found}, indent=2))
         report = json.loads(options.json.read_text()) if options.json.exists() else {}
         options.json.write_text(json.dumps({**report, name: found}, indent=2) + "\n")

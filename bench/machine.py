@@ -1,0 +1,33 @@
+"""What a result was measured on: the processor, the cores it may use, and versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+
+def cpu_name() -> str:
+    """The processor's name, as the kernel has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the packages that compute, and the kernel library's variant on this machine."""
+    import nf4_kernels
+
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "bitsandbytes")},
+        "nf4_kernels": nf4_kernels.capabilities()["cpu"],
+    }
