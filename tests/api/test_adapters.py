@@ -16,8 +16,7 @@ import pytest
 
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.api.conftest import MODEL, chat_body, user
-from tests.api.test_lifecycle import engine_pid
-from tests.conftest import RunningServer, start_server
+from tests.conftest import RunningServer, engine_pid, start_server
 from tests.prompts import CHATS
 from tests.reference import Reference
 
@@ -162,7 +161,7 @@ def test_what_cannot_be_loaded(http: httpx.Client, adapters: Path, tmp_path: Pat
 def test_adapters_survive_the_engine(http: httpx.Client, server: RunningServer, adapters: Path) -> None:
     assert load(http, "two", adapters / "two").status_code == 200
     before = answer(http, "two"), answer(http, FIXED)
-    os.kill(engine_pid(server), signal.SIGKILL)
+    os.kill(engine_pid(server.process.pid), signal.SIGKILL)
     deadline = time.monotonic() + 60
     while http.get("/health").json().get("engine_restarts") != 1 or http.get("/ping").status_code != 200:
         assert time.monotonic() < deadline
