@@ -60,10 +60,8 @@ class Server:
         return time.monotonic() - begun
 
     def engine(self) -> int:
-        """The engine's process id; StopIteration where there is none."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return next(int(c) for c in children if Path(f"/proc/{c}/comm").read_text() == "nf4-engine\n")
+        """The engine's process id; KeyError where there is none."""
+        return self.processes()["nf4-engine"]
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples."""
@@ -78,14 +76,21 @@ class Server:
                 raise RuntimeError(f"{count} sequences do not run at once")
             time.sleep(0.02)
 
+    def processes(self) -> dict[str, int]:
+        """Process ids by name: the API's, the engine's, and that of the process that stands by for it."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return {"api": pid, **{Path(f"/proc/{c}/comm").read_text().strip(): int(c) for c in children}}
+
+    @staticmethod
+    def resident(pid: int) -> int:
+        """Resident bytes of a process."""
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
     def memory(self) -> int:
-        """Resident bytes of both processes."""
-        return sum(
-            int(line.split()[1]) * 1024
-            for pid in (self.process.pid, self.engine())
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-            if line.startswith("VmRSS")
-        )
+        """Resident bytes of the processes that serve."""
+        return sum(map(self.resident, (self.process.pid, self.engine())))
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """A server under a mixed load for minutes: nothing may leak. python -m bench.soak [--minutes 20]
 
-Clients send short and long prompts, grammars, several sequences, and leave early at random. Afterwards no cache block
-is held, and both processes have as many files open and as much memory as after the first part, within 3 %. Written to
+Clients send short and long prompts, grammars that are all different, adapters, several sequences, and leave at random
+moments; adapters are loaded and unloaded meanwhile; the cache is small enough for preemptions. Afterwards no block is held
+and every process has as many files open and as much memory as after the first part, within 3 %. Written to
 bench/results/soak.json; exit code 1 where something has leaked.
 """
 
@@ -12,37 +13,47 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+from safetensors.numpy import save_file
 
 from bench.faults import MODEL, Server, serving
+from bench.machine import cores, cpu_name, versions
+from server.checkpoint.source import resolve_checkpoint
+from server.config import default_cache_dir
 
 RESULT = Path(__file__).resolve().parent / "results" / "soak.json"
 CLIENTS = 8
 # Part of the time in which caches and allocators fill.
 WARM = 0.25
 MOST_GROWTH = 0.03
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
+KV_CACHE_BYTES = 256 * 2**20
+ADAPTERS = ("one", "two")
+SAMPLE_S = 30.0
+WORDS = ("night", "river", "code", "seven", "lamp")
 
 
 def _body(draw: random.Random) -> dict[str, Any]:
     length = draw.choice((4, 30, 120, 600, 1500))
-    text = " ".join(draw.choice(("night", "river", "code", "seven", "lamp")) for _ in range(length))
     body: dict[str, Any] = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": text}],
+        "model": draw.choice((MODEL, MODEL, *ADAPTERS)),
+        "messages": [{"role": "user", "content": " ".join(draw.choices(WORDS, k=length))}],
         "max_tokens": draw.choice((1, 8, 40, 120)),
         "temperature": draw.choice((0, 0.8)),
         "stream": draw.random() < 0.7,
     }
     kind = draw.random()
     if kind < 0.2:
-        schema = {"name": f"s{draw.randrange(20)}", "schema": SCHEMA}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        name = f"p{draw.getrandbits(32)}"
+        properties = {name: {"type": "integer"}, "kind": {"enum": ["x", "y"]}}
+        schema = {"type": "object", "properties": properties, "required": [name, "kind"]}
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "soak", "schema": schema}}
     elif kind < 0.3:
         body["n"] = 3
     elif kind < 0.4:
@@ -56,60 +67,129 @@ async def _client(server: Server, number: int, until: float, endings: Counter[st
         while time.monotonic() < until:
             body, leave = _body(draw), draw.random() < 0.25
             try:
-                async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-                    lines = 0
-                    async for _ in answer.aiter_lines():
-                        lines += 1
-                        if leave and lines > 3:
-                            break
-                endings["left" if leave else f"HTTP {answer.status_code}"] += 1
+                async with asyncio.timeout(draw.uniform(0.01, 8) if leave else None):
+                    answer = await client.post("/v1/chat/completions", json=body)
+                error = answer.status_code == 200 and '"error":' in answer.text
+                endings["an error in a stream" if error else f"HTTP {answer.status_code}"] += 1
+            except TimeoutError:
+                endings["left"] += 1
             except httpx.HTTPError as e:
                 endings[type(e).__name__] += 1
 
 
-def _state(server: Server) -> dict[str, float]:
-    files = sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (server.process.pid, server.engine()))
-    return {"memory_bytes": server.memory(), "open_files": files}
+async def _reload_adapters(server: Server, folder: Path, until: float, endings: Counter[str]) -> None:
+    """One adapter comes and goes while the others are in use."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+        while time.monotonic() < until:
+            loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": "three", "lora_path": str(folder)})
+            await asyncio.sleep(2)
+            gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "three"})
+            endings[f"adapter HTTP {loaded.status_code} {gone.status_code}"] += 1
 
 
-def _idle(server: Server) -> dict[str, float]:
+def write_adapter(checkpoint: Path, folder: Path, seed: int) -> None:
+    """A LoRA adapter with random weights for a checkpoint's attention, as PEFT would save it."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    hidden, rank = config["hidden_size"], 8
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    sizes = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
+    draw = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{key}.lora_A.weight"] = draw.normal(0, 0.03, (rank, hidden)).astype(np.float32)
+            tensors[f"{key}.lora_B.weight"] = draw.normal(0, 0.03, (size, rank)).astype(np.float32)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": [*sizes]}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+
+
+def _state(server: Server) -> dict[str, dict[str, float]]:
+    """Resident bytes, open files and threads of every process, by its name."""
+    return {
+        name: {
+            "memory_bytes": server.resident(pid),
+            "open_files": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
+        }
+        for name, pid in server.processes().items()
+    }
+
+
+def _idle(server: Server) -> dict[str, Any]:
     """What the server holds once nothing runs."""
     end = time.monotonic() + 30
     while server.metric("nf4_num_requests_running") + server.metric("nf4_kv_cache_usage_perc"):
         if time.monotonic() > end:
             break
         time.sleep(0.1)
-    blocks = server.metric("nf4_kv_cache_usage_perc")
     # Idle connections of the clients that have just gone are closed by now.
     time.sleep(1)
-    return {**_state(server), "cache_in_use": blocks, "running": server.metric("nf4_num_requests_running")}
+    names = {"cache_in_use": "nf4_kv_cache_usage_perc", "running": "nf4_num_requests_running"}
+    return {"processes": _state(server), **{key: server.metric(name) for key, name in names.items()}}
+
+
+async def _watch(server: Server, begun: float, samples: list[dict[str, Any]]) -> None:
+    """A line every half minute, under load."""
+    while True:
+        memory = {name: round(server.resident(pid) / 2**20) for name, pid in server.processes().items()}
+        samples.append({"minute": round((time.monotonic() - begun) / 60, 1), "memory_mib": memory})
+        print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
+        await asyncio.sleep(SAMPLE_S)
+
+
+def _growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        name: {key: after["processes"].get(name, {}).get(key, 0) / value - 1 for key, value in state.items()}
+        for name, state in before["processes"].items()
+    }
 
 
 def soak(minutes: float) -> dict[str, Any]:
     """Load for so many minutes: states after the first part and at the end, and what has grown."""
     endings: Counter[str] = Counter()
+    samples: list[dict[str, Any]] = []
+    begun = time.monotonic()
 
-    async def load(server: Server, seconds: float, first: int) -> None:
+    async def load(server: Server, folder: Path, seconds: float, first: int) -> None:
         until = time.monotonic() + seconds
-        await asyncio.gather(*(_client(server, first + i, until, endings) for i in range(CLIENTS)))
+        watcher = asyncio.create_task(_watch(server, begun, samples))
+        clients = (_client(server, first + i, until, endings) for i in range(CLIENTS))
+        await asyncio.gather(_reload_adapters(server, folder, until, endings), *clients)
+        watcher.cancel()
 
-    with serving() as server:
-        asyncio.run(load(server, WARM * 60 * minutes, 0))
-        warm = _idle(server)
-        print(f"after the first part: {warm}", file=sys.stderr, flush=True)
-        asyncio.run(load(server, (1 - WARM) * 60 * minutes, CLIENTS))
-        end = _idle(server)
-        restarts = server.metric("nf4_engine_restarts_total")
-    growth = {key: end[key] / warm[key] - 1 for key in ("memory_bytes", "open_files")}
-    clean = not end["cache_in_use"] and not end["running"] and not restarts
+    checkpoint = resolve_checkpoint(MODEL, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
+    with tempfile.TemporaryDirectory() as work:
+        folders = {name: Path(work) / name for name in (*ADAPTERS, "three")}
+        for seed, folder in enumerate(folders.values()):
+            write_adapter(checkpoint, folder, seed)
+        settings = {
+            "engine__lora_modules": ",".join(f"{name}={folders[name]}" for name in ADAPTERS),
+            "engine__allow_runtime_lora": True,
+            "engine__kv_cache_bytes": KV_CACHE_BYTES,
+        }
+        with serving(**settings) as server:
+            asyncio.run(load(server, folders["three"], WARM * 60 * minutes, 0))
+            warm = _idle(server)
+            asyncio.run(load(server, folders["three"], (1 - WARM) * 60 * minutes, CLIENTS))
+            end = _idle(server)
+            counted = {name: server.metric(f"nf4_{name}_total") for name in ("engine_restarts", "num_preemptions")}
+    growth = _growth(warm, end)
+    clean = not end["cache_in_use"] and not end["running"] and not counted["engine_restarts"]
+    expected = {"HTTP 200", "left", "adapter HTTP 200 200"}
     return {
         "minutes": minutes,
         "endings": dict(endings),
-        "engine_restarts": restarts,
+        **counted,
         "warm": warm,
         "end": end,
         "growth": growth,
-        "kept": clean and max(growth.values()) <= MOST_GROWTH and set(endings) <= {"HTTP 200", "left"},
+        "samples": samples,
+        "kept": clean
+        and max(value for process in growth.values() for value in process.values()) <= MOST_GROWTH
+        and set(endings) <= expected,
     }
 
 
@@ -119,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
-    found = soak(options.minutes)
+    found = {**soak(options.minutes), "device": cpu_name(), "cores": cores(), "versions": versions()}
     print(json.dumps(found, indent=2))
     options.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0 if found["kept"] else 1
