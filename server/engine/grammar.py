@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -19,25 +20,44 @@ class GrammarError(Exception):
 class GrammarState:
     """How far one sequence is in its grammar."""
 
-    def __init__(self, compiled: Future[LLMatcher]) -> None:
+    def __init__(self, compiled: Future[LLMatcher], thread: ThreadPoolExecutor | None = None) -> None:
+        """With a thread, what may come next is found there as soon as a token was taken."""
         self._compiled = compiled
+        self._thread = thread
         self._matcher: LLMatcher | None = None
+        self._next: _Next | Future[_Next] | None = None
+
+    def is_known(self) -> bool:
+        """Whether allowed() costs nothing now; if not, it costs a thousand times what permits() does.
+
+        A search for it that has not begun yet is given up.
+        """
+        if isinstance(self._next, Future) and self._next.cancel():
+            self._next = None
+        return self._next is not None
 
     def allowed(self) -> bytes:
         """Which tokens may come next: bit i of byte i // 8 is token i. Raises GrammarError.
 
         The first call waits until the grammar is compiled, which prefill has mostly hidden.
         """
+        return self._known().allowed
+
+    def permits(self, token: int) -> bool:
+        """Whether this token may come next. Raises GrammarError."""
+        if self._next is not None:
+            mask = self._known().allowed
+            return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
         matcher = self._own()
-        mask = matcher.compute_bitmask()
+        permitted = matcher.validate_tokens([token]) == 1
         if matcher.is_error():
             raise GrammarError(_line(matcher.get_error()))
-        return mask
+        return permitted
 
     @property
     def may_end(self) -> bool:
         """Whether what was generated so far is complete."""
-        return self._own().is_accepting()
+        return self._own().is_accepting() if self._next is None else self._known().may_end
 
     @property
     def done(self) -> bool:
@@ -45,8 +65,23 @@ class GrammarState:
         return self._matcher is not None and self._matcher.is_stopped()
 
     def accept(self, token: int) -> None:
-        """Take a generated token. One that the grammar forbids shows as GrammarError at the next allowed()."""
+        """Take a generated token. One that the grammar forbids shows as GrammarError when the next one is asked for."""
+        if isinstance(self._next, Future):
+            wait([self._next])  # a matcher is used by one thread at a time
+        self._next = None
         self._own().consume_token(token)
+
+    def look_ahead(self) -> None:
+        """Begin to find what may come next, while the model computes the next token's logits."""
+        if self._next is None and self._thread is not None:
+            self._next = self._thread.submit(_look, self._own())
+
+    def _known(self) -> _Next:
+        if self._next is None:
+            self._next = _look(self._own())
+        elif isinstance(self._next, Future):
+            self._next = self._next.result()
+        return self._next
 
     def _own(self) -> LLMatcher:
         if self._matcher is None:
@@ -54,12 +89,37 @@ class GrammarState:
         return self._matcher
 
 
+class _Next(NamedTuple):
+    """What may follow a text."""
+
+    allowed: bytes
+    may_end: bool
+
+
+def _look(matcher: LLMatcher) -> _Next:
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(_line(matcher.get_error()))
+    return _Next(mask, matcher.is_accepting())
+
+
 class Grammars:
     """Compiles grammars (llguidance's JSON form) for one checkpoint's tokenizer, in a thread of its own."""
 
-    def __init__(self, folder: Path, vocab_size: int | None = None, eos_token_id: int | None = None) -> None:
-        """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text."""
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int | None = None,
+        eos_token_id: int | None = None,
+        look_ahead: bool = False,
+    ) -> None:
+        """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text.
+
+        look_ahead: find what may come next in a thread while the model computes. Worth it where another device
+        computes; where this machine's cores do, they are only taken away from the model.
+        """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="grammar-ahead") if look_ahead else None
         self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = Lock()
         # Large vocabularies take a second; the first request with a grammar should not wait for it.
@@ -78,11 +138,13 @@ class Grammars:
 
     def start(self, grammar: str) -> GrammarState:
         """A sequence's own state in a grammar."""
-        return GrammarState(self.compile(grammar))
+        return GrammarState(self.compile(grammar), self._ahead)
 
     def close(self) -> None:
-        """End the thread; what waits for it is dropped."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads; what waits for it is dropped."""
+        for thread in (self._thread, self._ahead):
+            if thread is not None:
+                thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> LLMatcher:
         # llguidance's limits bound time and memory of compilation and of each mask.

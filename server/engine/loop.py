@@ -210,7 +210,8 @@ def _serve(launch: Launch, channel: Channel, stop: _Stop) -> None:
     for adapter in launch.adapters:
         _restore_adapter(runner, adapter)
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
-    engine = Engine(runner, config, Grammars(Path(launch.checkpoint_folder), limits.vocab_size, end))
+    look_ahead = runner.device.type != "cpu"
+    engine = Engine(runner, config, Grammars(Path(launch.checkpoint_folder), limits.vocab_size, end, look_ahead))
     channel.send(
         EngineReady(
             max_model_len=limits.max_model_len,

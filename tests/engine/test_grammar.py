@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 
 import jsonschema
@@ -26,13 +27,14 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def grammars(embedded_folder: Path) -> Grammars:
-    return Grammars(embedded_folder, VOCABULARY, END)
+@pytest.fixture(scope="module", params=[False, True], ids=["tried", "looked-ahead"])
+def grammars(embedded_folder: Path, request: pytest.FixtureRequest) -> Grammars:
+    return Grammars(embedded_folder, VOCABULARY, END, look_ahead=request.param)
 
 
 def sequence(grammars: Grammars, grammar: str | None, seed: int, **options: object) -> Sequence:
-    sampling = SamplingParams(max_tokens=200, temperature=1.0, grammar=grammar, **options)  # type: ignore[arg-type]
+    chosen = {"max_tokens": 200, "temperature": 1.0, "grammar": grammar, **options}
+    sampling = SamplingParams(**chosen)  # type: ignore[arg-type]
     made = Sequence(GenerateRequest(str(seed), [1, 5], sampling), seed, frozenset({END}))
     made.constraint = grammars.start(grammar) if grammar is not None else None
     return made
@@ -68,6 +70,88 @@ def test_the_end_may_come_only_where_the_text_may_end(grammars: Grammars) -> Non
             break
     assert wanting.finish_reason == "stop"
     assert wanting.num_generated >= 2
+
+
+def test_single_tokens_are_permitted_as_the_mask_says(grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}
+    for grammar in (LLMatcher.grammar_from_regex("([a-z]{1,9} ){1,4}"), LLMatcher.grammar_from_json_schema(schema)):
+        state = grammars.start(grammar)
+        for _ in range(12):
+            tokens = [END, *random.sample(range(VOCABULARY), 2000)]
+            alone = [state.permits(token) for token in tokens]
+            mask = state.allowed()
+            permitted = [token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1]
+            assert [token for token, said in zip(tokens, alone, strict=True) if said] == [
+                token for token in tokens if token in set(permitted)
+            ]
+            state.accept(random.choice([token for token in permitted if token != END] or [END]))
+            if state.done:
+                break
+            state.look_ahead()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.999999}], ids=["tried first", "masked first"])
+def test_draws_keep_the_share_that_permitted_tokens_have(grammars: Grammars, options: dict[str, float]) -> None:
+    grammar = LLMatcher.grammar_from_regex("[abc]")
+    states = [sequence(grammars, grammar, seed, **options) for seed in range(600)]
+    mask = grammars.start(grammar).allowed()
+    permitted = [token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1]
+    assert len(permitted) == 3
+    logits = torch.full((1, VOCABULARY), -50.0)
+    logits[0, permitted] = torch.tensor([2.0, 1.0, 0.0])
+    logits[0, 5000:5100] = 0.0  # nine in ten draws without the grammar are none of the three
+    expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0]), 0) * len(states)
+    drawn = [result.token for i in range(0, 600, 200) for result in sample(logits.repeat(200, 1), states[i : i + 200])]
+    counts = torch.tensor([float(drawn.count(token)) for token in permitted])
+    assert counts.sum() == len(states)
+    assert ((counts - expected) ** 2 / expected).sum() < 18.4  # chi-square, 2 degrees of freedom: p = 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_draws_depend_on_nothing_but_the_seed(embedded_folder: Path, temperature: float) -> None:
+    grammar = LLMatcher.grammar_from_regex("[a-e ]+")
+    texts = []
+    for ahead, logprobs in ((False, None), (True, None), (False, 2)):
+        own = sequence(
+            Grammars(embedded_folder, VOCABULARY, END, ahead), grammar, 7, logprobs=logprobs, temperature=temperature
+        )
+        torch.manual_seed(5)
+        for _ in range(12):
+            result = sample(torch.randn(1, VOCABULARY) * 2, [own])[0]
+            if own.constraint is not None and logprobs is not None:
+                assert result.logprob is not None
+                assert all(own.constraint.permits(token) for token, _ in result.logprob.top)
+            own.append(result.token, 4096)
+            if own.finish_reason is not None:
+                break
+            if ahead and own.constraint is not None:
+                own.constraint.allowed()  # known before the next draw
+        texts.append(own.tokens)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_search_that_has_not_begun_is_given_up(embedded_folder: Path) -> None:
+    grammars = Grammars(embedded_folder, VOCABULARY, END, look_ahead=True)
+    first, second = (grammars.start(LLMatcher.grammar_from_regex("[a-z]+")) for _ in range(2))
+    letter = next(token for token in range(VOCABULARY) if first.permits(token))
+    begun, go_on = threading.Event(), threading.Event()
+    assert grammars._ahead is not None
+
+    def busy() -> None:
+        begun.set()
+        go_on.wait()
+
+    grammars._ahead.submit(busy)
+    begun.wait()
+    second.accept(letter)
+    second.look_ahead()
+    assert not second.is_known()
+    assert second.permits(letter)
+    go_on.set()
+    first.accept(letter)
+    first.look_ahead()
+    assert first.allowed() == second.allowed()
+    assert first.is_known()
 
 
 def test_broken_grammar(grammars: Grammars) -> None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from server.engine.runtime.masks import apply_constraints
+from server.engine.runtime.masks import apply_constraints, refused
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
 _MASK64 = (1 << 64) - 1
 # Filters look at this many of the most likely tokens first; a full sort of the vocabulary is 20 times slower.
 _FIRST_CANDIDATES = 1024
+# No sequence is as long: positions from here on give second draws their numbers.
+_SECOND_DRAWS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,8 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         if _is_adjusted(sequence):
             logits = logits.float()
             _adjust(logits[row], sequence)
-    _constrain(logits, sequences)
-    best, greedy = logits.max(dim=-1)
-    tokens = draw(logits, sequences, greedy).tolist()
+    best, drawn = _keep_to_grammars(logits, sequences)
+    tokens = drawn.tolist()
     usable = torch.isfinite(best).tolist()
     logprobs = _logprobs(logits, sequences, tokens)
     return [
@@ -92,21 +93,41 @@ def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
         logits[torch.tensor(banned, dtype=torch.int64, device=device)] = -math.inf
 
 
-def _constrain(logits: torch.Tensor, sequences: list[Sequence]) -> None:
-    """Keep every sequence that has a grammar to it, in place."""
-    rows = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
-    if not rows:
-        return
-    bound = [sequences[row] for row in rows]
-    constraints = [s.constraint for s in bound if s.constraint is not None]
-    ends = [s.stop_ids if s.num_generated >= s.sampling.min_tokens else () for s in bound]
-    apply_constraints(logits, rows, constraints, ends)
+def _keep_to_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of every sequence, and its token: one that its grammar permits, if it has one.
+
+    To find all permitted tokens takes a thousand times as long as to ask about one. So a token is drawn as if there
+    were no grammar, and drawn again among the permitted ones if it is not one of them. A permitted token comes with its
+    share of the permitted ones' probability all the same: p + (1 - z) p / z = p / z.
+    """
+    bound = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
+    tried = [row for row in bound if _is_tried(sequences[row], logits.shape[1])]
+    apply_constraints(logits, [row for row in bound if row not in tried], sequences)
+    best, greedy = logits.max(dim=-1)
+    tokens = draw(logits, sequences, greedy)
+    if tried:
+        again = refused(tokens.tolist(), tried, sequences)
+        compared = [row for row in tried if row not in again and sequences[row].sampling.logprobs is not None]
+        apply_constraints(logits, again + compared, sequences)
+        if again:
+            rows = torch.tensor(again, device=logits.device)
+            best[rows], greedy = logits[rows].max(dim=-1)
+            tokens[rows] = draw(logits[rows], [sequences[row] for row in again], greedy, second=True)
+    return best, tokens
 
 
-def draw(logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor) -> torch.Tensor:
+def _is_tried(sequence: Sequence, vocabulary: int) -> bool:
+    """Whether a token is drawn before the permitted ones are found. A draw must not depend on what is known when."""
+    if sequence.sampling.temperature == 0:
+        return sequence.constraint is not None and not sequence.constraint.is_known()
+    return not _is_filtered(sequence, vocabulary)
+
+
+def draw(logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor, second: bool = False) -> torch.Tensor:
     """tokens, int64 [len(sequences)], with a drawn one in each row whose temperature is above 0.
 
-    logits [len(sequences), vocabulary], all on one device; on CUDA the host does not wait for it.
+    logits [len(sequences), vocabulary], all on one device; on CUDA the host does not wait for it. A second draw for the
+    same places has random numbers of its own.
     """
     vocabulary = logits.shape[1]
     drawn = [row for row, s in enumerate(sequences) if s.sampling.temperature > 0]
@@ -114,7 +135,7 @@ def draw(logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor) 
     plain = [row for row in drawn if not _is_filtered(sequences[row], vocabulary)]
     for rows, pick in ((plain, _pick), (filtered, _pick_filtered)):
         if rows:
-            numbers = _Numbers.of([sequences[row] for row in rows], rows, vocabulary, logits.device)
+            numbers = _Numbers.of([sequences[row] for row in rows], rows, vocabulary, logits.device, second)
             scores = (logits if len(rows) == logits.shape[0] else logits[numbers.rows]).float()
             # Less the maximum before dividing, so that a tiny temperature does not overflow.
             scores = (scores - scores.amax(dim=-1, keepdim=True)) / numbers.temperatures
@@ -140,13 +161,16 @@ class _Numbers:
         return _Numbers(*(getattr(self, f.name)[mask] for f in fields(self)))
 
     @classmethod
-    def of(cls, chosen: list[Sequence], rows: list[int], vocabulary: int, device: torch.device) -> _Numbers:
+    def of(
+        cls, chosen: list[Sequence], rows: list[int], vocabulary: int, device: torch.device, second: bool
+    ) -> _Numbers:
+        shift = _SECOND_DRAWS if second else 0
         table = torch.tensor(
             [
                 [
                     row,
                     s.sampling.temperature,
-                    uniform(s.seed, len(s.tokens)),
+                    uniform(s.seed, len(s.tokens) + shift),
                     s.sampling.top_k if 0 < s.sampling.top_k < vocabulary else vocabulary,
                     s.sampling.top_p,
                     s.sampling.min_p,

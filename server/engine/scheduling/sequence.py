@@ -17,8 +17,16 @@ UNKNOWN = -1
 class Constraint(Protocol):
     """How far a sequence is in the grammar that it has to keep to; see server.engine.grammar."""
 
+    def is_known(self) -> bool:
+        """Whether allowed() costs nothing now; if not, it costs much and permits() little."""
+        ...
+
     def allowed(self) -> bytes:
         """Which tokens may come next: bit i of byte i // 8 is token i."""
+        ...
+
+    def permits(self, token: int) -> bool:
+        """Whether this token may come next."""
         ...
 
     @property
@@ -36,7 +44,7 @@ class Constraint(Protocol):
         ...
 
     def look_ahead(self) -> None:
-        """Begin to find what may come next."""
+        """Begin to find what may come next, where that can be hidden behind the model's next step."""
         ...
 
 
