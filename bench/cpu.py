@@ -15,13 +15,14 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.machine import cores, cpu_name, versions
-from server.engine.process import GOMP_SPINCOUNT
+from server.engine.process import ENVIRONMENT
 
 CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
 PROMPT = 128
@@ -47,7 +48,7 @@ def main() -> int:
     for contender in CONTENDERS:
         print(f"bench: {contender} ...", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "bench.cpu", "--only", contender, "--threads", str(options.threads)]
-        environment = {"GOMP_SPINCOUNT": GOMP_SPINCOUNT, **os.environ} if contender == "ours" else dict(os.environ)
+        environment = {**ENVIRONMENT, **os.environ} if contender == "ours" else dict(os.environ)
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         rows[contender] = json.loads(done.stdout.splitlines()[-1])
     report = {"device": cpu_name(), "threads": options.threads, "versions": versions(), "rows": _rows(rows)}
@@ -74,6 +75,7 @@ def _prompt(index: int, length: int) -> list[int]:
 def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
     from server.config import EngineConfig
     from server.engine.core import Engine
+    from server.engine.runtime.attention.pages import PAGES_THREAD
     from server.engine.start import load_runner
     from server.types import GenerateRequest, SamplingParams
 
@@ -94,6 +96,10 @@ def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
             (prefill if stats.step_prefill_tokens else decode).append(time.perf_counter() - started)
         return prefill, decode
 
+    # Memory of the cache is still being made in the background for some seconds after a start.
+    for thread in threading.enumerate():
+        if thread.name == PAGES_THREAD:
+            thread.join()
     run(1, PREFILL, 4)
     return {
         "decode 1": 1 / statistics.median(run(1, PROMPT, TOKENS)[1]),

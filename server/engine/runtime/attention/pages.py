@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 
 HUGE_PAGE = 2 << 20
+PAGES_THREAD = "cache-pages"
+"""Name of the thread that makes the pages."""
 # Linux's number for making pages as if they were written, which mmap has no name for; from kernel 5.14 on.
 _MADV_POPULATE_WRITE = 23
 
@@ -31,7 +33,7 @@ def host_zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[to
             pages.madvise(mmap.MADV_HUGEPAGE)
         tensors.append(torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape))
     # The thread holds the tensors, and they their memory, until it is done.
-    threading.Thread(target=_populate, args=(tensors,), name="cache-pages", daemon=True).start()
+    threading.Thread(target=_populate, args=(tensors,), name=PAGES_THREAD, daemon=True).start()
     return tensors
 
 
