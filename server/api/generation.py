@@ -222,7 +222,15 @@ class Generation:
             if timer is not None:
                 timer.cancel()
             self.close()
+            self._account()
             self._log()
+
+    def _account(self) -> None:
+        lengths: dict[int, list[int]] = {}
+        for run in self.runs:
+            lengths.setdefault(id(run.request.prompt_token_ids), []).append(run.timeline.generation_tokens)
+        for answers in lengths.values():
+            self._metrics.prompt_finished(len(answers), max(answers))
 
     def _time_out(self) -> None:
         for run in self.runs:

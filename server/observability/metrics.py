@@ -29,12 +29,13 @@ FIRST_TOKEN_BUCKETS = (
 )
 REQUEST_BUCKETS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
-    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
 )
 KERNEL_BUCKETS = tuple(digit * 10.0**power for power in range(-6, 2) for digit in (1.0, 2.0, 5.0))
 """1 microsecond to 50 s."""
 LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
-BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
@@ -79,6 +80,10 @@ class Metrics:
         )
         self._max_tokens = self._histogram(
             "request_params_max_tokens", "Most tokens that a request allowed its answer.", LENGTH_BUCKETS
+        )
+        self._n = self._histogram("request_params_n", "Answers that a request wanted to a prompt.", N_BUCKETS)
+        self._longest = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest of a prompt's answers.", LENGTH_BUCKETS
         )
         self._computed = self._histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", LENGTH_BUCKETS
@@ -206,6 +211,11 @@ class Metrics:
             self._dequant["decode"].observe(timings.dequant_decode)
             self._linear["prefill"].observe(timings.linear_prefill)
             self._linear["decode"].observe(timings.linear_decode)
+
+    def prompt_finished(self, answers: int, longest: int) -> None:
+        """Account for all answers to one prompt: how many were asked for, and the tokens of the longest."""
+        self._n.observe(answers)
+        self._longest.observe(longest)
 
     def rejected(self, reason: str) -> None:
         """Count a request that was answered with an error; reason is one of a fixed set of words."""

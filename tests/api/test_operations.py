@@ -68,6 +68,14 @@ def test_metrics_account_for_a_request(http: httpx.Client) -> None:
         assert metric(http, "nf4_request_linear_seconds_count", phase=phase) > 0
 
 
+def test_answers_to_a_prompt_are_counted_prompt_by_prompt(http: httpx.Client) -> None:
+    names = ("nf4_request_params_n_count", "nf4_request_params_n_sum", "nf4_request_max_num_generation_tokens_sum")
+    before = [metric(http, name) for name in names]
+    body = {"model": MODEL, "prompt": ["a", "b"], "n": 2, "max_tokens": 3, "ignore_eos": True, "temperature": 1}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert [metric(http, name) - was for name, was in zip(names, before, strict=True)] == [2, 4, 6]
+
+
 def test_rejections_and_answers_are_counted(http: httpx.Client) -> None:
     labels = {"route": "/v1/chat/completions", "status": "400", "method": "POST"}
     answers, unknown = metric(http, "nf4_http_requests_total", **labels), "unknown_parameter"

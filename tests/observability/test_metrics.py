@@ -72,6 +72,15 @@ def test_a_sequence_from_first_token_to_last() -> None:
     assert value(metrics, "nf4_e2e_request_latency_seconds_count") == 1
 
 
+def test_answers_to_one_prompt() -> None:
+    metrics = Metrics("m")
+    metrics.prompt_finished(3, 40)
+    metrics.prompt_finished(1, 5)
+    assert value(metrics, "nf4_request_params_n_sum") == 4
+    assert value(metrics, "nf4_request_params_n_bucket", le="1.0") == 1
+    assert value(metrics, "nf4_request_max_num_generation_tokens_sum") == 45
+
+
 def test_kernels_as_labels() -> None:
     assert kind_and_variant("cuda_dequantize") == ("dequantize", "cuda")
     assert kind_and_variant("cuda_wgmma") == ("linear", "cuda_wgmma")
