@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nf4_kernels import cpu, cuda, ops
 from nf4_kernels.format import Weight
+from nf4_kernels.successors import prefetch_next
 
-__all__ = ["Weight", "capabilities", "dequantize_4bit", "disable", "enable", "linear_4bit"]
+__all__ = ["Weight", "capabilities", "dequantize_4bit", "disable", "enable", "linear_4bit", "prefetch_next"]
 
 
 def dequantize_4bit(packed: Tensor, quant_state: Any, dtype: torch.dtype | None = None) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from nf4_kernels.device_clock import Clocks, DeviceClock
 from nf4_kernels.format import offset_stride
-from nf4_kernels.plan import COUNTERS, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
+from nf4_kernels.plan import COUNTERS, GROUP_ROWS, PREFETCH_BYTES, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
+from nf4_kernels.successors import successor
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -41,6 +42,17 @@ class Weight(ctypes.Structure):
     )
 
 
+class Next(ctypes.Structure):
+    """Nf4Next of params.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "absmax", "offsets")),
+        *((name, ctypes.c_int32) for name in ("runs", "run_groups", "longer_runs")),
+        *((name, ctypes.c_int32) for name in ("group_code_bytes", "group_scale_bytes", "code_bytes", "scale_bytes")),
+        *((name, ctypes.c_int32) for name in ("absmax_bytes", "offset_bytes")),
+    )
+
+
 class Linear(ctypes.Structure):
     """Nf4Linear of params.h."""
 
@@ -56,6 +68,7 @@ class Linear(ctypes.Structure):
         ("constant_weights", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
         ("clock", ctypes.c_void_p),
+        ("next", Next),
     )
 
 
@@ -217,6 +230,7 @@ def _multiply_fused(
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
     loaded = _usable()
+    capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
     if isinstance(choice, Wgmma):
         needed = choice.workspace_bytes(x.shape[0], weight.k)
@@ -231,9 +245,10 @@ def _multiply_fused(
         None if counters is None else counters.data_ptr(),
         x.shape[0],
         _DTYPES[x.dtype],
-        torch.cuda.is_current_stream_capturing(),
+        capturing,
         torch.cuda.current_stream(x.device).cuda_stream,
         _pair(x.device, "wgmma" if isinstance(choice, Wgmma) else "rows"),
+        _next(x.device, x.shape[0], weight.packed) if capturing else Next(),
     )
     if isinstance(choice, Wgmma):
         wgmma = WgmmaPlan(choice.tokens, choice.groups, choice.grid)
@@ -241,6 +256,37 @@ def _multiply_fused(
         return
     rows = RowsPlan(**dataclasses.asdict(choice))
     _raise_for(loaded, loaded.nf4_cuda_linear_rows(linear_, rows), str(choice))
+
+
+def _next(device: torch.device, m: int, packed: int) -> Next:
+    """What to bring into L2 of the weight that is multiplied next, by as many rows."""
+    following = successor(packed)
+    if following is None:
+        return Next()
+    n, k = _matrix(following.shape)
+    choice = plan_on(device, m, n, k, following.blocksize, following.nested)
+    addresses = following.packed, following.scales[0], following.absmax[0], following.offsets[0]
+    if not isinstance(choice, Rows) or any(address % 16 for address in addresses):
+        return Next()
+    runs, groups = choice.grid // choice.cluster, -(-n // GROUP_ROWS)
+    run_groups, longer_runs = divmod(groups, runs)
+    group_bytes = GROUP_ROWS * k // 2
+    # Of the last run, too, which a group of fewer rows may end.
+    last = n * k // 2 - (groups - run_groups) * group_bytes
+    share = min(PREFETCH_BYTES // runs, last) & ~15
+    codes_per_scale = following.blocksize // 2 // (1 if following.nested else 4)
+    return Next(
+        *addresses,
+        runs,
+        run_groups,
+        longer_runs,
+        group_bytes,
+        group_bytes // codes_per_scale,
+        share,
+        share // codes_per_scale & ~15,
+        following.absmax[1],
+        following.offsets[1],
+    )
 
 
 def _multiply_slices(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, rows: int) -> None:

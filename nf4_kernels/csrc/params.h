@@ -21,6 +21,26 @@ typedef struct {
   int32_t offset_stride;
 } Nf4Weight;
 
+/* The weight that the launch after this one reads, as far as it is to be brought into L2 (sm_90 on; nothing where codes
+ * is null). Its launch cuts the weight's groups of 16 rows into runs, the first longer_runs of them one group longer; of
+ * each run the first code_bytes and scale_bytes are wanted, of absmax and offsets (nested scales) everything.
+ * Every address is a multiple of 16. */
+typedef struct {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const uint8_t* absmax;
+  const uint8_t* offsets;
+  int32_t runs;
+  int32_t run_groups;
+  int32_t longer_runs;
+  int32_t group_code_bytes;
+  int32_t group_scale_bytes;
+  int32_t code_bytes;
+  int32_t scale_bytes;
+  int32_t absmax_bytes;
+  int32_t offset_bytes;
+} Nf4Next;
+
 /* out[m, n] = x[m, k] weight^T + bias; x, bias and out are of dtype, dense and 16-byte aligned. bias may be null.
  * workspace: fp32 partial sums; counters: int32, all zero before and after every launch. */
 typedef struct {
@@ -35,6 +55,7 @@ typedef struct {
   int32_t constant_weights; /* nothing under way on the stream writes the weight: it may be read at once */
   void* stream;
   uint64_t* clock; /* null, or where the launch leaves when it began and when it ended: ns of the device's clock */
+  Nf4Next next;
 } Nf4Linear;
 
 /* Pairs of such times, by kind of launch (nf4_kernels/device_clock.py names the kinds). */

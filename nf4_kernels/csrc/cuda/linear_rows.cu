@@ -85,6 +85,7 @@ NF4_EXPORT int nf4_cuda_linear_rows(const Nf4Linear* linear, const RowsPlan* pla
   args.scale_pitch = whole ? pitch : 0;
   args.constant_weights = linear->constant_weights;
   args.clock = linear->clock;
+  args.next = linear->next;
   args.first_nap = plan->tiles > 1 ? 1000 : 0;
   args.nap = args.part_blocks * (args.m > 2 ? 11 : 4);
   cudaStream_t stream = static_cast<cudaStream_t>(linear->stream);

@@ -48,7 +48,8 @@ __device__ __forceinline__ unsigned lookup(unsigned word, int byte, unsigned lan
   return pair;
 }
 
-// The activations of one part that a consumer warp needs, as B registers.
+// The activations of one part that a consumer warp needs, as B registers. Not __ldg: the kernel in front may write them
+// after this one has started, and the compiler takes such reads for constant and moves them before the wait.
 template <typename T, int kWarps, int kBlocks, int kTiles>
 __device__ __forceinline__ void load_activations(const RowsArgs& args, int part, uint4 (&b)[kBlocks][kTiles][2]) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -62,8 +63,8 @@ __device__ __forceinline__ void load_activations(const RowsArgs& args, int part,
       const uint4* from =
           reinterpret_cast<const uint4*>(static_cast<const T*>(args.x) + int64_t{token} * args.k + block * 64 + t * 16);
       bool valid = block < end && token < args.m;
-      b[i][tile][0] = valid ? __ldg(from) : make_uint4(0, 0, 0, 0);
-      b[i][tile][1] = valid ? __ldg(from + 1) : make_uint4(0, 0, 0, 0);
+      b[i][tile][0] = valid ? __ldcg(from) : make_uint4(0, 0, 0, 0);
+      b[i][tile][1] = valid ? __ldcg(from + 1) : make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -87,10 +88,13 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
     float acc[kTiles][4] = {};
     const char* bytes = my_bytes + ring.stage * Layout::kStageBytes;
     const char* scales = my_scales + ring.stage * Layout::kDecodedStage;
+    // Where k does not fill the warps' last blocks, warps without one leave the shared memory to the others.
+    int count = min(args.part_blocks, args.k_blocks - run.part * args.part_blocks) - warp;
     // The decoders have waited for the bytes.
     barrier_wait(Layout::decoded(base, ring.stage), ring.parity);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
+      if (i == kBlocks - 1 && i * kWarps >= count) break;
       uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kWarps * 32);
       uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kWarps * 32);
       float part_sum[kTiles][4] = {};
@@ -234,7 +238,7 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
     float4 codes[kReads];
 #pragma unroll
     for (int i = 0; kNested && i < kReads; ++i) {
-      codes[i] = __ldg(reinterpret_cast<const float4*>(args.weight.absmax_code) + thread + i * 32);
+      codes[i] = __ldcg(reinterpret_cast<const float4*>(args.weight.absmax_code) + thread + i * 32);
     }
     barrier_sync(3, kThreads);
 #pragma unroll

@@ -277,6 +277,7 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
   extern __shared__ __align__(1024) char shared[];
   Layout layout{shared_address(shared)};
   if (layout.base != kTableBase) __trap();
+  let_next_start();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {

@@ -3,6 +3,7 @@
 
 #include "clock.cuh"
 #include "common.cuh"
+#include "prefetch.cuh"
 #include "rows_sync.cuh"
 
 namespace nf4 {
@@ -55,6 +56,7 @@ struct RowsArgs {
   // compete with the last units of the kernel before and with this one's activations.
   unsigned first_nap, nap;
   uint64_t* clock;
+  Nf4Next next;
 };
 
 // Where things lie in dynamic shared memory.

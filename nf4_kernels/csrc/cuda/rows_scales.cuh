@@ -38,18 +38,19 @@ __device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, c
 #if __CUDA_ARCH__ >= 900
   if (elected()) {
     unsigned bytes = count * 32;
+    uint64_t policy = read_once();
     int64_t first = block >> args.scale_shift, piece = first & ~int64_t{kNested ? 15 : 3};
     if (args.scale_pitch && rows == kGroupRows) {
       unsigned more = scale_bytes(block, piece);
       barrier_expect(full, kGroupRows * (bytes + more));
 #pragma unroll
       for (int r = 0; r < kGroupRows; ++r) {
-        bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full);
+        bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full, policy);
         block += args.k_blocks;
       }
 #pragma unroll
       for (int r = 0; r < kGroupRows; ++r) {
-        bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full);
+        bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
         piece += args.scale_pitch;
       }
     } else {
@@ -58,8 +59,8 @@ __device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, c
       for (int r = 0; r < rows; ++r, block += args.k_blocks) {
         piece = (block >> args.scale_shift) & ~int64_t{kNested ? 15 : 3};
         unsigned more = scale_bytes(block, piece);
-        bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full);
-        bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full);
+        bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full, policy);
+        bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
         total += bytes + more;
       }
       barrier_expect(full, total);
@@ -92,6 +93,7 @@ __device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, Row
     if (unit < args.stages) nap(args.nap);
     ring.advance(args.stages);
   }
+  if (elected()) prefetch_next(args.next);
 }
 
 // What a lane needs to turn the raw scales of one row and unit into floats.

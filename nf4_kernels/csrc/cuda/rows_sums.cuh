@@ -120,6 +120,8 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
       copy_unit<Layout, kNested>(args, base, ahead, stage);
       nap(args.nap);
     }
+    if (ahead.done() && elected()) prefetch_next(args.next);
+    __syncwarp();
     barrier_sync(kOthersReady, 64);
   }
   wait_for_previous();
@@ -134,6 +136,8 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
         if (!ahead.done()) {
           copy_unit<Layout, kNested>(args, base, ahead, ring.stage);
           ahead.next();
+          if (ahead.done() && elected()) prefetch_next(args.next);
+          __syncwarp();
         }
         ring.advance(args.stages);
       }

@@ -17,12 +17,24 @@ __device__ __forceinline__ bool elected() {
 #endif
 }
 
-// Copies bytes (a multiple of 16) of global memory; the barrier counts them once they have landed.
-__device__ __forceinline__ void bulk_copy(unsigned target, const void* source, unsigned bytes, unsigned barrier) {
+// For bytes that are read once: they are the first that L2 gives up, before what is read again or was prefetched.
+__device__ __forceinline__ uint64_t read_once() {
+  uint64_t policy = 0;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
+// Copies bytes (a multiple of 16) of global memory; the barrier counts them once they have landed.
+__device__ __forceinline__ void bulk_copy(unsigned target, const void* source, unsigned bytes, unsigned barrier,
+                                          uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 #endif
 }
 

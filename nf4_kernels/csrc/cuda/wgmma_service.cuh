@@ -18,7 +18,8 @@ __global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, in
   uint4 words = make_uint4(0, 0, 0, 0);
   if (token < m && block < k_blocks) {
     const unsigned* from = reinterpret_cast<const unsigned*>(x + (int64_t{token} * k_blocks + block) * 64) + chunk;
-    words = make_uint4(__ldg(from), __ldg(from + 8), __ldg(from + 16), __ldg(from + 24));
+    // Not __ldg: the kernel in front may write them after this one has started.
+    words = make_uint4(__ldcg(from), __ldcg(from + 8), __ldcg(from + 16), __ldcg(from + 24));
   }
   int row = token % tokens;
   int64_t tile = int64_t{token / tokens} * padded_blocks + block;

@@ -1,0 +1,142 @@
+"""What a launch is told of the weight that follows, and that results do not depend on it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from nf4_kernels import Weight, cuda, prefetch_next
+from nf4_kernels.plan import GROUP_ROWS, Rows, plan
+from nf4_kernels.successors import successor
+
+
+def random_weight(n: int, k: int, nested: bool = True, blocksize: int = 64, device: str = "cpu") -> Weight:
+    """A fresh weight; a nested one has an offset for every 256 blocks, as joined projections have."""
+    blocks = n * k // blocksize
+    packed = torch.randint(0, 256, (n * k // 2,), dtype=torch.uint8, device=device)
+    if not nested:
+        return Weight(packed, (n, k), torch.rand(blocks, device=device), blocksize)
+    codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device)
+    absmax = torch.rand(-(-blocks // 256), device=device)
+    table = torch.randn(256, device=device).sort().values
+    return Weight(packed, (n, k), absmax, blocksize, codes, table, torch.randn_like(absmax))
+
+
+def test_the_last_word_counts_until_it_is_taken_back() -> None:
+    first, second, third = (random_weight(16, 64) for _ in range(3))
+    address = first.packed.data_ptr()
+    assert successor(address) is None
+    prefetch_next(first, second)
+    prefetch_next(first, third)
+    found = successor(address)
+    assert found is not None
+    assert found.packed == third.packed.data_ptr()
+    assert successor(third.packed.data_ptr()) is None
+    prefetch_next(first, None)
+    assert successor(address) is None
+
+
+@pytest.mark.parametrize("gone", ["weight", "following", "its scales"])
+def test_nothing_is_said_of_memory_that_is_gone(gone: str) -> None:
+    first, second = random_weight(16, 4096), random_weight(16, 4096)
+    address = first.packed.data_ptr()
+    prefetch_next(first, second)
+    assert successor(address) is not None
+    kept: list[torch.Tensor | None] = []
+    if gone == "weight":
+        del first
+    elif gone == "following":
+        del second
+    else:
+        kept = [second.packed, second.absmax, second.absmax_offset]
+        del second
+    gc.collect()
+    assert successor(address) is None
+    assert all(tensor is not None for tensor in kept)
+
+
+def test_views_of_a_weight_keep_its_successor() -> None:
+    first, second = random_weight(16, 64), random_weight(16, 64)
+    view = Weight(first.packed.reshape(-1, 1), first.shape, first.absmax, 64)
+    prefetch_next(view, second)
+    del view
+    assert successor(first.packed.data_ptr()) is not None
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("blocksize", [64, 256])
+@pytest.mark.parametrize(("n", "k"), [(512, 4096), (250, 8192), (4096, 320), (33, 25600), (2560, 192)])
+@pytest.mark.parametrize("budget", [1 << 12, 1 << 18, 1 << 30])
+def test_what_is_prefetched_lies_inside_the_weight(
+    n: int, k: int, blocksize: int, nested: bool, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As csrc/cuda/prefetch.cuh goes about it: every run's beginning, of codes and scales alike."""
+    monkeypatch.setattr(cuda, "_properties", lambda _: (90, 132))
+    monkeypatch.setattr(cuda, "PREFETCH_BYTES", budget)
+    first, second = random_weight(64, 64), random_weight(n, k, nested, blocksize)
+    prefetch_next(first, second)
+    choice = plan(1, n, k, 90, 132, blocksize, nested)
+    assert isinstance(choice, Rows)
+    told = cuda._next(torch.device("cuda", 0), 1, first.packed.data_ptr())
+    assert told.codes == second.packed.data_ptr()
+    scales = second.absmax if second.absmax_8bit is None else second.absmax_8bit
+    assert told.scales == scales.data_ptr()
+    assert (told.absmax_bytes, told.offset_bytes) == ((second.absmax.nbytes,) * 2 if nested else (0, 0))
+    assert told.runs * choice.cluster == choice.grid
+    groups = told.runs * told.run_groups + told.longer_runs
+    assert groups == -(-n // GROUP_ROWS)
+    assert told.runs * told.code_bytes <= budget
+    for run in range(told.runs):
+        group = run * told.run_groups + min(run, told.longer_runs)
+        row = group * GROUP_ROWS
+        assert group * told.group_code_bytes == row * k // 2
+        assert row * k // 2 + told.code_bytes <= second.packed.nbytes
+        scale = group * told.group_scale_bytes
+        assert abs(scale - row * k // blocksize * scales.element_size()) < 16
+        assert (scale & ~15) + told.scale_bytes <= scales.nbytes
+
+
+def test_a_weight_that_another_kernel_multiplies_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_properties", lambda _: (90, 132))
+    first, second = random_weight(64, 64), random_weight(512, 4096)
+    device = torch.device("cuda", 0)
+    assert cuda._next(device, 1, first.packed.data_ptr()).codes is None
+    prefetch_next(first, second)
+    assert cuda._next(device, 1, first.packed.data_ptr()).codes == second.packed.data_ptr()
+    assert cuda._next(device, 512, first.packed.data_ptr()).codes is None
+
+
+def _linear(x: torch.Tensor, w: Weight) -> torch.Tensor:
+    return cuda.linear(x, w.packed, w.shape, w.absmax, w.blocksize, None, w.absmax_8bit, w.absmax_code, w.absmax_offset)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}")
+@pytest.mark.parametrize("m", [1, 2, 8, 16, 32])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_same_bits_with_and_without(m: int, nested: bool) -> None:
+    shapes = [(6144, 4096), (4096, 6144), (8192, 4096), (4096, 8192), (4096, 4096)]
+    weights = [random_weight(n, k, nested, device="cuda") for n, k in shapes]
+    x = torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def chain() -> torch.Tensor:
+        y = x
+        for w in weights * 2:
+            y = torch.nn.functional.rms_norm(_linear(y, w), (w.shape[0],))
+        return y
+
+    expected = chain()
+    results = []
+    for linked in (False, True, False):
+        for a, b in zip(weights, weights[1:] + weights[:1], strict=True):
+            prefetch_next(a, b if linked else None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain()
+        for _ in range(50):
+            out.fill_(float("nan"))
+            graph.replay()
+            results.append(torch.equal(out, expected))
+    assert all(results)
