@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from server.checkpoint.base import Progress
 from server.engine.runtime.artifacts import artifact_path, load_artifact, store_artifact
+from server.engine.runtime.launches import overlapping_launches
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +73,6 @@ def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progre
             del layer.forward
 
     return undo
-
-
-def overlapping_launches() -> AbstractContextManager[None]:
-    """Kernels that are compiled while it is entered start on Hopper and later before the one in front has ended.
-
-    They wait before they read what it wrote, as the NF4 kernels do. Between two that do so a launch costs less.
-    """
-    patch: AbstractContextManager[None] = torch._inductor.config.patch({"triton.enable_pdl": True})
-    return patch
 
 
 def _observe(layers: list[nn.Module], run: Callable[[int], object]) -> list[_Signature]:

@@ -32,6 +32,7 @@ from server.engine.runtime.memory import MemoryGauge, cache_bytes
 from server.engine.runtime.projections import replace_projections, weight_bytes
 from server.engine.runtime.prompt_scores import score_prompts
 from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits, sample
+from server.engine.runtime.succession import link_products
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence
 from server.types import GenerateRequest, SamplingParams
@@ -135,6 +136,7 @@ class ModelRunner:
             return
         with torch.inference_mode():
             if isinstance(self._backend, FlashInferBackend):
+                link_products(self._model, self._trial)
                 self._graphs = DecodeGraphs(
                     self._model,
                     self._backend,

@@ -27,6 +27,8 @@ def write_kv(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots:
         dim,
         heads * dim,
         triton.next_power_of_2(heads * dim),
+        overlap := torch.cuda.get_device_capability(key.device)[0] >= 9,
+        launch_pdl=overlap,
     )
 
 
@@ -44,7 +46,11 @@ def _write(  # type: ignore[no-untyped-def]
     dim: tl.constexpr,
     row: tl.constexpr,
     width: tl.constexpr,
+    overlap: tl.constexpr,
 ):
+    if overlap:  # see server/engine/runtime/launches.py
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # One program a token: its key and its value, all heads, as one row of the cache each.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)

@@ -1,0 +1,78 @@
+"""The order of a model's NF4 products, as its own code calls them."""
+
+from __future__ import annotations
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+
+from nf4_kernels.successors import successor
+from server.engine.runtime.projections import GroupMember, NF4Linear, replace_projections
+from server.engine.runtime.succession import link_products
+
+
+def _nf4() -> Linear4bit:
+    layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4")
+    moved: Linear4bit = layer.to("cpu")
+    return moved
+
+
+class _Attention(nn.Module):
+    """o_proj is made before the projections that are called before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o_proj, self.q_proj, self.k_proj, self.v_proj = (_nf4() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.o_proj(self.q_proj(x) + self.k_proj(x) + self.v_proj(x))
+        return out
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Attention() for _ in range(2))
+        self.twice, self.few, self.many, self.last = (_nf4() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.twice(self.twice(x))
+        x = self.few(x) if x.shape[0] == 1 else self.many(x)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def _packed(module: object) -> int:
+    product = module.product if isinstance(module, GroupMember) else module
+    assert isinstance(product, NF4Linear)
+    return product.packed.data_ptr()
+
+
+def test_products_are_linked_in_the_order_of_their_calls_where_it_is_always_the_same() -> None:
+    model = _Model()
+    replace_projections(model)
+    first, second = model.layers
+    expected = [
+        (first.q_proj, first.o_proj),
+        (first.o_proj, second.q_proj),
+        (second.q_proj, second.o_proj),
+    ]
+    assert link_products(model, lambda count: model(torch.randn(count, 64))) == len(expected)
+    for product, following in expected:
+        found = successor(_packed(product))
+        assert found is not None
+        assert found.packed == _packed(following)
+    for alone in (second.o_proj, model.twice, model.few, model.many, model.last):
+        assert successor(_packed(alone)) is None
+
+
+def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
+    models = [_Model()]
+    replace_projections(models[0])
+    link_products(models[0], lambda count: models[0](torch.randn(count, 64)))
+    address = _packed(models[0].layers[0].q_proj)
+    assert successor(address) is not None
+    models.clear()
+    assert successor(address) is None
