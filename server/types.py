@@ -152,6 +152,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     device_memory_total: int = 0
     nf4_weight_bytes: int = 0
     """Codes and scales of all NF4 layers: what a step reads at least."""
+    lora_slots: int = 0
+    """LoRA adapters there is room for."""
+    running_adapters: list[str] = []
+    """Names of the LoRA adapters of running requests, in alphabetical order; no more than there is room for."""
+    waiting_adapters: list[str] = []
+    """Those of waiting requests."""
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True):

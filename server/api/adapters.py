@@ -16,7 +16,8 @@ from server.api.errors import ApiError, bad_request, shown, unavailable
 from server.api.operations import service_of
 from server.api.service import Service
 from server.api.validation import read_json, validate
-from server.engine.client import AdapterError, EngineClient, EngineUnavailableError
+from server.engine.adapters import AdapterError
+from server.engine.client import EngineClient, EngineUnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from server.config import Config
+from server.engine.adapters import AdapterList
 from server.engine.process import EngineProcess
+from server.engine.run import EngineRun
 from server.engine.standby import Standby
 from server.types import (
     AbortRequest,
@@ -41,10 +40,6 @@ MAX_FAILED_STARTS = 5
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 STOP_GRACE_S = 10.0
-
-
-class AdapterError(Exception):
-    """The engine does not load this adapter; the message is one line."""
 
 
 class EngineUnavailableError(Exception):
@@ -76,9 +71,7 @@ class EngineClient:
         self._status = EngineStatus("loading", stage="starting the engine")
         self._status_changed = asyncio.Event()
         self._stats = EngineStats()
-        self._configured = [LoadAdapter(module.name, str(module.path)) for module in config.engine.lora_modules]
-        self._adapters = {adapter.name: adapter for adapter in self._configured}
-        self._loading: dict[str, asyncio.Future[AdapterResult]] = {}
+        self._adapters = AdapterList(config.engine.lora_modules)
         self._requests: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._step_listeners: list[Callable[[StepOutputs], None]] = []
         self._status_listeners: list[Callable[[EngineStatus], None]] = []
@@ -169,7 +162,7 @@ class EngineClient:
     @property
     def adapters(self) -> dict[str, str]:
         """Folders of the LoRA adapters that requests may name, by name."""
-        return {name: request.path for name, request in self._adapters.items()}
+        return self._adapters.folders
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter in a folder under name, replacing one of that name; requests may name it afterwards.
@@ -179,22 +172,11 @@ class EngineClient:
         """
         if self._status.state != "ready" or self._process is None:
             raise EngineUnavailableError(f"the engine is {self._status.state}")
-        if name in self._loading:
-            raise AdapterError(f"an adapter {name!r} is being loaded")
-        request = LoadAdapter(name, path)
-        self._loading[name] = asyncio.get_running_loop().create_future()
-        try:
-            self._process.send(request)
-            result = await self._loading[name]
-        finally:
-            del self._loading[name]
-        if result.error is not None:
-            raise AdapterError(result.error)
-        self._adapters[name] = request
+        await self._adapters.load(LoadAdapter(name, path), self._process.send)
 
     def unload_adapter(self, name: str) -> bool:
         """Forget an adapter; False when there is none of that name. Requests that run with it go on to their end."""
-        if self._adapters.pop(name, None) is None:
+        if not self._adapters.forget(name):
             return False
         if self._process is not None:
             self._process.send(UnloadAdapter(name))
@@ -210,7 +192,7 @@ class EngineClient:
         self._finish_all("abort", None)
         self._set_status(EngineStatus("stopped"))
 
-    async def prepare_standby(self) -> None:
+    async def _prepare_standby(self) -> None:
         """Have a process ready for when this engine dies; call once it takes requests."""
         if self._status.ready is not None:
             await self._standby.prepare(self._status.ready.device)
@@ -238,9 +220,7 @@ class EngineClient:
         requests, self._requests = self._requests, {}
         for request_id, outputs in requests.items():
             outputs.put_nowait(RequestOutput(request_id, [], finish_reason=reason, error=error))
-        for name, loading in self._loading.items():
-            if not loading.done():
-                loading.set_result(AdapterResult(name, error or "the engine was stopped"))
+        self._adapters.engine_ended(error or "the engine was stopped")
 
     async def _keep_running(self) -> None:
         failed_starts = 0
@@ -265,12 +245,11 @@ class EngineClient:
         """Run one engine process to its end: (why it ended, whether another start is pointless, was it ready)."""
         config = self._config
         try:
-            changed = [adapter for adapter in self._adapters.values() if adapter not in self._configured]
-            process = await EngineProcess.start(self._folder, config, changed, self._standby.take())
+            process = await EngineProcess.start(self._folder, config, self._adapters.changed, self._standby.take())
         except OSError as e:
             return f"it could not be started: {e}", False, False
         self._process = process
-        run = _Run(self, process)
+        run = EngineRun(process, self._handle, self._prepare_standby)
         try:
             return await run.until_end(config.engine.start_timeout_s)
         finally:
@@ -293,73 +272,12 @@ class EngineClient:
             case LoadProgress(stage, fraction):
                 state: State = "restarting" if self._status.state == "restarting" else "loading"
                 self._set_status(EngineStatus(state, stage=stage, fraction=fraction, message=self._status.message))
-            case AdapterResult(name):
-                loading = self._loading.get(name)
-                if loading is not None and not loading.done():
-                    loading.set_result(message)
+            case AdapterResult():
+                self._adapters.answered(message)
             case EngineReady(adapters=loaded):
-                # A new engine begins with the configured ones, and may have lost others.
-                if self._process is not None:
-                    for name in set(loaded) - set(self._adapters):
+                for name in self._adapters.engine_began(loaded):
+                    if self._process is not None:
                         self._process.send(UnloadAdapter(name))
-                self._adapters = {name: adapter for name, adapter in self._adapters.items() if name in loaded}
                 self._set_status(EngineStatus("ready", ready=message))
             case EngineFailed():
-                pass  # _Run remembers it and tells when the process has ended
-
-
-class _Run:
-    """One engine process from its start to its end."""
-
-    def __init__(self, client: EngineClient, process: EngineProcess) -> None:
-        self._client = client
-        self._process = process
-        self._failed: EngineFailed | None = None
-        self._ready = asyncio.Event()
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the process is worth waiting for when it is asked to leave."""
-        return self._failed is None and self._ready.is_set()
-
-    async def until_end(self, start_timeout_s: float) -> tuple[str, bool, bool]:
-        started = time.monotonic()
-        reader = asyncio.create_task(self._read(), name="engine-reader")
-        exited = asyncio.create_task(self._process.wait(), name="engine-exit")
-        starting = asyncio.create_task(self._ready.wait(), name="engine-ready")
-        try:
-            await asyncio.wait({reader, exited, starting}, timeout=start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not (self._ready.is_set() or exited.done() or reader.done()):
-                return f"it was not ready after {time.monotonic() - started:.0f} s", False, False
-            if self._ready.is_set():
-                await self._client.prepare_standby()
-            await asyncio.wait({reader, exited}, return_when=asyncio.FIRST_COMPLETED)
-            if exited.done():
-                # What it sent last (why it failed, most of all) may still be on its way.
-                await asyncio.wait({reader}, timeout=0.2)
-            return self._why(reader, exited), self._failed is not None and self._failed.fatal, self._ready.is_set()
-        finally:
-            for task in (reader, exited, starting):
-                task.cancel()
-            await asyncio.gather(reader, exited, starting, return_exceptions=True)
-
-    def _why(self, reader: asyncio.Task[None], exited: asyncio.Task[int]) -> str:
-        if self._failed is not None:
-            return self._failed.message
-        if exited.done():
-            code = exited.result()
-            return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        error = reader.exception() if reader.done() else None
-        return f"its messages could not be read: {error}"
-
-    async def _read(self) -> None:
-        while True:
-            try:
-                message = await self._process.receive()
-            except msgspec.DecodeError as e:
-                raise RuntimeError(f"unreadable message from the engine: {e}") from e
-            if isinstance(message, EngineFailed):
-                self._failed = message
-            self._client._handle(message)
-            if isinstance(message, EngineReady):
-                self._ready.set()
+                pass  # EngineRun remembers it and tells when the process has ended

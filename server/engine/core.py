@@ -121,6 +121,7 @@ class Engine:
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
         clock = self._step_clock
+        adapters = self._runner.adapters
         memory_used, memory_total = self._runner.memory.read()
         return EngineStats(
             running=self._scheduler.num_running,
@@ -141,6 +142,9 @@ class Engine:
             device_memory_used=memory_used,
             device_memory_total=memory_total,
             nf4_weight_bytes=self._runner.nf4_weight_bytes,
+            lora_slots=0 if adapters is None else adapters.slots,
+            running_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.RUNNING),
+            waiting_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.WAITING),
         )
 
     def _check(self, request: GenerateRequest) -> None:

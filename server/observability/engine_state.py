@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -54,6 +55,8 @@ class EngineCollector(Collector):
             ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
         )
         yield self._kernels(stats.kernel_seconds)
+        if stats.lora_slots:
+            yield self._adapters(stats)
 
     def _gauges(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
         for name, text, value in rows:
@@ -75,6 +78,17 @@ class EngineCollector(Collector):
         )
         for kernel, value in sorted(seconds.items()):
             family.add_metric([self._model, *kind_and_variant(kernel)], value)
+        return family
+
+    def _adapters(self, stats: EngineStats) -> Metric:
+        """As vLLM has it, for routers that send a request where its adapter is: one series at a time."""
+        family = GaugeMetricFamily(
+            "nf4_lora_requests_info",
+            "LoRA adapters of running and of waiting requests, and how many can be loaded; the value is the time.",
+            labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+        family.add_metric([self._model, str(stats.lora_slots), running, waiting], time.time())
         return family
 
 

@@ -50,6 +50,18 @@ def test_engine_state_is_read_when_scraped() -> None:
     assert value(metrics, "nf4_num_requests_running") == 0
 
 
+def test_adapters_in_use_are_one_series_at_a_time() -> None:
+    metrics = Metrics("m")
+    assert "lora" not in metrics.exposition("")[0].decode()
+    for running, waiting in (([], []), (["a", "b"], ["c"]), (["b"], [])):
+        stats = EngineStats(lora_slots=4, running_adapters=running, waiting_adapters=waiting)
+        metrics.step_done(StepOutputs([], stats))
+        (sample,) = (s for f in metrics.registry.collect() for s in f.samples if s.name == "nf4_lora_requests_info")
+        names = {"running_lora_adapters": ",".join(running), "waiting_lora_adapters": ",".join(waiting)}
+        assert sample.labels == MODEL | {"max_lora": "4"} | names
+        assert abs(sample.value - time.time()) < 5
+
+
 def test_a_sequence_from_first_token_to_last() -> None:
     metrics, timeline = Metrics("m"), RequestTimeline(prompt_tokens=7)
     metrics.tokens_received(timeline, RequestOutput("0", [1], num_cached_tokens=4))

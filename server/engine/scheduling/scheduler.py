@@ -115,6 +115,10 @@ class Scheduler:
         """Slots of the adapters of all sequences."""
         return {sequence.adapter for sequence in self._by_id.values() if sequence.adapter is not None}
 
+    def adapter_names(self, phase: Phase) -> list[str]:
+        """Names of the adapters of all sequences in a phase, in alphabetical order."""
+        return sorted({s.adapter_name for s in self._by_id.values() if s.adapter_name is not None and s.phase is phase})
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 

@@ -92,6 +92,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.adapter = None if adapter is None else adapter.slot
         """The slot of its LoRA adapter."""
+        self.adapter_name = request.adapter
         self.cache_salt = b"" if adapter is None else adapter.salt
         """Sequences of different salts share no blocks."""
         self.num_named = 0
