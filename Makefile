@@ -83,8 +83,8 @@ gpu-bench-e2e: kernels ## whole models beside transformers on this GPU, into ben
 dashboards: $(VENV)/.dev ## write the Grafana dashboards' JSON anew from dashboards/*.py
 	$(BIN)/python -m dashboards
 
-dashboards-check: $(VENV)/.dev ## ask every panel's query of a Prometheus that scrapes a loaded server (PROMETHEUS=)
-	$(BIN)/python -m dashboards.check $(or $(PROMETHEUS),http://127.0.0.1:9090)
+dashboards-check: $(VENV)/.dev kernels model ## ask every panel's query of a Prometheus that scrapes a loaded server (PROMETHEUS=)
+	$(BIN)/python -m dashboards.check $(PROMETHEUS)
 
 clean: ## remove what was built (not the virtual environment, not the model)
 	rm -rf nf4_kernels/lib build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -93,12 +93,17 @@ class Server:
         return sum(map(self.resident, (self.process.pid, self.engine())))
 
 
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def serving(**settings: object) -> Iterator[Server]:
     """A server with these environment settings (NF4_ is put before them), ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     variables = {f"NF4_{key.upper()}": str(value) for key, value in settings.items()}
     command = [sys.executable, "-m", "server", "--port", str(port), "--log-level", "warning"]
     process = subprocess.Popen(command, env={**os.environ, **variables})

@@ -1,0 +1,76 @@
+"""A server under load and a Prometheus that scrapes it, for as long as the check of the dashboards takes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import yaml
+
+from bench.faults import MODEL, free_port, serving
+from bench.load import Load, run_load
+
+SOURCE = Path(__file__).resolve().parents[1] / "docker" / "prometheus"
+QUEUE = 4
+READY_S = 30.0
+
+
+@contextmanager
+def scraped(server_url: str) -> Iterator[str]:
+    """A Prometheus (the program must be installed) with our rules that scrapes a server every second; its URL.
+
+    Raises RuntimeError when it does not start, FileNotFoundError where it is not installed.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        config = yaml.safe_load((SOURCE / "prometheus.yaml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(SOURCE / "alerts.yaml")]
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [server_url.removeprefix("http://")]}]
+        (Path(work) / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        port = free_port()
+        command = ["prometheus", f"--config.file={work}/prometheus.yaml", f"--storage.tsdb.path={work}/data"]
+        listen = f"--web.listen-address=127.0.0.1:{port}"
+        process = subprocess.Popen([*command, listen], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait(process, f"{url}/-/ready")
+            yield url
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+def _wait(process: subprocess.Popen[bytes], url: str) -> None:
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"Prometheus ended: {process.stderr.read().decode() if process.stderr else ''}")
+        try:
+            if httpx.get(url, timeout=5, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError(f"Prometheus is not ready after {READY_S:.0f} s")
+
+
+@contextmanager
+def loaded(seconds: float) -> Iterator[str]:
+    """A Prometheus that has scraped a server for so long under more than it takes; its URL. Errors as of scraped()."""
+    with serving(http__max_queue=QUEUE) as server, scraped(server.url) as prometheus:
+        end = time.monotonic() + seconds
+        seed = 0
+        while time.monotonic() < end:
+            seed += 1
+            asyncio.run(
+                run_load(
+                    Load(server.url, MODEL, 12, 3 * QUEUE, prompt_tokens=(16, 64), answer_tokens=(4, 16), seed=seed)
+                )
+            )
+        yield prometheus
