@@ -110,9 +110,14 @@ def library() -> ctypes.CDLL | str:
             ctypes.c_void_p,
         )
         loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
         loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)
-        loaded.nf4_cuda_linear_wgmma.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(WgmmaPlan))
-        loaded.nf4_cuda_linear_rows.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
+        for end in ("", "_timed"):
+            getattr(loaded, f"nf4_cuda_linear_wgmma{end}").argtypes = (
+                ctypes.POINTER(Linear),
+                ctypes.POINTER(WgmmaPlan),
+            )
+            getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
     except (OSError, AttributeError) as e:
         return f"{LIBRARY} cannot be loaded: {e}"
     return loaded
@@ -236,6 +241,7 @@ def _multiply_fused(
         needed = choice.workspace_bytes(x.shape[0], weight.k)
         if scratch is None or needed > scratch.numel():
             scratch = torch.empty(needed, dtype=torch.uint8, device=x.device)
+    words, timed = _clock_words(x.device, "wgmma" if isinstance(choice, Wgmma) else "rows")
     linear_ = Linear(
         weight,
         x.data_ptr(),
@@ -247,15 +253,17 @@ def _multiply_fused(
         _DTYPES[x.dtype],
         capturing,
         torch.cuda.current_stream(x.device).cuda_stream,
-        _pair(x.device, "wgmma" if isinstance(choice, Wgmma) else "rows"),
+        words,
         _next(x.device, x.shape[0], weight.packed) if capturing else Next(),
     )
     if isinstance(choice, Wgmma):
         wgmma = WgmmaPlan(choice.tokens, choice.groups, choice.grid)
-        _raise_for(loaded, loaded.nf4_cuda_linear_wgmma(linear_, wgmma), str(choice))
+        multiply = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
+        _raise_for(loaded, multiply(linear_, wgmma), str(choice))
         return
     rows = RowsPlan(**dataclasses.asdict(choice))
-    _raise_for(loaded, loaded.nf4_cuda_linear_rows(linear_, rows), str(choice))
+    multiply = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
+    _raise_for(loaded, multiply(linear_, rows), str(choice))
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:
@@ -292,7 +300,7 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
 def _multiply_slices(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, rows: int) -> None:
     n, k = weight.n, weight.k
     buffer = torch.empty((min(rows, n), k), dtype=x.dtype, device=x.device)
-    whole = _pair(x.device, "slices")
+    whole, _ = _clock_words(x.device, "slices")
     for first in range(0, n, rows):
         last = min(first + rows, n)
         dense = buffer[: last - first]
@@ -385,11 +393,11 @@ def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, 
 
 
 def _dequantize_into(out: Tensor, weight: Weight, first: int, count: int, whole: int | None = None) -> None:
-    """whole: the pair of the product that it is the beginning of."""
+    """whole: the words of the product that it is the beginning of."""
     stream = torch.cuda.current_stream(out.device).cuda_stream
     loaded = _usable()
-    pair = _pair(out.device, "dequantize")
-    status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), _DTYPES[out.dtype], stream, pair, whole)
+    words, _ = _clock_words(out.device, "dequantize")
+    status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), _DTYPES[out.dtype], stream, words, whole)
     _raise_for(loaded, status, "dequantize")
 
 
@@ -408,9 +416,9 @@ def stop_clock(device: torch.device) -> None:
     _clocks.pop(device.index if device.index is not None else torch.cuda.current_device(), None)
 
 
-def _pair(device: torch.device, kind: str) -> int | None:
+def _clock_words(device: torch.device, kind: str) -> tuple[int | None, bool]:
     clock = _clocks.get(device.index or 0) if _clocks else None
-    return None if clock is None else clock.take(kind)
+    return (None, False) if clock is None else clock.take(kind)
 
 
 def _usable() -> ctypes.CDLL:

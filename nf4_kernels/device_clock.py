@@ -1,17 +1,21 @@
 """Device time of the NF4 launches, taken by the kernels themselves, inside CUDA graphs too.
 
-A launch leaves when it began (once what it reads was there) and ended in a pair of words of its own; collect() adds the
-pairs up by kind in one small launch. Pairs of captured launches belong to their graph: its replays fill them again. All
-other pairs are free again once they are collected. Times come from the GPU's global timer. They leave out about a
-microsecond of a launch's start and end that profilers count: 11.0 us a product where torch.profiler has 12.2 (12800 x 5120,
-one row, an H200), 395 and 387 for 2048 rows.
+A launch leaves when it began (when the launch before it had ended) and when its last instruction ran; collect() adds the
+launches up by kind in one small launch. The words of captured launches belong to their graph: its replays fill them again.
+All others are free again once they are collected. Times come from the GPU's global timer (32 ns a step on an H200). What a
+launch takes behind its last instruction, until it counts as ended, it cannot see itself: 0.6 us on an H200, measured when
+the clock starts, from capability 9.0 on, and added to every launch.
+
+One launch in SAMPLING of those that decode weights on their way into the product also leaves how long one of its warps
+decoded: read codes and scales from shared memory, looked codes up, put scales on the sums. That warp waits for each stage
+to end before it begins the next; in all other warps stages overlap.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+import statistics
 
 import torch
 from torch import Tensor
@@ -20,63 +24,140 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("rows", "wgmma", "slices", "dequantize")
 """Linear layers by what runs them (slices: dequantize + cuBLAS), and dequantize launches, those of slices included."""
+FUSED = ("rows", "wgmma")
+"""Kinds that decode in the product."""
 CAPACITY = 1 << 15
-"""Pairs of each kind."""
+"""Launches of each kind."""
+WORDS = 4
+"""NF4_CLOCK_WORDS of params.h: int64 words of a launch."""
+TOTALS = 3
+"""NF4_CLOCK_TOTALS of params.h: of a kind, nanoseconds of all launches, of the sampled ones, and of their decoding."""
+SAMPLING = 127
+"""A launch whose decoding is timed takes up to 70 % longer. Prime: products of a layer come in a fixed order."""
+WINDOW = 500_000
+"""Nanoseconds of sampled launches that the share of decoding is taken from: of the last 50 or so."""
 
 
 class Clocks(ctypes.Structure):
     """Nf4Clocks of params.h."""
 
-    _fields_ = (("first", ctypes.c_void_p * len(KINDS)), ("count", ctypes.c_int32 * len(KINDS)))
+    _fields_ = (
+        ("first", ctypes.c_void_p * len(KINDS)),
+        ("count", ctypes.c_int32 * len(KINDS)),
+        ("completion", ctypes.c_int32 * len(KINDS)),
+    )
+
+
+class DecodingShare:
+    """What part of a kind's time was decoding: the part of the latest sampled launches, times the time of all."""
+
+    def __init__(self) -> None:
+        self.nanoseconds = 0.0
+        """Decoding so far."""
+        self._sampled = 0.0
+        self._decoded = 0.0
+        self._unknown = 0
+
+    def add(self, spent: int, sampled: int, decoded: int) -> None:
+        """Launches of `spent` nanoseconds, of which some of `sampled` nanoseconds decoded that long."""
+        kept = max(0.0, 1 - sampled / WINDOW)
+        self._sampled = self._sampled * kept + sampled
+        self._decoded = self._decoded * kept + decoded
+        self._unknown += spent
+        if self._sampled:
+            self.nanoseconds += self._unknown * min(1.0, self._decoded / self._sampled)
+            self._unknown = 0
 
 
 class DeviceClock:
-    """The pairs and totals of one device. Not thread-safe; launches of one stream at a time."""
+    """The words and totals of one device. Not thread-safe; launches of one stream at a time."""
 
     def __init__(self, device: torch.device, library: ctypes.CDLL) -> None:
         self._library = library
         with torch.inference_mode(False):
-            self._pairs = torch.zeros(len(KINDS), CAPACITY, 2, dtype=torch.int64, device=device)
-            self.totals = torch.zeros(len(KINDS), dtype=torch.int64, device=device)
-        """int64 [len(KINDS)], nanoseconds, on the device: sums of what has been collected."""
+            self._words = torch.zeros(len(KINDS), CAPACITY, WORDS, dtype=torch.int64, device=device)
+            self.totals = torch.zeros(len(KINDS), TOTALS, dtype=torch.int64, device=device)
+        """int64 [len(KINDS), TOTALS], nanoseconds, on the device: sums of what has been collected."""
         self._kept = [0] * len(KINDS)
         self._next = [0] * len(KINDS)
-        self._known = [0] * len(KINDS)
+        self._known = [[0] * TOTALS for _ in KINDS]
+        self._decoding = {kind: DecodingShare() for kind in FUSED}
+        self._fused = 0
+        self.completion = self._measure_completion(device)
+        """Nanoseconds from a launch's last instruction to its end; 0 before capability 9.0."""
 
-    def take(self, kind: str) -> int | None:
-        """Address of a pair for one launch; None when all are taken, which is said once: the launch goes uncounted."""
+    def take(self, kind: str) -> tuple[int | None, bool]:
+        """Address of words for one launch, and whether it is to time its decoding.
+
+        No address when all are taken, which is said once: the launch goes uncounted.
+        """
         index = KINDS.index(kind)
         place = self._next[index]
         if place >= CAPACITY:
             if place == CAPACITY:
                 self._next[index] += 1
                 logger.warning("the device clock has no room for more %s launches; they are not counted", kind)
-            return None
+            return None, False
         self._next[index] += 1
-        return self._pairs.data_ptr() + (index * CAPACITY + place) * 16
+        self._fused += kind in FUSED
+        return self._address(index, place), kind in FUSED and self._fused % SAMPLING == 0
 
     def collect(self) -> None:
-        """Add the pairs taken since the last call to the totals, on the current stream; captured, at every replay."""
+        """Add what launches left since the last call to the totals, on the current stream; captured, at every replay."""
         clocks = Clocks()
         taken = 0
-        for index in range(len(KINDS)):
+        for index, kind in enumerate(KINDS):
             first, last = self._kept[index], min(self._next[index], CAPACITY)
-            clocks.first[index] = self._pairs.data_ptr() + (index * CAPACITY + first) * 16
+            clocks.first[index] = self._address(index, first)
             clocks.count[index] = last - first
+            # Slices end with a launch of their own, which begins when they have ended.
+            clocks.completion[index] = 0 if kind == "slices" else self.completion
             taken += last - first
         if torch.cuda.is_current_stream_capturing():
             self._kept = [min(place, CAPACITY) for place in self._next]
         self._next = list(self._kept)
         if taken:
-            stream = torch.cuda.current_stream(self._pairs.device).cuda_stream
+            stream = torch.cuda.current_stream(self._words.device).cuda_stream
             status = self._library.nf4_cuda_clock_collect(ctypes.byref(clocks), self.totals.data_ptr(), stream)
-            if status:
-                raise RuntimeError(f"the device clock cannot be read (CUDA error {status})")
+            self._check(status)
 
-    def note(self, totals: Tensor | Sequence[int]) -> None:
+    def note(self, totals: Tensor) -> None:
         """Remember a reading of totals that has reached the host."""
-        self._known = [int(value) for value in (totals.tolist() if isinstance(totals, Tensor) else totals)]
+        known = totals.tolist()
+        for index, kind in enumerate(KINDS):
+            if kind in FUSED:
+                self._decoding[kind].add(
+                    *(new - old for new, old in zip(known[index], self._known[index], strict=True))
+                )
+        self._known = known
 
     def seconds(self) -> dict[str, float]:
-        """The totals as last noted, by kind."""
-        return {kind: value * 1e-9 for kind, value in zip(KINDS, self._known, strict=True)}
+        """The launches' times as last noted, by kind."""
+        return {kind: self._known[index][0] * 1e-9 for index, kind in enumerate(KINDS)}
+
+    def decoding(self) -> dict[str, float]:
+        """Seconds of decoding as last noted, by kind of FUSED; 0 until a launch of the kind has been sampled."""
+        return {kind: share.nanoseconds * 1e-9 for kind, share in self._decoding.items()}
+
+    def _address(self, index: int, place: int) -> int:
+        return self._words.data_ptr() + (index * CAPACITY + place) * WORDS * 8
+
+    def _measure_completion(self, device: torch.device) -> int:
+        properties = torch.cuda.get_device_properties(device)
+        if properties.major < 9:
+            return 0
+        blocks = properties.multi_processor_count
+        stream = torch.cuda.current_stream(device)
+        written = torch.empty(blocks * 256, device=device)
+        found = []
+        for _ in range(33):
+            words = torch.zeros(2, WORDS, dtype=torch.int64, device=device)
+            arguments = (words.data_ptr(), written.data_ptr(), blocks, stream.cuda_stream)
+            self._check(self._library.nf4_cuda_clock_completion(*arguments))
+            (_, ended), (waited, _) = words[:, :2].tolist()
+            found.append(waited - ended)
+        return max(0, int(statistics.median(found)))
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(f"the device clock cannot be read (CUDA error {status})")

@@ -2,8 +2,9 @@
 
 CPU: monotonic wall time, taken by the library around every call. dequant counts dequantize calls and, within linear, the
 stages that expand weights into a panel of their own. CUDA: the device's own clock, taken by the kernels themselves
-(device_clock.py). dequant counts the dequantize launches, those of a product by slices too. On both, kernels that decode
-weights in the registers of the product count under linear only; linear counts linear layers from end to end.
+(device_clock.py). dequant counts the dequantize launches, those of a product by slices too, and of launches that decode
+weights on their way into the product the part that sampled ones spend decoding. On CPU such kernels count under linear
+only. linear counts linear layers from end to end.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def reader_of(clock: DeviceClock) -> Callable[[], KernelTimes]:
 
     def read() -> KernelTimes:
         seconds = clock.seconds()
-        dequant = seconds["dequantize"]
         by_kernel = {f"cuda_{kind}": value for kind, value in seconds.items()}
-        return KernelTimes(dequant, sum(seconds.values()) - dequant, by_kernel)
+        decoding = clock.decoding()
+        by_kernel |= {f"cuda_{kind}_dequantize": value for kind, value in decoding.items()}
+        dequant = seconds["dequantize"] + sum(decoding.values())
+        return KernelTimes(dequant, sum(seconds.values()) - seconds["dequantize"], by_kernel)
 
     return read

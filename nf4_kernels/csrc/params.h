@@ -54,15 +54,19 @@ typedef struct {
   int32_t dtype;
   int32_t constant_weights; /* nothing under way on the stream writes the weight: it may be read at once */
   void* stream;
-  uint64_t* clock; /* null, or where the launch leaves when it began and when it ended: ns of the device's clock */
+  uint64_t* clock; /* null, or NF4_CLOCK_WORDS words where the launch leaves its times */
   Nf4Next next;
 } Nf4Linear;
 
-/* Pairs of such times, by kind of launch (nf4_kernels/device_clock.py names the kinds). */
-enum { NF4_CLOCK_KINDS = 4 };
+/* Such times, in ns of the device's clock: when the launch began, when its last instruction ran, and of the launches that
+ * take the times of their decoding how long one warp decoded, else 0; the fourth word is the launch's own.
+ * By kind of launch (nf4_kernels/device_clock.py names the kinds); a launch of a kind counts completion ns more. The totals
+ * of a kind are its launches' time, that of those whose decoding was timed, and their decoding. */
+enum { NF4_CLOCK_KINDS = 4, NF4_CLOCK_WORDS = 4, NF4_CLOCK_TOTALS = 3 };
 typedef struct {
   uint64_t* first[NF4_CLOCK_KINDS];
   int32_t count[NF4_CLOCK_KINDS];
+  int32_t completion[NF4_CLOCK_KINDS];
 } Nf4Clocks;
 
 /* The shape of a linear_rows launch; nf4_kernels/plan.py chooses it. */

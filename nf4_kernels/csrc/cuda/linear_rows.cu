@@ -1,6 +1,12 @@
 // The C entry of linear_rows.cuh: picks the instance that a plan names and launches it.
 #include "linear_rows.cuh"
 
+// linear_rows_timed.cu makes the same of the kernels that take the times of their decoding.
+#ifndef NF4_TIMED
+#define NF4_TIMED false
+#define NF4_LINEAR_ROWS nf4_cuda_linear_rows
+#endif
+
 namespace nf4 {
 namespace {
 
@@ -15,7 +21,7 @@ template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
 cudaError_t launch(const RowsArgs& args, int grid, cudaStream_t stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   if (args.stages < 1 || args.stages > Layout::kStageLimit) return cudaErrorInvalidValue;
-  auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested>;
+  auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED>;
   int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
@@ -55,7 +61,7 @@ cudaError_t launch(const RowsArgs& args, int dtype, int grid, cudaStream_t strea
 }  // namespace nf4
 
 // Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan.
-NF4_EXPORT int nf4_cuda_linear_rows(const Nf4Linear* linear, const RowsPlan* plan) {
+NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   const Nf4Weight& w = linear->weight;
   if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32) return cudaErrorInvalidValue;
   if (linear->m > plan->tiles * 8 || plan->blocks * plan->warps < plan->part_blocks) return cudaErrorInvalidValue;

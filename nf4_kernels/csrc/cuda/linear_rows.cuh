@@ -48,6 +48,26 @@ __device__ __forceinline__ unsigned lookup(unsigned word, int byte, unsigned lan
   return pair;
 }
 
+// The A registers of 16 k of a k block.
+__device__ __forceinline__ void look_up(unsigned (&a)[4], uint2 upper, uint2 lower, int step, unsigned lane_offset) {
+  unsigned up = step < 2 ? upper.x : upper.y, low = step < 2 ? lower.x : lower.y;
+  int byte = step % 2 * 2;
+  a[0] = lookup(up, byte, lane_offset);
+  a[1] = lookup(low, byte, lane_offset);
+  a[2] = lookup(up, byte + 1, lane_offset);
+  a[3] = lookup(low, byte + 1, lane_offset);
+}
+
+template <typename T, int kTiles>
+__device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const unsigned (&a)[4],
+                                              const uint4 (&activations)[kTiles][2], int step) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const uint4& four = activations[tile][step / 2];
+    multiply<T>(sums[tile], a, step % 2 ? four.z : four.x, step % 2 ? four.w : four.y, sums[tile]);
+  }
+}
+
 // The activations of one part that a consumer warp needs, as B registers. Not __ldg: the kernel in front may write them
 // after this one has started, and the compiler takes such reads for constant and moves them before the wait.
 template <typename T, int kWarps, int kBlocks, int kTiles>
@@ -69,7 +89,8 @@ __device__ __forceinline__ void load_activations(const RowsArgs& args, int part,
   }
 }
 
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
+// kTimed: the warp takes the times of its decoding: codes and scales read, turned into operands, put on the sums.
+template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed>
 __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, RowsRun run,
                                         uint4 (&b)[kBlocks][kTiles][2]) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
@@ -80,6 +101,8 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
   const char* my_scales = shared + Layout::scale_slot(0, warp) + g * 8;
   float4* my_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + warp * kTiles * 32 + lane;
   RingPosition ring, sums;
+  StageClock<kTimed> decoding;
+  decoding.begin(args.clock);
   for (; !run.done(); run.next()) {
     if (run.part != loaded) {
       loaded = run.part;
@@ -95,21 +118,30 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       if (i == kBlocks - 1 && i * kWarps >= count) break;
+      decoding.resume();
       uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kWarps * 32);
       uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kWarps * 32);
       float part_sum[kTiles][4] = {};
+      if constexpr (kTimed) {
+        unsigned a[4][4];
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        unsigned up = step < 2 ? upper.x : upper.y, low = step < 2 ? lower.x : lower.y;
-        int byte = step % 2 * 2;
-        unsigned a[4] = {lookup(up, byte, lane_offset), lookup(low, byte, lane_offset),
-                         lookup(up, byte + 1, lane_offset), lookup(low, byte + 1, lane_offset)};
+        for (int step = 0; step < 4; ++step) {
+          look_up(a[step], upper, lower, step, lane_offset);
+          pin(a[step]);
+        }
+        decoding.pause(a[3]);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const uint4& four = b[i][tile][step / 2];
-          multiply<T>(part_sum[tile], a, step % 2 ? four.z : four.x, step % 2 ? four.w : four.y, part_sum[tile]);
+        for (int step = 0; step < 4; ++step) multiply_step<T>(part_sum, a[step], b[i], step);
+        settle(part_sum[kTiles - 1][3]);
+      } else {
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          unsigned a[4];
+          look_up(a, upper, lower, step, lane_offset);
+          multiply_step<T>(part_sum, a, b[i], step);
         }
       }
+      decoding.resume();
       static_assert(kWarps % 2 == 0, "two k blocks share a slot row");
       float2 scale = *reinterpret_cast<const float2*>(scales + i * (kWarps / 2) * kTableStride);
 #pragma unroll
@@ -119,6 +151,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
         acc[tile][2] += scale.y * part_sum[tile][2];
         acc[tile][3] += scale.y * part_sum[tile][3];
       }
+      decoding.pause(acc[kTiles - 1][3]);
     }
     barrier_arrive(Layout::empty(base, ring.stage));
     ring.advance(args.stages);
@@ -131,6 +164,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
     barrier_arrive(Layout::sums_full(base, sums.stage));
     sums.advance(2);
   }
+  decoding.end(args.clock);
 }
 
 __device__ __forceinline__ void publish_barriers() {
@@ -185,7 +219,9 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
   for (int i = 0; i < 16; ++i) *reinterpret_cast<unsigned*>(target + i * kTableStride) = pack2<T>(high, codes[i] * kStretch);
 }
 
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
+// kTimed: one warp takes the times of its decoding. A kernel of its own: a second loop beside the first, though no warp
+// enters it, makes the first one up to 50 % slower (registers).
+template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed>
 __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32, 1)
     linear_rows(const __grid_constant__ RowsArgs args) {
 #if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)  // the others' shared memory is too small
@@ -194,15 +230,24 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
   unsigned base = shared_address(shared);
   if ((base & 0xffffff) != kSharedBase) __trap();
   int warp = threadIdx.x / 32;
+  // Launched ahead of the kernel before, this one begins when that one has ended. Ahead of all that has to be fetched.
+  // A cluster's other blocks must not wait with it.
+  auto begin = [&] {
+    if (blockIdx.x > 0 || threadIdx.x != (kWarps + 1) * 32) return;
+    wait_for_previous();
+    clock_start(args.clock);
+  };
+  if (args.cluster == 1) begin();
   constexpr int kThreads = (kWarps + kServiceWarps<kWarps, kTiles>) * 32, kFirstDecoder = kWarps + Layout::kDecoders;
   RowsRun run(args);
   launch_dependents();
-  // Launched ahead of the kernel before, it begins when that one ends.
-  if (!args.constant_weights && blockIdx.x == 0 && threadIdx.x == 0) clock_start(args.clock);
   if (warp == kWarps) init_copy_barriers<Layout>(base);
   if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
   // All threads at once: without a cluster this is a barrier of the block, which compute-sanitizer takes it for, too.
-  if (args.cluster > 1) cluster_sync();
+  if (args.cluster > 1) {
+    cluster_sync();
+    begin();
+  }
   if (warp == kWarps) {
     barrier_signal(3, kThreads);
     if (!args.constant_weights) wait_for_previous();
@@ -224,7 +269,11 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
     load_activations<T, kWarps, kBlocks, kTiles>(args, run.part, b);
     if (!table_first) build();
     barrier_sync(3, kThreads);
-    consume<T, kWarps, kBlocks, kTiles, kNested>(args, shared, run, b);
+    if (kTimed && blockIdx.x == 0 && warp == 0) {
+      consume<T, kWarps, kBlocks, kTiles, kNested, true>(args, shared, run, b);
+    } else {
+      consume<T, kWarps, kBlocks, kTiles, kNested, false>(args, shared, run, b);
+    }
   } else {
     if (warp == kWarps + 1) barrier_signal(kOthersReady, 64);
     if (warp < kFirstDecoder) {

@@ -1,6 +1,12 @@
 // The C entry of linear_wgmma.cuh: its workspace, the weight's tensor map and the two launches.
 #include "linear_wgmma.cuh"
 
+// linear_wgmma_timed_sm90.cu makes the same of the kernels that take the times of their decoding.
+#ifndef NF4_TIMED
+#define NF4_TIMED false
+#define NF4_LINEAR_WGMMA nf4_cuda_linear_wgmma
+#endif
+
 namespace nf4 {
 namespace {
 
@@ -63,7 +69,7 @@ cudaError_t arrange(const Nf4Linear& linear, const WgmmaSizes& sizes, int tokens
 template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested>
 cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const WgmmaArgs& args, const CUtensorMap& map) {
   cudaStream_t stream = static_cast<cudaStream_t>(linear.stream);
-  auto* kernel = linear_wgmma<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, kNested>;
+  auto* kernel = linear_wgmma<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, kNested, NF4_TIMED>;
   constexpr int kShared = WgmmaLayout<kTokens, kGroups, kStages, kTokenStages>::kTotal;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return status;
@@ -100,16 +106,8 @@ bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t
 }  // namespace
 }  // namespace nf4
 
-// Bytes of workspace and number of counters that a product needs.
-NF4_EXPORT void nf4_cuda_linear_wgmma_sizes(int64_t m, int64_t n, int64_t k, const WgmmaPlan* plan,
-                                            int64_t* workspace, int64_t* counters) {
-  nf4::WgmmaSizes sizes(m, n, k, *plan);
-  *workspace = sizes.tile_bytes + sizes.partial_bytes;
-  *counters = sizes.row_tiles * sizes.token_tiles * plan->groups;
-}
-
 // Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits. For devices of capability 9.0.
-NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* plan) {
+NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) {
   const Nf4Weight& w = linear->weight;
   if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32 || !nf4::aligned(w.packed, 16)) {
     return cudaErrorInvalidValue;

@@ -125,7 +125,6 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
     barrier_sync(kOthersReady, 64);
   }
   wait_for_previous();
-  if (args.constant_weights && blockIdx.x == 0 && threadIdx.x % 32 == 0) clock_start(args.clock);
   RingPosition ring;
   Reduction<kTiles> at;
   for (;; run.next()) {
