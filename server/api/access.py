@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 from collections import Counter
 from collections.abc import Sequence
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import ApiError, answer_api_error
 
@@ -46,10 +47,17 @@ class AccessLayer:
             await response(scope, receive, send)
             return
         self._under_way[key] += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._under_way[key] -= 1
+        place = contextlib.ExitStack()
+        place.callback(self._under_way.subtract, [key])
+
+        async def sending(message: Message) -> None:
+            # Whoever has read the end of an answer may ask again at once, before the rest here has run.
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                place.close()
+            await send(message)
+
+        with place:
+            await self._app(scope, receive, sending)
 
     def _known(self, scope: Scope) -> int:
         """Which key the request has. Raises ApiError."""

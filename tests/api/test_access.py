@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 from server.api.access import AccessLayer
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig, load_config
+from tests.conftest import free_port
 
 
 @asynccontextmanager
@@ -84,6 +88,35 @@ async def test_requests_under_way_are_counted_for_each_key() -> None:
         assert (await http.get("/v1/x", headers={"x-api-key": "a"})).status_code == 200
 
 
+async def test_a_place_is_free_when_the_answer_has_been_read() -> None:
+    import asyncio
+
+    ended = asyncio.Event()
+    sent: list[Any] = []
+
+    async def tidies_up_slowly(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        assert layer._under_way[0] == 1
+        await send({"type": "http.response.body", "body": b""})
+        await ended.wait()
+
+    async def send(message: Any) -> None:
+        sent.append((message["type"], layer._under_way[0]))
+
+    layer = AccessLayer(tidies_up_slowly, ("a",), 1)
+    scope = {"type": "http", "path": "/v1/x", "method": "POST", "headers": [(b"x-api-key", b"a")]}
+    first = asyncio.create_task(layer(scope, None, send))  # type: ignore[arg-type]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [under_way for _, under_way in sent] == [1, 1, 0]
+    second = asyncio.create_task(layer(scope, None, send))  # type: ignore[arg-type]
+    ended.set()
+    await asyncio.gather(first, second)
+    assert len(sent) == 6
+    assert layer._under_way[0] == 0
+
+
 def test_keys_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nk1\n\n  k2  \n")
@@ -123,3 +156,34 @@ async def test_pages_load_nothing_from_elsewhere() -> None:
             assert "default-src 'none'" in answer.headers["content-security-policy"]
             assert "http://" not in answer.text
             assert "https://" not in answer.text
+
+
+def test_tls(tmp_path: Path) -> None:
+    certificate, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", free_port()
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate,
+            "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
+    subprocess.run(made, check=True, capture_output=True)
+    files = {"NF4_HTTP__TLS_CERT_FILE": str(certificate), "NF4_HTTP__TLS_KEY_FILE": str(key)}
+    command = [sys.executable, "-m", "server", "--port", str(port)]
+    environment = {**os.environ, **files, "NF4_HTTP__API_KEYS": "secret"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        trust = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, trust_env=False) as https:
+            deadline = time.monotonic() + 120
+            while True:
+                try:
+                    assert https.get("/v1/models").status_code == 401
+                    break
+                except httpx.ConnectError:
+                    assert process.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+            headers = {"Authorization": "Bearer secret", "X-Request-ID": "mine"}
+            answer = https.get("/v1/models", headers=headers)
+            assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}/version", trust_env=False)
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
