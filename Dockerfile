@@ -30,13 +30,15 @@ RUN python -m nf4_kernels.build --cpu-only && pip install --no-deps .
 FROM base AS cuda-packages
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
-COPY docker/requirements.py docker/requirements.py
-# PyPI's torch brings CUDA's libraries along; nvcc comes as NVIDIA's wheels and is not part of the image.
-RUN python docker/requirements.py > requirements.txt && pip install -r requirements.txt
+COPY docker/requirements.py docker/cuda_home.py docker/
+# PyPI's torch brings CUDA's libraries along; nvcc comes as NVIDIA's wheels. It stays in the image: FlashInfer compiles its
+# attention for the GPU that it meets, and keeps it in the volume.
+RUN python docker/requirements.py > requirements.txt \
+ && python docker/requirements.py cuda build-cuda >> requirements.txt \
+ && pip install -r requirements.txt && python docker/cuda_home.py /opt/nf4/cuda
+ENV CUDA_HOME=/opt/nf4/cuda
 COPY nf4_kernels nf4_kernels
-RUN python docker/requirements.py build-cuda > build.txt \
- && pip install --target /opt/build -r build.txt \
- && PYTHONPATH=/opt/build python -m nf4_kernels.build --force && test -s nf4_kernels/lib/libnf4_cuda.so
+RUN python -m nf4_kernels.build --force && test -s nf4_kernels/lib/libnf4_cuda.so
 COPY server server
 COPY bench bench
 RUN pip install --no-deps .
@@ -60,4 +62,5 @@ COPY --from=cpu-packages /opt/nf4 /opt/nf4
 
 FROM runtime AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV CUDA_HOME=/opt/nf4/cuda FLASHINFER_WORKSPACE_BASE=/models/.cache
 COPY --from=cuda-packages /opt/nf4 /opt/nf4

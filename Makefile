@@ -14,6 +14,10 @@ SHELL := /bin/bash
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
+# FlashInfer where there is a GPU and an nvcc for it to call.
+NVCC := $(or $(CUDA_HOME),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+EXTRAS := $(if $(and $(shell command -v nvidia-smi),$(NVCC)),[cuda])
+
 # venv without ensurepip, so that Debian's python3 without python3-venv is enough; pip installs itself into it.
 $(VENV)/pyvenv.cfg:
 	@echo "== creating $(VENV)"
@@ -22,7 +26,7 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.serve: pyproject.toml | $(VENV)/pyvenv.cfg
 	@echo "== installing what the server needs (once; torch is the large one)"
-	$(BIN)/python -m pip install --editable .
+	$(BIN)/python -m pip install --editable '.$(EXTRAS)'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.serve

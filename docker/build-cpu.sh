@@ -10,7 +10,7 @@ shift || true
 rootfs=${ROOTFS:-/var/tmp/nf4-base}
 store=(--storage-driver "${STORAGE_DRIVER:-vfs}")
 if [ ! -x "$rootfs/usr/bin/python3" ]; then
-  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,g++ bookworm "$rootfs"
+  debootstrap --variant=minbase --include=python3,python3-dev,python3-venv,ca-certificates,g++ bookworm "$rootfs"
 fi
 if ! buildah "${store[@]}" inspect localhost/nf4-base > /dev/null 2>&1; then
   container=$(buildah "${store[@]}" from scratch)

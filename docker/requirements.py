@@ -1,8 +1,9 @@
-"""Print what pyproject.toml lists, for pip install -r: the dependencies, or with an argument, those of that extra."""
+"""Print what pyproject.toml lists, for pip install -r: the dependencies, or with arguments, those of these extras."""
 
 import sys
 import tomllib
 
 with open("pyproject.toml", "rb") as f:
     project = tomllib.load(f)["project"]
-print("\n".join(project["optional-dependencies"][sys.argv[1]] if len(sys.argv) > 1 else project["dependencies"]))
+extras = [line for name in sys.argv[1:] for line in project["optional-dependencies"][name]]
+print("\n".join(extras or project["dependencies"]))

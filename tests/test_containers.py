@@ -37,6 +37,10 @@ def test_requirements_are_those_of_pyproject() -> None:
     for extra, expected in (
         ([], project["dependencies"]),
         (["build-cuda"], project["optional-dependencies"]["build-cuda"]),
+        (
+            ["cuda", "build-cuda"],
+            project["optional-dependencies"]["cuda"] + project["optional-dependencies"]["build-cuda"],
+        ),
     ):
         command = [sys.executable, "docker/requirements.py", *extra]
         assert subprocess.check_output(command, cwd=ROOT, text=True).splitlines() == expected

@@ -42,7 +42,7 @@ def create_backend(
 
 def _flashinfer_unusable(shapes: list[LayerShape], dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("flashinfer") is None:
-        return "the package flashinfer is not installed"
+        return "FlashInfer is not installed (pip install 'nf4-server[cuda]')"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"FlashInfer has no kernels for {dtype}"
     for shape in shapes:
