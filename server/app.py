@@ -108,6 +108,8 @@ async def _start(service: Service, on_status: StatusListener) -> None:
     def engine_changed(status: EngineStatus) -> None:
         if status.state == "restarting":
             service.metrics.engine_ended()
+        if status.state == "ready" and status.ready is not None:
+            service.metrics.engine_ready(status.ready, prefix_caching=config.engine.enable_prefix_caching)
         # Ready is told once the tokenizer is there as well.
         if status.state != "ready" or service.tokenizer is not None:
             on_status(status)

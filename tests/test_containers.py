@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import ssl
 import subprocess
 import sys
 import threading
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,8 +57,9 @@ def test_compose_mounts_what_there_is() -> None:
         assert (ROOT / "docker" / mount.split(":")[0]).exists(), mount
 
 
+@pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
-def test_healthcheck(status: int, code: int) -> None:
+def test_healthcheck(status: int, code: int, *, tls: bool, tmp_path: Path) -> None:
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status if self.path == "/health" else 404)
@@ -65,7 +69,30 @@ def test_healthcheck(status: int, code: int) -> None:
             """Nothing."""
 
     with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
+        if tls:
+            made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key", "-out", "certificate"]
+            subprocess.run([*made, "-subj", "/CN=elsewhere"], cwd=tmp_path, check=True, capture_output=True)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            server.handle_error = lambda *_: None  # type: ignore[method-assign,assignment] # the attempt without TLS
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {"NF4_HTTP__PORT": str(server.server_port)}
         done = subprocess.run([sys.executable, "docker/healthcheck.py"], cwd=ROOT, env=environment, check=False)
+        server.shutdown()
     assert done.returncode == code
+
+
+def test_healthcheck_without_a_server() -> None:
+    environment = {"NF4_HTTP__PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "docker/healthcheck.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("unhealthy: ")
+    assert done.stderr.count("\n") == 1

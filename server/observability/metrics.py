@@ -10,7 +10,7 @@ from prometheus_client.exposition import choose_encoder
 
 from server.observability.engine_state import EngineCollector
 from server.observability.timeline import RequestTimeline
-from server.types import EngineStats, RequestOutput, StepOutputs
+from server.types import EngineReady, EngineStats, RequestOutput, StepOutputs
 
 # A second series for every counter and histogram, which Prometheus has no use for.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -109,6 +109,13 @@ class Metrics:
         self._step_batch = self._histogram("engine_step_batch_size", "Sequences in one engine step.", BATCH_BUCKETS)
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens in one engine step.", BATCH_BUCKETS)
 
+        self._cache_config = Gauge(
+            "nf4_cache_config_info",
+            "How the KV cache is set up, in the labels.",
+            ["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
+            registry=self.registry,
+        )
+
     def _define_http_metrics(self) -> None:
         self._http_requests = Counter(
             "nf4_http_requests", "HTTP answers.", ["method", "route", "status"], registry=self.registry
@@ -158,6 +165,12 @@ class Metrics:
             self._step_seconds.observe(stats.step_seconds)
             self._step_batch.observe(stats.step_batch)
             self._step_tokens.observe(stats.step_tokens)
+
+    def engine_ready(self, ready: EngineReady, *, prefix_caching: bool) -> None:
+        """Note how a new engine's cache is set up."""
+        self._cache_config.clear()
+        labels = (self._model, str(ready.block_size), str(ready.num_blocks), str(prefix_caching))
+        self._cache_config.labels(*labels).set(1)
 
     def engine_ended(self) -> None:
         """Forget the state of an engine that is gone."""

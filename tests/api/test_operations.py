@@ -62,6 +62,7 @@ def test_metrics_account_for_a_request(http: httpx.Client) -> None:
     assert metric(http, "nf4_time_to_first_token_seconds_count") == first + 1
     assert metric(http, "nf4_request_success_total", finished_reason="length") == lengths + 1
     assert metric(http, "nf4_engine_up") == 1
+    assert metric(http, "nf4_cache_config_info", block_size="16", enable_prefix_caching="True") == 1
     assert metric(http, "nf4_num_requests_running") == 0
     for phase in ("prefill", "decode"):
         assert metric(http, "nf4_request_dequant_seconds_count", phase=phase) > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from server.observability.engine_state import kind_and_variant
 from server.observability.metrics import KERNEL_BUCKETS, TOKEN_BUCKETS, Metrics
 from server.observability.timeline import RequestTimeline, server_timing
-from server.types import EngineStats, RequestOutput, RequestTimings, StepOutputs
+from server.types import EngineReady, EngineStats, RequestOutput, RequestTimings, StepOutputs
 
 MODEL = {"model_name": "m"}
 
@@ -60,6 +60,16 @@ def test_adapters_in_use_are_one_series_at_a_time() -> None:
         names = {"running_lora_adapters": ",".join(running), "waiting_lora_adapters": ",".join(waiting)}
         assert sample.labels == MODEL | {"max_lora": "4"} | names
         assert abs(sample.value - time.time()) < 5
+
+
+def test_the_caches_set_up_is_that_of_the_last_engine() -> None:
+    metrics = Metrics("m")
+    for blocks in (100, 90):
+        metrics.engine_ready(EngineReady(64, 10, [2], 16, blocks, "cpu", "float32", "amx"), prefix_caching=True)
+    families = [family for family in metrics.registry.collect() if family.name == "nf4_cache_config_info"]
+    (sample,) = families[0].samples
+    labels = {"block_size": "16", "num_gpu_blocks": "90", "enable_prefix_caching": "True"}
+    assert (sample.labels, sample.value) == (MODEL | labels, 1)
 
 
 def test_a_sequence_from_first_token_to_last() -> None:
