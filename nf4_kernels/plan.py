@@ -17,7 +17,7 @@ MAX_ROWS_TOKENS = 32
 WORKSPACE_BYTES = 32 << 20
 COUNTERS = 1 << 16
 # Of the weight that is multiplied next, brought into L2 as a launch ends.
-PREFETCH_BYTES = 16 << 20
+PREFETCH_BYTES = 8 << 20
 # Blocks that share row groups -> how many such clusters a multiprocessor has room for (four do not fit everywhere).
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 # (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/linear_rows.cu.

@@ -69,7 +69,8 @@ __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const un
 }
 
 // The activations of one part that a consumer warp needs, as B registers. Not __ldg: the kernel in front may write them
-// after this one has started, and the compiler takes such reads for constant and moves them before the wait.
+// after this one has started, and the compiler takes such reads for constant and moves them before the wait. Nor __ldcg:
+// the two reads are halves of the same 32 bytes, which L1 so brings once.
 template <typename T, int kWarps, int kBlocks, int kTiles>
 __device__ __forceinline__ void load_activations(const RowsArgs& args, int part, uint4 (&b)[kBlocks][kTiles][2]) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -83,8 +84,8 @@ __device__ __forceinline__ void load_activations(const RowsArgs& args, int part,
       const uint4* from =
           reinterpret_cast<const uint4*>(static_cast<const T*>(args.x) + int64_t{token} * args.k + block * 64 + t * 16);
       bool valid = block < end && token < args.m;
-      b[i][tile][0] = valid ? __ldcg(from) : make_uint4(0, 0, 0, 0);
-      b[i][tile][1] = valid ? __ldcg(from + 1) : make_uint4(0, 0, 0, 0);
+      b[i][tile][0] = valid ? *from : make_uint4(0, 0, 0, 0);
+      b[i][tile][1] = valid ? from[1] : make_uint4(0, 0, 0, 0);
     }
   }
 }
