@@ -67,10 +67,9 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
         if chunk.samples:
             sampled_rows.append(len(ids) - 1)
     num_single = next((i for i, span in enumerate(spans) if span.length > 1), len(spans))
-    # One transfer for everything.
-    table = torch.tensor([*ids, *positions, *slots, *sampled_rows, *scored_rows], dtype=torch.int64).to(
-        device, non_blocking=True
-    )
+    # One transfer for everything; from other than pinned memory it would wait for the step that is running.
+    numbers = [*ids, *positions, *slots, *sampled_rows, *scored_rows]
+    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     count = len(ids)
     return Batch(
         table[:count],

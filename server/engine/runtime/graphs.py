@@ -125,7 +125,7 @@ class DecodeGraphs:
         ids = batch.ids
         if previous is not None:
             rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
-            source = torch.tensor([rows.get(id(chunk.sequence), 0) for chunk in step.chunks])
+            source = torch.tensor([rows.get(id(chunk.sequence), 0) for chunk in step.chunks], pin_memory=True)
             ids = torch.where(ids == UNKNOWN, previous.tokens[source.to(ids.device, non_blocking=True)], ids)
         captured = self._replay(batch, ids)
         count = len(batch.spans)

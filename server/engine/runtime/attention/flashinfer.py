@@ -118,12 +118,15 @@ class FlashInferBackend(AttentionBackend):
         """Lay out a step of one-token sequences for the graph of size sequences; the rest are padding."""
         padding = Span(0, 0, 1, (self.scratch_block,))
         pages = _pages(spans + [padding] * (size - len(spans)), self._block_size)
+        # From other memory than this, or from the host, FlashInfer's copies would wait for the step that is running.
+        starts, last = pages.starts.pin_memory(), pages.last.pin_memory()
+        blocks = pages.blocks.pin_memory().to(self._device, non_blocking=True)
         wrappers = self._graphs.get(size) or self._new_graph_wrappers(size)
         for kind, wrapper in wrappers.items():
             wrapper.plan(
-                pages.starts,
-                pages.blocks,
-                pages.last,
+                starts,
+                blocks,
+                last,
                 kind.heads,
                 kind.kv_heads,
                 kind.dim,
