@@ -109,7 +109,13 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
     )
     runner = load_runner(folder, config, _print_progress)
     ready = time.perf_counter() - started
-    memory = {"kv_gib": options.kv_gib, "allocated_gib": _gib(torch.cuda.memory_allocated())}
+    gc.collect()
+    torch.cuda.empty_cache()
+    memory = {
+        "kv_gib": options.kv_gib,
+        "allocated_gib": _gib(torch.cuda.memory_allocated()),
+        "reserved_gib": _gib(torch.cuda.memory_reserved()),
+    }
     engine = Engine(runner, config)
     vocabulary = runner.limits.vocab_size
     rows: list[Row] = []
@@ -250,6 +256,8 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--out", type=Path, help="default: bench/results/e2e-<device>.json")
     options = parser.parse_args()
+    if options.peers and options.peer_tokens <= FIRST:
+        parser.error(f"--peer-tokens must be more than {FIRST}: transformers is timed from its {FIRST}th token on")
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     path = options.out or RESULTS / f"e2e-{device}.json"
     kept = json.loads(path.read_text())["rows"] if path.exists() else []

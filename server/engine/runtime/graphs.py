@@ -185,7 +185,26 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=self._stream):
                 logits, greedy = forward()
-        return _Graph(graph, inputs, logits, greedy, others)
+        # Only the latest replay's results are read: the next capture may use their memory, which the graphs' pool keeps.
+        return _Graph(graph, inputs, _unowned(logits), _unowned(greedy), others)
+
+
+class _Memory:
+    """A contiguous tensor's bytes, without the tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.itemsize
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same contiguous tensor in the same memory, which may be given to others when the original is gone."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
 @contextmanager

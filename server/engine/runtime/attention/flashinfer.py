@@ -10,7 +10,10 @@ import torch
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.batch import Batch, Span
 
-WORKSPACE_BYTES = 256 * 2**20
+# FlashInfer's launches fill the device with two blocks a processor, of at most this many queries each.
+_BLOCKS_PER_PROCESSOR = 2
+_QUERIES_PER_BLOCK = 128
+_SLACK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,13 @@ class FlashInferBackend(AttentionBackend):
             for s in shapes
         ]
         self._kinds = [_Kind(s.heads, s.kv_heads, s.key_dim, o) for s, o in zip(shapes, options, strict=True)]
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._workspace = self._room(
+            max(
+                _partial_bytes(kind, max(1, _BLOCKS_PER_PROCESSOR * processors // kind.kv_heads) * _QUERIES_PER_BLOCK)
+                for kind in self._kinds
+            )
+        )
         self._mixed: dict[_Kind, Any] = {
             kind: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
             for kind in dict.fromkeys(self._kinds)
@@ -152,6 +161,9 @@ class FlashInferBackend(AttentionBackend):
         layer = self._next_layer
         return self.attend(layer, query, key, value, self._kinds[layer].options)
 
+    def _room(self, partial_bytes: int) -> torch.Tensor:
+        return torch.zeros(partial_bytes + _SLACK_BYTES, dtype=torch.uint8, device=self._device)
+
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots
         self._next_layer = 0
@@ -162,6 +174,10 @@ class FlashInferBackend(AttentionBackend):
         def buffer(length: int) -> torch.Tensor:
             return torch.zeros(length, dtype=torch.int32, device=self._device)
 
+        # The largest graph comes first; the others share what it needed.
+        need = max(_partial_bytes(kind, _graph_rows(kind, size)) for kind in self._kinds)
+        if need > self._workspace.numel():
+            self._workspace = self._room(need)
         tables = buffer(size * self._most_blocks)
         self._graphs[size] = {
             kind: BatchDecodeWithPagedKVCacheWrapper(
@@ -178,6 +194,18 @@ class FlashInferBackend(AttentionBackend):
             for kind in self._mixed
         }
         return self._graphs[size]
+
+
+def _partial_bytes(kind: _Kind, rows: int) -> int:
+    """What rows of queries need whose keys are shared out: float32 outputs and a sum for each head."""
+    return rows * kind.heads * (kind.dim + 1) * 4
+
+
+def _graph_rows(kind: _Kind, size: int) -> int:
+    """Rows of queries for which a graph of size sequences makes room; its blocks take 16, 64 or 128 of them."""
+    group = kind.heads // kind.kv_heads
+    tile = 16 if group <= 16 else 64 if group <= 64 else _QUERIES_PER_BLOCK
+    return (-(-size * group // tile) + size) * tile
 
 
 def _window_left(options: AttentionOptions) -> int:
