@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ MODELS = {
 }
 BLOCKSIZE = 64
 _FLUSH_BYTES = 256 << 20
-_REPLAYS = 7
+_REPLAYS = 9
 _WARM_UP = 20  # enough for the clocks to rise
 
 
@@ -72,8 +72,8 @@ class Bench:
         self.repeats = repeats
         self._flush = torch.randn(_FLUSH_BYTES // 4, device="cuda")
         self._flush_us = 0.0
-        self._replay(None)
-        self._flush_us = self._replay(None)
+        self._replay([None])
+        self._flush_us = self._replay([None])[0]
         a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
         b = torch.empty_like(a)
         self.copy_bytes_per_us: float = 2 * a.numel() / self.time_alone(partial(b.copy_, a))
@@ -81,9 +81,12 @@ class Bench:
         x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
         self.flops_per_us: float = 2.0 * 8192**3 / self.time_alone(lambda: x @ x)
 
-    def time(self, launch: Callable[[], object]) -> float:
-        """Median microseconds of a launch inside a CUDA graph, as a serving engine replays it, with a cold L2."""
-        return (self._replay(launch) - self._flush_us) / self.repeats
+    def time(self, *launches: Callable[[], object]) -> list[float]:
+        """Median microseconds of each launch inside a CUDA graph, as a serving engine replays it, with a cold L2.
+
+        They take turns, each first as often as the others: where power is short, what ran before slows down what comes next.
+        """
+        return [(replay - self._flush_us) / self.repeats for replay in self._replay(launches)]
 
     def time_alone(self, launch: Callable[[], object]) -> float:
         """Median microseconds of a launch between two events, with a cold L2: for launches that write more than L2 holds.
@@ -110,30 +113,36 @@ class Bench:
                 torch.amax(self._flush)
             torch.cuda.synchronize()
 
-    def _replay(self, launch: Callable[[], object] | None) -> float:
-        """Median microseconds of one replay of `repeats` flushes, each followed by the launch."""
+    def _replay(self, launches: Sequence[Callable[[], object] | None]) -> list[float]:
+        """Median microseconds of one replay of `repeats` flushes, each followed by the launch, for each of launches."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            if launch:
-                launch()
-                launch()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for _ in range(self.repeats):
-                    torch.amax(self._flush)
-                    if launch:
-                        launch()
+            graphs = [self._capture(launch, stream) for launch in launches]
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            taken = []
-            for _ in range(_WARM_UP + _REPLAYS):
-                begin.record(stream)
-                graph.replay()
-                end.record(stream)
-                stream.synchronize()
-                taken.append(float(begin.elapsed_time(end)) * 1e3)
-        return statistics.median(taken[_WARM_UP:])
+            taken: list[list[float]] = [[] for _ in graphs]
+            for turn in range(_WARM_UP + _REPLAYS):
+                for place in range(len(graphs)):
+                    which = (turn + place) % len(graphs)
+                    begin.record(stream)
+                    graphs[which].replay()
+                    end.record(stream)
+                    stream.synchronize()
+                    taken[which].append(float(begin.elapsed_time(end)) * 1e3)
+        return [statistics.median(times[_WARM_UP:]) for times in taken]
+
+    def _capture(self, launch: Callable[[], object] | None, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        if launch:
+            launch()
+            launch()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(self.repeats):
+                torch.amax(self._flush)
+                if launch:
+                    launch()
+        return graph
 
     def floor(self, moved_bytes: float, flops: float = 0.0) -> float:
         return max(moved_bytes / self.copy_bytes_per_us, flops / self.flops_per_us)
@@ -204,12 +213,14 @@ def linear_rows(bench: Bench, model: str, name: str, weight: Random, bnb: Any, t
     for m in tokens:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         packed = (weight.packed, (n, k), weight.absmax, BLOCKSIZE)
-        ours = bench.time(partial(cuda.linear, x, *packed, None, *weight.nested))
-        bf16 = bench.time(partial(torch.nn.functional.linear, x, dense))
-        theirs = None
+        launches: list[Callable[[], object]] = [
+            partial(cuda.linear, x, *packed, None, *weight.nested),
+            partial(torch.nn.functional.linear, x, dense),
+        ]
         if bnb:
-            gemm = torch.ops.bitsandbytes.gemm_4bit
-            theirs = bench.time(partial(gemm, x, *packed, "nf4", None, *weight.nested))
+            launches.append(partial(torch.ops.bitsandbytes.gemm_4bit, x, *packed, "nf4", None, *weight.nested))
+        ours, bf16, *others = bench.time(*launches)
+        theirs = others[0] if others else None
         floor = bench.floor(weight.moved(True) + 2 * m * (n + k), 2.0 * m * n * k)
         choice = str(cuda.plan_on(x.device, m, n, k))
         rows.append(Row("linear", model, name, n, k, m, ours, theirs, bf16, floor, None, choice))
@@ -254,7 +265,7 @@ def _bitsandbytes() -> Any:
 def main() -> int:
     """Measure, print a line a row, write the JSON; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nf4_kernels.bench", description="Kernel speed on this GPU.")
-    parser.add_argument("--repeats", type=int, default=10, help="launches in a graph; the median of 7 replays counts")
+    parser.add_argument("--repeats", type=int, default=10, help="launches in a graph; the median of 9 replays counts")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON")
