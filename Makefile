@@ -14,9 +14,12 @@ SHELL := /bin/bash
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-# FlashInfer where there is a GPU and an nvcc for it to call.
-NVCC := $(or $(CUDA_HOME),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
-EXTRAS := $(if $(and $(shell command -v nvidia-smi),$(NVCC)),[cuda])
+# Where there is an NVIDIA GPU: FlashInfer, and nvcc from NVIDIA's wheels if the machine has none. Its device is asked for,
+# which containers see that were given it; /proc shows the host's driver to all. nvidia-smi: WSL has no such device.
+GPU := $(or $(wildcard /dev/nvidiactl),$(shell nvidia-smi -L 2>/dev/null))
+NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+comma := ,
+CUDA_EXTRAS := cuda$(if $(NVCC),,$(comma)build-cuda)
 
 # venv without ensurepip, so that Debian's python3 without python3-venv is enough; pip installs itself into it.
 $(VENV)/pyvenv.cfg:
@@ -26,19 +29,26 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.serve: pyproject.toml | $(VENV)/pyvenv.cfg
 	@echo "== installing what the server needs (once; torch is the large one)"
-	$(BIN)/python -m pip install --editable '.$(EXTRAS)'
+	$(BIN)/python -m pip install --editable .
 	@touch $@
+
+$(VENV)/.cuda: pyproject.toml $(VENV)/.serve
+	@echo "== installing what a GPU needs: $(CUDA_EXTRAS) (once)"
+	$(BIN)/python -m pip install --editable '.[$(CUDA_EXTRAS)]'
+	@touch $@
+
+READY := $(VENV)/.serve $(if $(GPU),$(VENV)/.cuda)
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.serve
 	@echo "== installing what tests and checks need"
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-serve: $(VENV)/.serve ## set everything up and serve the model of config.yaml on 127.0.0.1:8000 (PORT=, CONFIG=)
+serve: $(READY) ## set everything up and serve the model of config.yaml on 127.0.0.1:8000 (PORT=, CONFIG=)
 	@$(BIN)/python -m nf4_kernels.build --native
 	@exec $(BIN)/python -m server --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
-kernels: $(VENV)/.serve ## compile the kernel libraries (CUDA too where nvcc is found)
+kernels: $(READY) ## compile the kernel libraries (CUDA too where nvcc is found)
 	@$(BIN)/python -m nf4_kernels.build
 
 model: $(VENV)/.serve ## fetch and convert the embedded model
