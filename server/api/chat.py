@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()
     options = validate(ChatOptions, document, UNSUPPORTED_CHAT)
-    answer_id = new_id("chatcmpl")
+    answer_id = new_id("chatcmpl-")
     turn = await start_turn(service, options, size, arrival, answer_id)
     answer = _Answer(answer_id, options, service.backend().tokenizer)
     return await respond(request, turn, answer, bool(options.stream))
@@ -143,13 +143,13 @@ class _Answer:
             for index, answer in enumerate(await whole_answers(turn))
         ]
         scores = prompt_scores(self._tokenizer, turn.generation.runs[0].prompt_logprobs, self._prompt_logprobs)
-        return ChatCompletion(self._id, self._created, self._model, choices, turn.generation.usage(), scores)
+        return ChatCompletion(self._id, self._created, self._model, choices, turn.usage(), scores)
 
     async def events(self, turn: Turn) -> AsyncIterator[bytes]:
         begun: set[int] = set()
         async with closing(turn.deltas()) as deltas:
             async for delta in deltas:
-                usage = turn.generation.usage() if self._usage_always else None
+                usage = turn.usage() if self._usage_always else None
                 data = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
@@ -166,7 +166,7 @@ class _Answer:
                     data += self._chunk(end, usage)
                 yield data
         if self._usage_at_end:
-            yield event(ChatCompletionChunk(self._id, self._created, self._model, [], turn.generation.usage()))
+            yield event(ChatCompletionChunk(self._id, self._created, self._model, [], turn.usage()))
         yield DONE
 
     def _added(self, part: Part, *, has_logprobs: bool) -> Iterable[ChatDelta]:

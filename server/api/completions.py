@@ -200,7 +200,7 @@ class _Answer:
     """One answer's identity, and its two forms."""
 
     def __init__(self, options: CompletionRequest, backend: Backend) -> None:
-        self.id = new_id("cmpl")
+        self.id = new_id("cmpl-")
         self._created = int(time.time())
         self._model = options.model
         self._tokenizer = backend.tokenizer

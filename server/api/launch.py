@@ -132,5 +132,5 @@ def launch(
 
 
 def new_id(prefix: str) -> str:
-    """An id for an answer."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    """An id for an answer or a part of one."""
+    return prefix + uuid.uuid4().hex

@@ -28,6 +28,7 @@ def chat_document(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
     if "tools" in asked:
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked["tools"])]
     chat |= _choice(asked.get("tool_choice", {}))
+    chat |= _form(asked.get("output_config", {}).get("format"))
     match asked.get("thinking", {}).get("type", "none"):
         case "none":
             pass
@@ -41,7 +42,23 @@ def chat_document(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
             raise bad_request(
                 f"Invalid value for 'thinking.type': {shown(repr(other))}.", "thinking.type", "invalid_value"
             )
+    effort = asked.get("output_config", {}).get("effort")
+    if effort is not None and chat.get("reasoning_effort") != "none":
+        if not can_think:
+            raise _unsupported("output_config.effort", "This model does not think on request: 'effort'")
+        chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
     return chat
+
+
+def _form(asked: Any) -> dict[str, Any]:
+    match asked:
+        case None:
+            return {}
+        case {"type": "json_schema", "schema": dict(schema)} if len(asked) == 2:
+            named = {"name": "answer", "schema": schema, "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": named}}
+    where = "output_config.format"
+    raise bad_request(f"Invalid '{where}': expected 'type' json_schema and a 'schema'.", where, "invalid_value")
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:

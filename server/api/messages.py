@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter
@@ -33,7 +33,12 @@ UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
     "context_management": (),
     "inference_geo": (),
 }
-_NAMES = {"stop": "stop_sequences", "reasoning_effort": "thinking"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "thinking",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+}
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -45,6 +50,15 @@ class Thinking(BaseModel):
     type: str
     budget_tokens: int | None = None
     display: str | None = None
+
+
+class OutputConfig(BaseModel):
+    """The form of the answer (type json_schema and a schema), and how much a model thinks that can be told."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: dict[str, Any] | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class Metadata(BaseModel):
@@ -66,6 +80,9 @@ class CountRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+    """Accepted, and of no effect: what prompts share is found anyway."""
 
 
 class MessageRequest(CountRequest):
@@ -123,7 +140,7 @@ class _Answer:
     """One message and its two forms."""
 
     def __init__(self, asked: MessageRequest) -> None:
-        self.id = new_id("msg")
+        self.id = new_id("msg_")
         self._model = asked.model
 
     async def whole(self, turn: Turn) -> dict[str, Any]:
@@ -174,7 +191,7 @@ def _stop(reason: str | None, stop: str | int | None) -> dict[str, Any]:
 
 def _usage(turn: Turn) -> dict[str, int]:
     """Anthropic counts tokens from the cache apart from the rest of the prompt."""
-    spent = turn.generation.usage()
+    spent = turn.usage()
     cached = spent.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": spent.prompt_tokens - cached,

@@ -18,6 +18,13 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Part of Usage."""
+
+    reasoning_tokens: int
+    """Tokens of thoughts and of the marks around them."""
+
+
 class Usage(msgspec.Struct):
     """Tokens of one request."""
 
@@ -25,6 +32,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    """Of chats."""
 
     @classmethod
     def of(cls, prompt: int, completion: int, cached: int) -> Usage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -96,7 +97,7 @@ async def responses(request: Request) -> Response:
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()
     asked = validate(ResponseRequest, document, UNSUPPORTED_RESPONSE)
-    answer_id = new_id("resp")
+    answer_id = new_id("resp_")
     try:
         options = validate(ChatOptions, chat_document(given(ResponseRequest, document)), UNSUPPORTED_CHAT)
         turn = await start_turn(service, options, size, arrival, answer_id)
@@ -146,7 +147,7 @@ class _Answer:
             yield self._event("response.failed", response=failed)
             return
         for happened in blocks.finish():
-            yield self._block_event(happened)
+            yield self._block_event(happened, "incomplete" if reason == "length" else "completed")
         end = "response.incomplete" if reason == "length" else "response.completed"
         yield self._event(end, response=self._response(blocks, reason, turn))
 
@@ -155,16 +156,18 @@ class _Answer:
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(document) + b"\n\n"
 
-    def _block_event(self, happened: BlockEvent) -> bytes:
+    def _block_event(self, happened: BlockEvent, status: str = "completed") -> bytes:
+        """The events of what happened; status is a block's when it ends."""
         block = happened.block
-        item = self._item(block, "completed")
+        item = self._item(block, status)
         where = {"item_id": item["id"], "output_index": block.index}
         part = {**where, "content_index": 0}
         text = {"text": "response.output_text", "reasoning": "response.reasoning_text"}.get(block.kind)
         extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         match happened.action:
             case "start":
-                started = self._item(block, "in_progress")
+                # The first delta may be in the block already; it is an event of its own.
+                started = self._item(replace(block, text=""), "in_progress")
                 content = started.get("content", [])
                 started = {**started, "content": []} if "content" in started else started
                 data = self._event("response.output_item.added", output_index=block.index, item=started)
@@ -183,7 +186,7 @@ class _Answer:
         return data + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
-        prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
+        prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
         item_id = self._ids.setdefault(block.index, new_id(prefix))
         match block.kind:
             case "text":
@@ -203,12 +206,12 @@ class _Answer:
         status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
         usage = None
         if turn is not None:
-            spent = turn.generation.usage()
+            spent = turn.usage()
             usage = {
                 "input_tokens": spent.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": spent.prompt_tokens_details.cached_tokens},
                 "output_tokens": spent.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": spent.completion_tokens_details,
                 "total_tokens": spent.total_tokens,
             }
         last = blocks.all[-1].index if blocks.all else -1

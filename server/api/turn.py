@@ -15,6 +15,7 @@ from server.api.errors import bad_request
 from server.api.generation import Delta, Ending, Generation, closing
 from server.api.launch import admit, check_length, launch
 from server.api.operations import json_response
+from server.api.protocol import CompletionTokensDetails, Usage
 from server.api.service import Backend, Service
 from server.api.streaming import EventStream, unless_disconnected
 from server.api.structured import check_grammar, form_grammar
@@ -50,6 +51,14 @@ class Turn:
     def __init__(self, generation: Generation, parsers: list[AnswerParser]) -> None:
         self.generation = generation
         self._parsers = parsers
+        self._counted = [0] * len(parsers)
+        self._reasoning_tokens = 0
+
+    def usage(self) -> Usage:
+        """Tokens so far, and how many of them were thoughts."""
+        usage = self.generation.usage()
+        usage.completion_tokens_details = CompletionTokensDetails(self._reasoning_tokens)
+        return usage
 
     async def deltas(self) -> AsyncIterator[TurnDelta]:
         """Deltas of all answers as they come. Raises ApiError."""
@@ -68,7 +77,14 @@ class Turn:
 
     def _split(self, delta: Delta) -> Part:
         parser = self._parsers[delta.index]
+        thought = parser.thinking
         part = parser.push(delta.text) if delta.text else Part()
+        count = self.generation.runs[delta.index].completion_tokens
+        if thought or parser.thinking or part.reasoning:
+            self._reasoning_tokens += count - self._counted[delta.index]
+        elif not part:
+            count = self._counted[delta.index]  # what is held back may become the mark of thoughts
+        self._counted[delta.index] = count
         if delta.finish_reason is not None:
             last = parser.finish()
             part = Part(part.reasoning + last.reasoning, part.content + last.content, [*part.calls, *last.calls])

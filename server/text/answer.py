@@ -32,6 +32,11 @@ class AnswerParser:
         self.called = False
         """Whether there was a tool call."""
 
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next is thoughts."""
+        return self._reasoning is not None and self._reasoning.thinking
+
     def push(self, text: str) -> Part:
         """What this text adds."""
         reasoning = ""

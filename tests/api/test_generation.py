@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,10 +12,14 @@ import pytest
 from server.api.admission import Admission
 from server.api.errors import ApiError
 from server.api.generation import Delta, Generation, SequenceRun
+from server.api.protocol import CompletionTokensDetails, Usage
+from server.api.turn import Turn
 from server.engine.client import EngineClient, EngineStatus, EngineUnavailableError
 from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline
+from server.text.answer import AnswerParser
 from server.text.output import OutputText
+from server.text.reasoning import MARKS, ReasoningSplitter
 from server.text.tokenizer import Tokenizer
 from server.types import GenerateRequest, RequestOutput, RequestTimings, SamplingParams, TokenLogprob
 
@@ -264,3 +269,25 @@ def test_prompts_under_way_are_bounded_by_their_tokens() -> None:
     assert (admission.held, admission.held_tokens) == (0, 0)
     # One that is longer than the limit goes alone.
     admission.acquire(1).hold_tokens(500)
+
+
+async def test_tokens_of_thoughts_are_those_up_to_their_end_mark() -> None:
+    texts = ["<th", "ink>", "So ", "it ", "is</", "think>", "\n", "Paris", "."]
+    run = SimpleNamespace(completion_tokens=0)
+
+    async def deltas() -> AsyncIterator[Delta]:
+        for text in texts:
+            run.completion_tokens += 1
+            yield Delta(0, text, finish_reason="stop" if text == "." else None)
+
+    def usage() -> Usage:
+        return Usage.of(5, run.completion_tokens, 0)
+
+    generation: Any = SimpleNamespace(runs=[run], deltas=deltas, usage=usage)
+    turn = Turn(generation, [AnswerParser(ReasoningSplitter(MARKS[0], opened=False))])
+    parts = [delta.part async for delta in turn.deltas()]
+    assert ("".join(part.reasoning for part in parts), "".join(part.content for part in parts)) == (
+        "So it is",
+        "Paris.",
+    )
+    assert turn.usage().completion_tokens_details == CompletionTokensDetails(6)

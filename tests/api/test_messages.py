@@ -84,6 +84,13 @@ def test_tools(http: httpx.Client, stream: bool) -> None:
     assert after.json()["content"][0]["type"] == "text"
 
 
+def test_a_form(http: httpx.Client) -> None:
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = http.post(PATH, json=body(max_tokens=100, output_config=form, cache_control={"type": "ephemeral"})).json()
+    assert answer["stop_reason"] == "end_turn"
+    jsonschema.validate(json.loads(answer["content"][0]["text"]), SCHEMA)
+
+
 def test_count_tokens(http: httpx.Client) -> None:
     asked = {"model": MODEL, "messages": body()["messages"]}
     count = http.post(f"{PATH}/count_tokens", json=asked).json()
@@ -104,6 +111,13 @@ def test_count_tokens(http: httpx.Client) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "output_config.format.schema",
+        ),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"effort": "heroic"}}, "output_config.effort"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"nonsense": 1}, "nonsense"),
     ],

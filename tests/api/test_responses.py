@@ -35,6 +35,14 @@ def test_text(client: openai.OpenAI, http: httpx.Client) -> None:
     assert answer.usage.input_tokens == same["usage"]["prompt_tokens"]
 
 
+def test_a_stream_that_is_cut_ends_its_item_as_incomplete(client: openai.OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="Tell me a story.", max_output_tokens=5) as stream:
+        events = list(stream)
+    assert events[-1].type == "response.incomplete"
+    ended = next(event for event in events if event.type == "response.output_item.done")
+    assert ended.item.status == events[-1].response.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
 def test_stream(client: openai.OpenAI) -> None:
     with client.responses.stream(
         model=MODEL,
@@ -52,6 +60,8 @@ def test_stream(client: openai.OpenAI) -> None:
     assert kinds[-4:] == [
         "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
     ]  # fmt: skip
+    added = next(event for event in events if event.type == "response.content_part.added")
+    assert added.part.text == ""  # type: ignore[union-attr]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == final.output_text
     assert final.status == "completed"
@@ -66,8 +76,11 @@ def test_tools_and_their_results(client: openai.OpenAI, stream: bool) -> None:
         with client.responses.stream(
             **options, input=question, tool_choice=choice, parallel_tool_calls=False
         ) as events:
-            kinds = [event.type for event in events]
+            happened = list(events)
             first = events.get_final_response()
+        kinds = [event.type for event in happened]
+        added = next(event.item for event in happened if event.type == "response.output_item.added")
+        assert (added.id[:3], added.type, added.name, added.arguments) == ("fc_", "function_call", "get_weather", "")
         assert "response.function_call_arguments.delta" in kinds
         assert "response.function_call_arguments.done" in kinds
     else:

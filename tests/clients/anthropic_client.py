@@ -1,8 +1,10 @@
 """The anthropic package: messages, streams, tools, counting, errors."""
 
 import os
+from typing import Literal
 
 import anthropic
+import pydantic
 
 MODEL = os.environ["MODEL"]
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
@@ -15,6 +17,14 @@ TOOL = {
         "additionalProperties": False,
     },
 }
+
+
+class Answer(pydantic.BaseModel):
+    """A form."""
+
+    country: Literal["France", "Spain"]
+    capital: Literal["Paris", "Madrid"]
+
 
 client = anthropic.Anthropic(base_url=os.environ["BASE_URL"], api_key="none")
 whole = client.messages.create(
@@ -35,6 +45,10 @@ with client.messages.stream(
     model=MODEL, max_tokens=100, messages=ASK, tools=[TOOL], tool_choice={"type": "any"}, extra_body={"temperature": 0}
 ) as stream:
     assert any(block.type == "tool_use" for block in stream.get_final_message().content)
+parsed = client.messages.parse(
+    model=MODEL, max_tokens=100, messages=ASK, output_format=Answer, extra_body={"temperature": 0}
+)
+assert isinstance(parsed.parsed_output, Answer), parsed
 assert client.messages.count_tokens(model=MODEL, messages=ASK).input_tokens > 10
 try:
     client.messages.create(model="missing", max_tokens=1, messages=ASK)
