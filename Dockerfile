@@ -30,13 +30,12 @@ RUN python -m nf4_kernels.build --cpu-only && pip install --no-deps .
 FROM base AS cuda-packages
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
-COPY docker/requirements.py docker/cuda_home.py docker/
+COPY docker/requirements.py docker/requirements.py
 # PyPI's torch brings CUDA's libraries along; nvcc comes as NVIDIA's wheels. It stays in the image: FlashInfer compiles its
-# attention for the GPU that it meets, and keeps it in the volume.
+# attention for the GPU and the model that it meets, since all for all would take hours, and keeps it in the volume.
 RUN python docker/requirements.py > requirements.txt \
  && python docker/requirements.py cuda build-cuda >> requirements.txt \
- && pip install -r requirements.txt && python docker/cuda_home.py /opt/nf4/cuda
-ENV CUDA_HOME=/opt/nf4/cuda
+ && pip install -r requirements.txt
 COPY nf4_kernels nf4_kernels
 RUN python -m nf4_kernels.build --force && test -s nf4_kernels/lib/libnf4_cuda.so
 COPY server server
@@ -62,5 +61,6 @@ COPY --from=cpu-packages /opt/nf4 /opt/nf4
 
 FROM runtime AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-ENV CUDA_HOME=/opt/nf4/cuda FLASHINFER_WORKSPACE_BASE=/models/.cache
+# What is compiled at the first start; FlashInfer adds .cache itself, torch's compiler goes by XDG_CACHE_HOME.
+ENV FLASHINFER_WORKSPACE_BASE=/models TRITON_CACHE_DIR=/models/.cache/triton
 COPY --from=cuda-packages /opt/nf4 /opt/nf4
