@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nf4_kernels import cuda, reference
+from nf4_kernels import cuda, cuda_library, reference
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -241,8 +241,10 @@ def _bnb_state(bnb: Any, weight: Random, plain: Tensor, nested: bool) -> Any:
 
 def _tree(weight: Random, plain: Tensor) -> Tensor:
     out = torch.empty((weight.n, weight.k), dtype=torch.bfloat16, device="cuda")
-    struct = cuda.Weight(weight.packed.data_ptr(), plain.data_ptr(), None, None, None, weight.n, weight.k, BLOCKSIZE)
-    library = cuda.library()
+    struct = cuda_library.Weight(
+        weight.packed.data_ptr(), plain.data_ptr(), None, None, None, weight.n, weight.k, BLOCKSIZE
+    )
+    library = cuda_library.library()
     if isinstance(library, str):
         raise cuda.KernelError(library)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

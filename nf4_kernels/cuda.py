@@ -1,4 +1,4 @@
-"""The CUDA kernels: loads libnf4_cuda.so and calls it with tensors' pointers on torch's current stream.
+"""The CUDA kernels: calls libnf4_cuda.so (cuda_library.py) with tensors' pointers on torch's current stream.
 
 Source: csrc/cuda/*.cu behind the C interface of csrc/params.h. load_error() says why when they cannot be used.
 The first product on a device allocates its workspaces; let it run once before capturing a CUDA graph. In a captured graph
@@ -7,131 +7,33 @@ a product reads its weight before the kernel in front of it has ended: nothing i
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nf4_kernels.device_clock import Clocks, DeviceClock
+from nf4_kernels.cuda_library import (
+    KernelError,
+    Linear,
+    Next,
+    RowsPlan,
+    Weight,
+    WgmmaPlan,
+    load_error,
+    raise_for,
+    usable,
+)
+from nf4_kernels.device_clock import DeviceClock
 from nf4_kernels.format import offset_stride
 from nf4_kernels.plan import COUNTERS, GROUP_ROWS, PREFETCH_BYTES, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
 from nf4_kernels.successors import successor
 
-LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
+__all__ = ("BLOCKSIZES", "KernelError", "dequantize", "linear", "load_error", "plan_on", "start_clock", "stop_clock")
+
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
-
-class Weight(ctypes.Structure):
-    """Nf4Weight of params.h."""
-
-    _fields_ = (
-        ("packed", ctypes.c_void_p),
-        ("absmax", ctypes.c_void_p),
-        ("absmax_8bit", ctypes.c_void_p),
-        ("absmax_code", ctypes.c_void_p),
-        ("absmax_offset", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("blocksize", ctypes.c_int32),
-        ("offset_stride", ctypes.c_int32),
-    )
-
-
-class Next(ctypes.Structure):
-    """Nf4Next of params.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "absmax", "offsets")),
-        *((name, ctypes.c_int32) for name in ("runs", "run_groups", "longer_runs")),
-        *((name, ctypes.c_int32) for name in ("group_code_bytes", "group_scale_bytes", "code_bytes", "scale_bytes")),
-        *((name, ctypes.c_int32) for name in ("absmax_bytes", "offset_bytes")),
-    )
-
-
-class Linear(ctypes.Structure):
-    """Nf4Linear of params.h."""
-
-    _fields_ = (
-        ("weight", Weight),
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
-        ("m", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("constant_weights", ctypes.c_int32),
-        ("stream", ctypes.c_void_p),
-        ("clock", ctypes.c_void_p),
-        ("next", Next),
-    )
-
-
-class RowsPlan(ctypes.Structure):
-    """RowsPlan of params.h."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in ("warps", "blocks", "tiles", "stages", "cluster", "passes", "part_blocks", "chunk", "grid")
-    )
-
-
-class WgmmaPlan(ctypes.Structure):
-    """WgmmaPlan of params.h."""
-
-    _fields_ = (("tokens", ctypes.c_int32), ("groups", ctypes.c_int32), ("grid", ctypes.c_int32))
-
-
-class KernelError(RuntimeError):
-    """A kernel could not be launched; the message holds CUDA's."""
-
-
-@functools.cache
-def library() -> ctypes.CDLL | str:
-    """The loaded library, or why it could not be loaded. Needs no GPU."""
-    if not LIBRARY.exists():
-        return f"{LIBRARY} does not exist; build it with `python -m nf4_kernels.build` (needs nvcc)"
-    try:
-        loaded = ctypes.CDLL(str(LIBRARY))
-        loaded.nf4_cuda_error.restype = ctypes.c_char_p
-        loaded.nf4_cuda_dequantize.argtypes = (
-            ctypes.POINTER(Weight),
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        )
-        loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
-        loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)
-        for end in ("", "_timed"):
-            getattr(loaded, f"nf4_cuda_linear_wgmma{end}").argtypes = (
-                ctypes.POINTER(Linear),
-                ctypes.POINTER(WgmmaPlan),
-            )
-            getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
-    except (OSError, AttributeError) as e:
-        return f"{LIBRARY} cannot be loaded: {e}"
-    return loaded
-
-
-@functools.cache
-def load_error() -> str | None:
-    """None where the CUDA kernels can be used; else why not."""
-    loaded = library()
-    if isinstance(loaded, str):
-        return loaded
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA GPU"
-    return None
 
 
 def dequantize(
@@ -234,7 +136,7 @@ def _multiply_fused(
     choice: Rows | Wgmma,
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
-    loaded = _usable()
+    loaded = usable()
     capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
     if isinstance(choice, Wgmma):
@@ -259,11 +161,11 @@ def _multiply_fused(
     if isinstance(choice, Wgmma):
         wgmma = WgmmaPlan(choice.tokens, choice.groups, choice.grid)
         multiply = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
-        _raise_for(loaded, multiply(linear_, wgmma), str(choice))
+        raise_for(loaded, multiply(linear_, wgmma), str(choice))
         return
     rows = RowsPlan(**dataclasses.asdict(choice))
     multiply = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
-    _raise_for(loaded, multiply(linear_, rows), str(choice))
+    raise_for(loaded, multiply(linear_, rows), str(choice))
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:
@@ -310,9 +212,9 @@ def _multiply_slices(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None
         else:
             torch.addmm(bias[first:last], x, dense.t(), out=out[:, first:last])
     if whole is not None:
-        loaded = _usable()
+        loaded = usable()
         status = loaded.nf4_cuda_clock_end(whole, torch.cuda.current_stream(x.device).cuda_stream)
-        _raise_for(loaded, status, "clock")
+        raise_for(loaded, status, "clock")
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -395,10 +297,10 @@ def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, 
 def _dequantize_into(out: Tensor, weight: Weight, first: int, count: int, whole: int | None = None) -> None:
     """whole: the words of the product that it is the beginning of."""
     stream = torch.cuda.current_stream(out.device).cuda_stream
-    loaded = _usable()
+    loaded = usable()
     words, _ = _clock_words(out.device, "dequantize")
     status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), _DTYPES[out.dtype], stream, words, whole)
-    _raise_for(loaded, status, "dequantize")
+    raise_for(loaded, status, "dequantize")
 
 
 _clocks: dict[int, DeviceClock] = {}
@@ -407,7 +309,7 @@ _clocks: dict[int, DeviceClock] = {}
 def start_clock(device: torch.device) -> DeviceClock:
     """From here on every launch on device leaves its time with the clock returned; whoever starts it collects."""
     index = device.index if device.index is not None else torch.cuda.current_device()
-    _clocks[index] = DeviceClock(device, _usable())
+    _clocks[index] = DeviceClock(device, usable())
     return _clocks[index]
 
 
@@ -419,15 +321,3 @@ def stop_clock(device: torch.device) -> None:
 def _clock_words(device: torch.device, kind: str) -> tuple[int | None, bool]:
     clock = _clocks.get(device.index or 0) if _clocks else None
     return (None, False) if clock is None else clock.take(kind)
-
-
-def _usable() -> ctypes.CDLL:
-    loaded = library()
-    if isinstance(loaded, str):
-        raise KernelError(loaded)
-    return loaded
-
-
-def _raise_for(loaded: ctypes.CDLL, status: int, what: str) -> None:
-    if status:
-        raise KernelError(f"{what}: {loaded.nf4_cuda_error(status).decode()} (CUDA error {status})")

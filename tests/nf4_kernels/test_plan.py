@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nf4_kernels import cuda
+from nf4_kernels import cuda, cuda_library
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
@@ -119,8 +119,8 @@ def test_every_instance_has_stages_on_hopper() -> None:
 
 
 def test_the_cuda_library_loads_where_it_was_built() -> None:
-    if not cuda.LIBRARY.exists():
+    if not cuda_library.LIBRARY.exists():
         pytest.skip("the CUDA library was not built here (no nvcc)")
-    loaded = cuda.library()
+    loaded = cuda_library.library()
     assert not isinstance(loaded, str), loaded
     assert loaded.nf4_cuda_error(0) == b"no error"

@@ -1,0 +1,135 @@
+"""libnf4_cuda.so: loaded with ctypes, and the structs of csrc/params.h. load_error() says why it cannot be used."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from nf4_kernels.device_clock import Clocks
+
+LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
+
+
+class Weight(ctypes.Structure):
+    """Nf4Weight of params.h."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("absmax", ctypes.c_void_p),
+        ("absmax_8bit", ctypes.c_void_p),
+        ("absmax_code", ctypes.c_void_p),
+        ("absmax_offset", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("blocksize", ctypes.c_int32),
+        ("offset_stride", ctypes.c_int32),
+    )
+
+
+class Next(ctypes.Structure):
+    """Nf4Next of params.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "absmax", "offsets")),
+        *((name, ctypes.c_int32) for name in ("runs", "run_groups", "longer_runs")),
+        *((name, ctypes.c_int32) for name in ("group_code_bytes", "group_scale_bytes", "code_bytes", "scale_bytes")),
+        *((name, ctypes.c_int32) for name in ("absmax_bytes", "offset_bytes")),
+    )
+
+
+class Linear(ctypes.Structure):
+    """Nf4Linear of params.h."""
+
+    _fields_ = (
+        ("weight", Weight),
+        ("x", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("m", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("constant_weights", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+        ("clock", ctypes.c_void_p),
+        ("next", Next),
+    )
+
+
+class RowsPlan(ctypes.Structure):
+    """RowsPlan of params.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("warps", "blocks", "tiles", "stages", "cluster", "passes", "part_blocks", "chunk", "grid")
+    )
+
+
+class WgmmaPlan(ctypes.Structure):
+    """WgmmaPlan of params.h."""
+
+    _fields_ = (("tokens", ctypes.c_int32), ("groups", ctypes.c_int32), ("grid", ctypes.c_int32))
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be launched; the message holds CUDA's."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The loaded library, or why it could not be loaded. Needs no GPU."""
+    if not LIBRARY.exists():
+        return f"{LIBRARY} does not exist; build it with `python -m nf4_kernels.build` (needs nvcc)"
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY))
+        loaded.nf4_cuda_error.restype = ctypes.c_char_p
+        loaded.nf4_cuda_dequantize.argtypes = (
+            ctypes.POINTER(Weight),
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        )
+        loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+        loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)
+        for end in ("", "_timed"):
+            getattr(loaded, f"nf4_cuda_linear_wgmma{end}").argtypes = (
+                ctypes.POINTER(Linear),
+                ctypes.POINTER(WgmmaPlan),
+            )
+            getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
+    except (OSError, AttributeError) as e:
+        return f"{LIBRARY} cannot be loaded: {e}"
+    return loaded
+
+
+@functools.cache
+def load_error() -> str | None:
+    """None where the CUDA kernels can be used; else why not."""
+    loaded = library()
+    if isinstance(loaded, str):
+        return loaded
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU"
+    return None
+
+
+def usable() -> ctypes.CDLL:
+    """The loaded library; KernelError where it cannot be loaded."""
+    loaded = library()
+    if isinstance(loaded, str):
+        raise KernelError(loaded)
+    return loaded
+
+
+def raise_for(loaded: ctypes.CDLL, status: int, what: str) -> None:
+    """KernelError for a status that is not cudaSuccess."""
+    if status:
+        raise KernelError(f"{what}: {loaded.nf4_cuda_error(status).decode()} (CUDA error {status})")
