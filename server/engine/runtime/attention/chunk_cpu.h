@@ -95,7 +95,7 @@ struct Task {
   int64_t head;             // of the keys
   int64_t first, last;      // of the queries, as places in the sequence
   int64_t group() const { return a.heads / a.kv_heads; }
-  int64_t columns() const { return (last - first + kTile - 1) / kTile; }
+  int64_t columns() const { return whole(last - first, kTile) / kTile; }
 };
 
 inline void load_queries(const Task& t, Workspace& w) {

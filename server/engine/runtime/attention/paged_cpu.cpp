@@ -1,11 +1,12 @@
-// Attention over the paged cache on CPU, float32: one-token sequences here, chunks in chunk_cpu.h. Compiled on first use
-// for the machine's own instruction set.
+// Attention over the paged cache on CPU, float32: one-token sequences here, chunks in chunk_cpu.h and chunk_amx.h.
+// Compiled on first use for the machine's own instruction set.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "chunk_amx.h"
 #include "chunk_cpu.h"
 
 namespace {
@@ -115,10 +116,8 @@ void attend_all(const PagedAttention& a) {
 }
 
 // The chunks of all sequences behind the singles, the last queries first: they see the most keys.
-void attend_chunks(const PagedAttention& a) {
-  const int64_t group = a.heads / a.kv_heads;
-  // As many tiles as make reading the keys a small part of a task.
-  const int64_t queries = chunks::kTile * std::max<int64_t>(1, 4 / group);
+template <typename Workspace>
+void attend_chunks(const PagedAttention& a, void (*run)(const chunks::Task&, Workspace&), int64_t queries) {
   std::vector<chunks::Task> tasks;
   int64_t work = 0;
   for (int64_t s = a.singles; s < a.sequences; ++s) {
@@ -132,9 +131,21 @@ void attend_chunks(const PagedAttention& a) {
   }
 #pragma omp parallel for schedule(dynamic) if (work > kParallelWork)
   for (size_t i = 0; i < tasks.size(); ++i) {
-    static thread_local chunks::Workspace workspace;
-    chunks::run(tasks[i], workspace);
+    static thread_local Workspace workspace;
+    run(tasks[i], workspace);
   }
+}
+
+// In tasks of as many tiles as make reading the keys a small part.
+void attend_chunks(const PagedAttention& a) {
+  const int64_t group = a.heads / a.kv_heads;
+#ifdef HAVE_AMX_TILES
+  if (a.amx) {
+    const int64_t queries = chunks::on_amx::kTile * std::max<int64_t>(1, 8 / group);
+    return attend_chunks(a, chunks::on_amx::run, queries);
+  }
+#endif
+  attend_chunks(a, chunks::run, chunks::kTile * std::max<int64_t>(1, 4 / group));
 }
 
 // Writes all tokens' keys and values into the cache.

@@ -23,6 +23,7 @@ struct PagedAttention {
   int64_t window;  // 0: none
   float scaling;
   float softcap;  // 0: none
+  int32_t amx;    // whether this machine runs AMX
 };
 }
 

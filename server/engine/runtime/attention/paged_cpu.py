@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from nf4_kernels import cpu
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch
@@ -26,6 +27,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("tokens", "singles", "sequences", "table_width", "block_size")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_dim", "value_dim", "window")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+        ("amx", ctypes.c_int32),
     )
 
 
@@ -35,6 +37,11 @@ def paged_cpu_error(dtype: torch.dtype) -> str | None:
         return f"it is written for float32, not {str(dtype).removeprefix('torch.')}"
     library = load_native(SOURCE)
     return library if isinstance(library, str) else None
+
+
+def _amx_works() -> bool:
+    """What nf4_kernels found when it tried: an instruction set that the CPU reports may still fault."""
+    return cpu.load_error() is None and cpu.isa() == "amx"
 
 
 class PagedCpuBackend(SdpaBackend):
@@ -59,7 +66,7 @@ class PagedCpuBackend(SdpaBackend):
         self._shapes = shapes
         self._options = options
         self._pointers = [(k.data_ptr(), v.data_ptr()) for k, v in zip(self._keys, self._values, strict=True)]
-        self._call = _Call(block_size=block_size)
+        self._call = _Call(block_size=block_size, amx=_amx_works())
         self._address = ctypes.addressof(self._call)
         # The tensors that _call points to.
         self._kept: tuple[torch.Tensor, ...] = ()
