@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 
 import torch
 
@@ -98,6 +99,8 @@ def _try_flashinfer(
 ) -> None:
     from server.engine.runtime.attention.flashinfer import FlashInferBackend
 
+    # Its logger writes past ours, in a format of its own; that it compiles is said here.
+    os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "error")
     prepare_compiler(default_cache_dir())
     logger.info("loading FlashInfer's attention; the first time on this GPU it is compiled, which takes minutes")
     backend = FlashInferBackend(shapes, options, 1, block_size, dtype, device)
