@@ -246,7 +246,9 @@ def drain(clients: int = 16, max_tokens: int = 96) -> dict[str, Any]:
         async with httpx.AsyncClient(base_url=server.url, timeout=2 * DEADLINE_S) as client:
             tasks = [asyncio.create_task(_stream(client, i % 8, max_tokens)) for i in range(clients)]
             await asyncio.to_thread(server.running, clients)
-            server.process.send_signal(signal.SIGTERM)
+            # To all of them, as systemd does; in a container only the first one gets it.
+            for pid in server.processes().values():
+                os.kill(pid, signal.SIGTERM)
             return await asyncio.gather(*tasks)
 
     with serving() as server:

@@ -53,14 +53,10 @@ STANDBY_NICENESS = 10
 
 
 class _Stop:
-    """Set by a signal, a Shutdown message or the end of the API process."""
+    """Set by a Shutdown message or the end of the API process."""
 
     def __init__(self) -> None:
         self.requested = False
-
-    def on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        logger.info("engine leaves on signal %d", signum)
-        self.requested = True
 
     def when_input_ends(self) -> None:
         """Run in a thread: standard input has ended when the API process has, however it did."""
@@ -109,7 +105,7 @@ class Channel:
 
 
 def main() -> int:
-    """Exit code 0 after Shutdown, a signal or the end of the API process; 1 when the engine failed."""
+    """Exit code 0 after Shutdown or the end of the API process; 1 when the engine failed."""
     options = _arguments()
     set_up_logging(options.log_level, options.log_format)
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_saying)
@@ -124,7 +120,7 @@ def main() -> int:
     _name_process("nf4-engine")
     stop = _Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop.on_signal)
+        signal.signal(number, _leave_it_to_the_api)
     launch = msgspec.json.decode(line, type=Launch)
     threading.Thread(target=stop.when_input_ends, name="api-watcher", daemon=True).start()
     channel = Channel(launch)
@@ -132,6 +128,11 @@ def main() -> int:
         return _run(launch, channel, stop)
     finally:
         channel.close()
+
+
+def _leave_it_to_the_api(signum: int, _frame: FrameType | None) -> None:
+    """A service manager may signal all processes; the API lets requests end, and then ends this one."""
+    logger.debug("signal %d is the API process's to act on", signum)
 
 
 def _arguments() -> argparse.Namespace:
