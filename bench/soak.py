@@ -30,7 +30,7 @@ from server.config import default_cache_dir
 
 RESULT = Path(__file__).resolve().parent / "results" / "soak.json"
 CLIENTS = 8
-# Part of the time in which caches and allocators fill.
+# Part of the time in which caches and allocators fill; a peak follows it, as memory that was used once is kept.
 WARM = 0.25
 MOST_GROWTH = 0.03
 KV_CACHE_BYTES = 256 * 2**20
@@ -75,6 +75,19 @@ async def _client(server: Server, number: int, until: float, endings: Counter[st
                 endings["left"] += 1
             except httpx.HTTPError as e:
                 endings[type(e).__name__] += 1
+
+
+async def _peak(server: Server, endings: Counter[str]) -> None:
+    """As many sequences at once as the clients can have, with the largest answers: what allocators keep from then on."""
+    draw = random.Random(1)
+    words = " ".join(draw.choices(WORDS, k=600))
+    body = {"messages": [{"role": "user", "content": words}], "n": 4, "logprobs": True, "top_logprobs": 20,
+            "max_tokens": 24, "temperature": 0.8, "ignore_eos": True}  # fmt: skip
+    models = (MODEL, *ADAPTERS)
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+        asked = [{**body, "model": models[i % len(models)]} for i in range(CLIENTS)]
+        answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=one) for one in asked))
+    endings.update(f"HTTP {answer.status_code}" for answer in answers)
 
 
 async def _reload_adapters(server: Server, folder: Path, until: float, endings: Counter[str]) -> None:
@@ -172,6 +185,8 @@ def soak(minutes: float) -> dict[str, Any]:
         }
         with serving(**settings) as server:
             asyncio.run(load(server, folders["three"], WARM * 60 * minutes, 0))
+            for _ in range(2):
+                asyncio.run(_peak(server, endings))
             warm = _idle(server)
             asyncio.run(load(server, folders["three"], (1 - WARM) * 60 * minutes, CLIENTS))
             end = _idle(server)
