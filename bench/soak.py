@@ -27,13 +27,14 @@ from bench.faults import MODEL, Server, serving
 from bench.machine import cores, cpu_name, versions
 from server.checkpoint.source import resolve_checkpoint
 from server.config import default_cache_dir
+from server.engine.grammar import CACHED_GRAMMARS
 
 RESULT = Path(__file__).resolve().parent / "results" / "soak.json"
 CLIENTS = 8
-# Part of the time in which caches and allocators fill; a peak follows it, as memory that was used once is kept.
+# Part of the time in which caches and allocators fill. What they keep at most follows it: grammars, and two peaks.
 WARM = 0.25
 MOST_GROWTH = 0.03
-KV_CACHE_BYTES = 256 * 2**20
+KV_CACHE_BYTES = 128 * 2**20
 ADAPTERS = ("one", "two")
 SAMPLE_S = 30.0
 WORDS = ("night", "river", "code", "seven", "lamp")
@@ -50,15 +51,20 @@ def _body(draw: random.Random) -> dict[str, Any]:
     }
     kind = draw.random()
     if kind < 0.2:
-        name = f"p{draw.getrandbits(32)}"
-        properties = {name: {"type": "integer"}, "kind": {"enum": ["x", "y"]}}
-        schema = {"type": "object", "properties": properties, "required": [name, "kind"]}
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "soak", "schema": schema}}
+        body["response_format"] = _grammar(draw)
     elif kind < 0.3:
         body["n"] = 3
     elif kind < 0.4:
         body["logprobs"], body["top_logprobs"] = True, 5
     return body
+
+
+def _grammar(draw: random.Random) -> dict[str, Any]:
+    """One that nobody has asked for before."""
+    name = f"p{draw.getrandbits(32)}"
+    properties = {name: {"type": "integer"}, "kind": {"enum": ["x", "y"]}}
+    schema = {"type": "object", "properties": properties, "required": [name, "kind"]}
+    return {"type": "json_schema", "json_schema": {"name": "soak", "schema": schema}}
 
 
 async def _client(server: Server, number: int, until: float, endings: Counter[str]) -> None:
@@ -88,6 +94,20 @@ async def _peak(server: Server, endings: Counter[str]) -> None:
         asked = [{**body, "model": models[i % len(models)]} for i in range(CLIENTS)]
         answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=one) for one in asked))
     endings.update(f"HTTP {answer.status_code}" for answer in answers)
+
+
+async def _fill_grammars(server: Server, endings: Counter[str]) -> None:
+    """As many grammars as are kept."""
+    draw = random.Random(2)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+    async def ask(client: httpx.AsyncClient, count: int) -> None:
+        for _ in range(count):
+            answer = await client.post("/v1/chat/completions", json={**body, "response_format": _grammar(draw)})
+            endings[f"HTTP {answer.status_code}"] += 1
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+        await asyncio.gather(*(ask(client, -(-CACHED_GRAMMARS // CLIENTS)) for _ in range(CLIENTS)))
 
 
 async def _reload_adapters(server: Server, folder: Path, until: float, endings: Counter[str]) -> None:
@@ -185,6 +205,7 @@ def soak(minutes: float) -> dict[str, Any]:
         }
         with serving(**settings) as server:
             asyncio.run(load(server, folders["three"], WARM * 60 * minutes, 0))
+            asyncio.run(_fill_grammars(server, endings))
             for _ in range(2):
                 asyncio.run(_peak(server, endings))
             warm = _idle(server)
