@@ -241,7 +241,7 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
   if (args.cluster == 1) begin();
   constexpr int kThreads = (kWarps + kServiceWarps<kWarps, kTiles>) * 32, kFirstDecoder = kWarps + Layout::kDecoders;
   RowsRun run(args);
-  launch_dependents();
+  let_next_start();
   if (warp == kWarps) init_copy_barriers<Layout>(base);
   if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
   // All threads at once: without a cluster this is a barrier of the block, which compute-sanitizer takes it for, too.

@@ -66,4 +66,18 @@ __device__ __forceinline__ void copy_and_arrive(unsigned target, const void* sou
 #endif
 }
 
+// The next kernel's blocks may start where there is room; they wait for what this one writes.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the kernel before has ended: what it wrote can be read, what it reads can be written.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace nf4

@@ -44,20 +44,6 @@ __device__ __forceinline__ void nap(unsigned nanoseconds) {
 #endif
 }
 
-// The next kernel's blocks may start where there is room; they wait for what this one writes.
-__device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Until the kernel before has ended: what it wrote can be read, what it reads can be written.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // A barrier of all threads of a cluster.
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900

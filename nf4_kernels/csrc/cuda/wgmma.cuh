@@ -77,18 +77,6 @@ __device__ __forceinline__ void copy_bytes(unsigned target, const void* source, 
 // barrier. Arriving alone does not order the two: reads still queued were overtaken by the next round's weights.
 __device__ __forceinline__ void loads_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The launch that follows in the stream may start; / wait for what the launch before wrote.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
