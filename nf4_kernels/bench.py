@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from nf4_kernels import cuda, cuda_library, reference
+from nf4_kernels.params import Nf4Weight
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -241,9 +242,7 @@ def _bnb_state(bnb: Any, weight: Random, plain: Tensor, nested: bool) -> Any:
 
 def _tree(weight: Random, plain: Tensor) -> Tensor:
     out = torch.empty((weight.n, weight.k), dtype=torch.bfloat16, device="cuda")
-    struct = cuda_library.Weight(
-        weight.packed.data_ptr(), plain.data_ptr(), None, None, None, weight.n, weight.k, BLOCKSIZE
-    )
+    struct = Nf4Weight(weight.packed.data_ptr(), plain.data_ptr(), None, None, None, weight.n, weight.k, BLOCKSIZE)
     library = cuda_library.library()
     if isinstance(library, str):
         raise cuda.KernelError(library)

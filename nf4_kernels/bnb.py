@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nf4_kernels import cpu, ops
 from nf4_kernels.format import Weight
+from nf4_kernels.params import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ def _keep_call(layer: Any, weight: Weight) -> None:
     bias, dtype = layer.bias, layer.compute_dtype
     if torch.compiler.is_compiling() or layer.weight.device.type != "cpu" or cpu.load_error() is not None:
         return
-    if dtype not in cpu.DTYPES or (bias is not None and (bias.dtype is not dtype or not bias.is_contiguous())):
+    if dtype not in DTYPES or (bias is not None and (bias.dtype is not dtype or not bias.is_contiguous())):
         return
     kept: _KeptCall | None = layer.__dict__.get(_CALL)
     if kept is None or not kept.is_of(layer):

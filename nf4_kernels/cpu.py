@@ -16,26 +16,9 @@ import torch
 from torch import Tensor
 
 from nf4_kernels.format import check, offset_stride
+from nf4_kernels.params import DTYPES, Nf4Weight
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cpu.so"
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""What the kernels compute with, and its number in csrc/params.h."""
-
-
-class _Weight(ctypes.Structure):
-    """Nf4Weight of csrc/params.h."""
-
-    _fields_ = (
-        ("packed", ctypes.c_void_p),
-        ("absmax", ctypes.c_void_p),
-        ("absmax_8bit", ctypes.c_void_p),
-        ("absmax_code", ctypes.c_void_p),
-        ("absmax_offset", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("blocksize", ctypes.c_int32),
-        ("offset_stride", ctypes.c_int32),
-    )
 
 
 class KernelError(RuntimeError):
@@ -50,7 +33,7 @@ def library() -> ctypes.CDLL | str:
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
         integer, pointer = ctypes.c_int64, ctypes.c_void_p
-        loaded.nf4_cpu_dequantize.argtypes = (ctypes.POINTER(_Weight), pointer, ctypes.c_int32, ctypes.c_int32)
+        loaded.nf4_cpu_dequantize.argtypes = (ctypes.POINTER(Nf4Weight), pointer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_linear_at.argtypes = (*[pointer] * 4, integer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_linear_bf16w.argtypes = (*[pointer] * 4, *[integer] * 3, ctypes.c_int32)
         loaded.nf4_cpu_isa.restype = ctypes.c_char_p
@@ -210,10 +193,10 @@ def _weight(
     absmax_8bit: Tensor | None,
     absmax_code: Tensor | None,
     absmax_offset: Tensor | None,
-) -> _Weight:
+) -> Nf4Weight:
     check(packed, (n, k), absmax, blocksize, absmax_8bit)
     if absmax_8bit is None:
-        return _Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, n, k, blocksize)
+        return Nf4Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, n, k, blocksize)
     if absmax_code is None or absmax_offset is None:
         raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
     if absmax_code.dtype != torch.float32 or absmax_code.numel() != 256:
@@ -222,7 +205,7 @@ def _weight(
     tensors = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
     if not all(tensor.is_cpu for tensor in tensors):
         raise ValueError("the weight's tensors must all be on the CPU")
-    return _Weight(*(tensor.data_ptr() for tensor in tensors), n, k, blocksize, stride)
+    return Nf4Weight(*(tensor.data_ptr() for tensor in tensors), n, k, blocksize, stride)
 
 
 def _usable() -> ctypes.CDLL:

@@ -19,7 +19,6 @@ from nf4_kernels.cuda_library import (
     Linear,
     Next,
     RowsPlan,
-    Weight,
     WgmmaPlan,
     load_error,
     raise_for,
@@ -27,13 +26,13 @@ from nf4_kernels.cuda_library import (
 )
 from nf4_kernels.device_clock import DeviceClock
 from nf4_kernels.format import offset_stride
+from nf4_kernels.params import DTYPES, Nf4Weight
 from nf4_kernels.plan import COUNTERS, GROUP_ROWS, PREFETCH_BYTES, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
 from nf4_kernels.successors import successor
 
 __all__ = ("BLOCKSIZES", "KernelError", "dequantize", "linear", "load_error", "plan_on", "start_clock", "stop_clock")
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def dequantize(
@@ -52,7 +51,7 @@ def dequantize(
     absmax_offset: float32, one element or as many as absmax.
     ValueError for arguments no kernel takes; KernelError where the launch fails.
     """
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     count = 1
     for size in shape:
@@ -79,7 +78,7 @@ def linear(
 
     The weight's arguments are those of dequantize(). ValueError and KernelError likewise.
     """
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     n, k = _matrix(shape)
     if x.ndim == 0 or x.shape[-1] != k:
@@ -97,7 +96,7 @@ def linear(
     return out.view(*x.shape[:-1], n)
 
 
-def _multiply(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+def _multiply(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | None) -> None:
     m, n, k = x.shape[0], weight.n, weight.k
     choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None)
     if not isinstance(choice, Slices) and x.dtype != torch.float32:
@@ -131,7 +130,7 @@ def _properties(index: int) -> tuple[int, int]:
 def _multiply_fused(
     out: Tensor,
     x: Tensor,
-    weight: Weight,
+    weight: Nf4Weight,
     bias: Tensor | None,
     choice: Rows | Wgmma,
     workspace: tuple[Tensor, Tensor] | None,
@@ -152,7 +151,7 @@ def _multiply_fused(
         None if scratch is None else scratch.data_ptr(),
         None if counters is None else counters.data_ptr(),
         x.shape[0],
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         capturing,
         torch.cuda.current_stream(x.device).cuda_stream,
         words,
@@ -199,7 +198,7 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
     )
 
 
-def _multiply_slices(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, rows: int) -> None:
+def _multiply_slices(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | None, rows: int) -> None:
     n, k = weight.n, weight.k
     buffer = torch.empty((min(rows, n), k), dtype=x.dtype, device=x.device)
     whole, _ = _clock_words(x.device, "slices")
@@ -264,14 +263,14 @@ def _weight(
     absmax_8bit: Tensor | None,
     absmax_code: Tensor | None,
     absmax_offset: Tensor | None,
-) -> Weight:
+) -> Nf4Weight:
     if blocksize not in BLOCKSIZES:
         raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
     blocks = -(-n * k // blocksize)
     _check("packed", packed, packed.device, torch.uint8, (n * k + 1) // 2)
     if absmax_8bit is None:
         _check("absmax", absmax, packed.device, torch.float32, blocks)
-        return Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, n, k, blocksize)
+        return Nf4Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, n, k, blocksize)
     if absmax_code is None or absmax_offset is None:
         raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
     _check("absmax_8bit", absmax_8bit, packed.device, torch.uint8, blocks)
@@ -280,7 +279,7 @@ def _weight(
     _check("absmax_offset", absmax_offset, packed.device, torch.float32, 1)
     stride = offset_stride(absmax, absmax_offset)
     pointers = (t.data_ptr() for t in (packed, absmax, absmax_8bit, absmax_code, absmax_offset))
-    return Weight(*pointers, n, k, blocksize, stride)
+    return Nf4Weight(*pointers, n, k, blocksize, stride)
 
 
 def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, elements: int) -> None:
@@ -294,12 +293,12 @@ def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, 
         raise ValueError(f"{name} must be contiguous")
 
 
-def _dequantize_into(out: Tensor, weight: Weight, first: int, count: int, whole: int | None = None) -> None:
+def _dequantize_into(out: Tensor, weight: Nf4Weight, first: int, count: int, whole: int | None = None) -> None:
     """whole: the words of the product that it is the beginning of."""
     stream = torch.cuda.current_stream(out.device).cuda_stream
     loaded = usable()
     words, _ = _clock_words(out.device, "dequantize")
-    status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), _DTYPES[out.dtype], stream, words, whole)
+    status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), DTYPES[out.dtype], stream, words, whole)
     raise_for(loaded, status, "dequantize")
 
 

@@ -9,24 +9,9 @@ from pathlib import Path
 import torch
 
 from nf4_kernels.device_clock import Clocks
+from nf4_kernels.params import Nf4Weight
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
-
-
-class Weight(ctypes.Structure):
-    """Nf4Weight of params.h."""
-
-    _fields_ = (
-        ("packed", ctypes.c_void_p),
-        ("absmax", ctypes.c_void_p),
-        ("absmax_8bit", ctypes.c_void_p),
-        ("absmax_code", ctypes.c_void_p),
-        ("absmax_offset", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("blocksize", ctypes.c_int32),
-        ("offset_stride", ctypes.c_int32),
-    )
 
 
 class Next(ctypes.Structure):
@@ -44,7 +29,7 @@ class Linear(ctypes.Structure):
     """Nf4Linear of params.h."""
 
     _fields_ = (
-        ("weight", Weight),
+        ("weight", Nf4Weight),
         ("x", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -87,7 +72,7 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(LIBRARY))
         loaded.nf4_cuda_error.restype = ctypes.c_char_p
         loaded.nf4_cuda_dequantize.argtypes = (
-            ctypes.POINTER(Weight),
+            ctypes.POINTER(Nf4Weight),
             ctypes.c_int64,
             ctypes.c_int64,
             ctypes.c_void_p,

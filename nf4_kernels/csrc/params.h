@@ -1,5 +1,5 @@
 /* What every NF4 kernel is told: raw pointers, sizes, a dtype and a stream. Plain C, so that ctypes can mirror it.
- * nf4_kernels/cuda_library.py holds the same structs; change both together. */
+ * nf4_kernels/params.py and cuda_library.py hold the same structs; change them together. */
 #pragma once
 
 #include <stdint.h>

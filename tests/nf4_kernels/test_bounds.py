@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nf4_kernels import cpu, reference
+from nf4_kernels.params import DTYPES, Nf4Weight
 from tests.nf4_kernels.weights import quantized
 
 PAGE = mmap.PAGESIZE
@@ -70,12 +71,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 64), (33, 64), (31, 576), (100, 320), (7, 100), (5, 65)])
 def test_products_and_dequantizing_stay_inside(guarded: Guarded, n: int, k: int, dtype: torch.dtype) -> None:
-    library, number = cpu._usable(), cpu.DTYPES[dtype]
+    library, number = cpu._usable(), DTYPES[dtype]
     width = dtype.itemsize
     for blocksize, nested in ((64, True), (64, False), (32, True), (128, True)):
         q = quantized((n, k), blocksize, nested, seed=n)
         tensors = (q.packed, q.weight.absmax, *q.nested)
-        weight = cpu._Weight(*(guarded.copy(t) for t in tensors), n, k, blocksize)
+        weight = Nf4Weight(*(guarded.copy(t) for t in tensors), n, k, blocksize)
         out = guarded.room(n * k * width)
         assert library.nf4_cpu_dequantize(ctypes.byref(weight), out, number, 2) == 0
         for rows in (1, 3, 8, 9, 17, 70):
