@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import httpx
 
 from bench.load import Load, run_load, summarize
 from bench.machine import cores, cpu_name, versions
+from bench.processes import free_port, is_ready, wait_until_ready
 
 RESULT = Path(__file__).resolve().parent / "results" / "faults.json"
 MODEL = "smollm2-135m-instruct"
@@ -45,19 +45,7 @@ class Server:
 
     def ready(self) -> bool:
         """Whether /health says so."""
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def wait(self, limit_s: float = READY_S) -> float:
-        """Seconds until it is ready. Raises RuntimeError."""
-        begun = time.monotonic()
-        while not self.ready():
-            if self.process.poll() is not None or time.monotonic() > begun + limit_s:
-                raise RuntimeError("the server is not ready")
-            time.sleep(0.05)
-        return time.monotonic() - begun
+        return is_ready(f"{self.url}/health")
 
     def engine(self) -> int:
         """The engine's process id; KeyError where there is none."""
@@ -93,13 +81,6 @@ class Server:
         return sum(map(self.resident, (self.process.pid, self.engine())))
 
 
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def serving(**settings: object) -> Iterator[Server]:
     """A server with these environment settings (NF4_ is put before them), ready."""
@@ -109,7 +90,7 @@ def serving(**settings: object) -> Iterator[Server]:
     process = subprocess.Popen(command, env={**os.environ, **variables})
     server = Server(f"http://127.0.0.1:{port}", process)
     try:
-        server.wait()
+        wait_until_ready(process, f"{server.url}/health", READY_S)
         yield server
     finally:
         if process.poll() is None:

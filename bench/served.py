@@ -6,21 +6,19 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.load import Load, run_load, summarize
+from bench.processes import free_port, wait_until_ready
 
 READY_S = 1200.0
 
@@ -38,9 +36,7 @@ def serving(config: Path, settings: dict[str, Any]) -> Iterator[str]:
         # The server looks at the weight files before the engine is asked, which makes its own.
         save_file({}, folder / "model.safetensors")
         _write_tokenizer(folder, json.loads(config.read_text())["vocab_size"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         variables = {f"NF4_ENGINE__{key.upper()}": str(value) for key, value in settings.items()}
         server = subprocess.Popen(
             [
@@ -60,7 +56,7 @@ def serving(config: Path, settings: dict[str, Any]) -> Iterator[str]:
         )
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait(server, url)
+            wait_until_ready(server, f"{url}/health", READY_S)
             yield url
         finally:
             server.terminate()
@@ -90,17 +86,3 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def _wait(server: subprocess.Popen[bytes], url: str) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end:
-        if server.poll() is not None:
-            raise RuntimeError(f"the server ended with status {server.returncode} before it was ready")
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise RuntimeError(f"the server was not ready after {READY_S:.0f} s")

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import yaml
 
-from bench.faults import MODEL, free_port, serving
+from bench.faults import MODEL, serving
 from bench.load import Load, run_load
+from bench.processes import free_port, wait_until_ready
 
 SOURCE = Path(__file__).resolve().parents[1] / "docker" / "prometheus"
 QUEUE = 4
@@ -39,25 +39,11 @@ def scraped(server_url: str) -> Iterator[str]:
         process = subprocess.Popen([*command, listen], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait(process, f"{url}/-/ready")
+            wait_until_ready(process, f"{url}/-/ready", READY_S)
             yield url
         finally:
             process.terminate()
             process.communicate(timeout=30)
-
-
-def _wait(process: subprocess.Popen[bytes], url: str) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise RuntimeError(f"Prometheus ended: {process.stderr.read().decode() if process.stderr else ''}")
-        try:
-            if httpx.get(url, timeout=5, trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise RuntimeError(f"Prometheus is not ready after {READY_S:.0f} s")
 
 
 @contextmanager
