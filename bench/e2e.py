@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import random
 import statistics
@@ -29,6 +30,7 @@ from bench import fidelity, peers, served
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.process import ENVIRONMENT
 from server.engine.start import load_runner
 from server.types import GenerateRequest, SamplingParams
 
@@ -258,6 +260,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.peers and options.peer_tokens <= FIRST:
         parser.error(f"--peer-tokens must be more than {FIRST}: transformers is timed from its {FIRST}th token on")
+    # As the server starts its engine. Torch asks for it when it first takes memory of the device.
+    os.environ.update({**ENVIRONMENT, **os.environ})
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     path = options.out or RESULTS / f"e2e-{device}.json"
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
