@@ -9,12 +9,14 @@ made at run time. NF4_CUDA_ARCHS chooses the GPU targets (default "80;86;89;90a;
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -105,27 +107,31 @@ def _link(name: str, jobs: list[tuple[Path, list[str]]], link: list[str], force:
     output = LIBRARIES / name
     stamp = output.with_suffix(".stamp")
     digest = _digest([command for _, command in jobs])
-    if not force and output.exists() and stamp.exists() and stamp.read_text() == digest:
-        return output
     objects = LIBRARIES / (output.stem + ".objects")
-    shutil.rmtree(objects, ignore_errors=True)
-    objects.mkdir(parents=True)
-
-    def compile_one(job: tuple[Path, list[str]]) -> str:
-        source, command = job
-        target = str(objects / (source.stem + ".o"))
-        _run([*command, "-o", target])
-        print(f"nf4_kernels: compiled {source.name}", flush=True)
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        compiled = list(pool.map(compile_one, jobs))
-    partial = output.with_suffix(".partial")
-    _run([*link, *compiled, "-o", str(partial)])
-    partial.replace(output)
-    stamp.write_text(digest)
-    shutil.rmtree(objects)
+    LIBRARIES.mkdir(exist_ok=True)
+    # Whoever builds at the same time waits, and then finds what it wanted.
+    with output.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not force and output.exists() and stamp.exists() and stamp.read_text() == digest:
+            return output
+        shutil.rmtree(objects, ignore_errors=True)
+        objects.mkdir()
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            compiled = list(pool.map(partial(_compile, objects), jobs))
+        unfinished = output.with_suffix(".partial")
+        _run([*link, *compiled, "-o", str(unfinished)])
+        unfinished.replace(output)
+        stamp.write_text(digest)
+        shutil.rmtree(objects)
     return output
+
+
+def _compile(objects: Path, job: tuple[Path, list[str]]) -> str:
+    source, command = job
+    target = str(objects / (source.stem + ".o"))
+    _run([*command, "-o", target])
+    print(f"nf4_kernels: compiled {source.name}", flush=True)
+    return target
 
 
 def _digest(commands: list[list[str]]) -> str:

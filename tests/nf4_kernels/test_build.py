@@ -1,8 +1,10 @@
-"""Where the build looks for nvcc."""
+"""Where the build looks for nvcc, and two builds at once."""
 
 from __future__ import annotations
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,20 @@ def test_an_nvcc_that_cannot_be_run_is_passed_over(tmp_path: Path, monkeypatch: 
     assert build.find_nvcc() == nvcc
     Path(nvcc).chmod(0o644)
     assert build.find_nvcc() is None
+
+
+def test_a_build_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Path(executable(tmp_path / "bin" / "c++"))
+    # Writes its last argument; a second one at the same time would find the first one's mark.
+    compiler.write_text(
+        f"#!/bin/sh\nmkdir {tmp_path}/mark || exit 1\nsleep 0.3\nfor last; do :; done\n"
+        f'echo "$last" >> {tmp_path}/written\necho object > "$last"\nrmdir {tmp_path}/mark\n'
+    )
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor(2) as pool:
+        built = [pool.submit(build.build_cpu) for _ in range(2)]
+    assert [future.result() for future in built] == [tmp_path / "lib" / "libnf4_cpu.so"] * 2
+    written = (tmp_path / "written").read_text().split()
+    assert len(written) == len(set(written)) == len(list((build.SOURCES / "cpu").glob("*.cpp"))) + 1
