@@ -166,9 +166,10 @@ def test_each_kind_of_layer_is_tried_once() -> None:
             return super().attend(layer, query, key, value, options)
 
     shapes, options = SHAPES + SHAPES, OPTIONS + OPTIONS
-    backend = Recording(shapes, 1, 16, torch.float32, torch.device("cpu"))
-    try_layers(backend, shapes, options, torch.float32, torch.device("cpu"))
-    assert backend.tried == [0, 1]
+    backend = Recording(shapes, 3, 16, torch.float32, torch.device("cpu"))
+    for tokens in (1, 16, 48):
+        try_layers(backend, shapes, options, 16, torch.float32, torch.device("cpu"), tokens)
+        assert backend.tried == [0, 1]
 
 
 def test_a_compilers_error_is_what_is_told() -> None:

@@ -39,7 +39,8 @@ def create_backend(
     if flashinfer_error(tuple(shapes), tuple(options), block_size, dtype, device) is None:
         from server.engine.runtime.attention.flashinfer import FlashInferBackend
 
-        return FlashInferBackend(shapes, options, num_blocks, block_size, dtype, device)
+        chunks = long_chunks_kernels(tuple(shapes), tuple(options), block_size, dtype, device)
+        return FlashInferBackend(shapes, options, num_blocks, block_size, dtype, device, chunks)
     return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
 
 
@@ -58,6 +59,12 @@ def flashinfer_error(
     reason = _flashinfer_unsuitable(shapes, dtype)
     if reason is None:
         try:
+            # Its logger writes past ours, in a format of its own; that it compiles is said here.
+            os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "error")
+            prepare_compiler(default_cache_dir())
+            logger.info(
+                "loading FlashInfer's attention; the first time on this GPU it is compiled, which takes minutes"
+            )
             _try_flashinfer(list(shapes), list(options), block_size, dtype, device)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
@@ -69,21 +76,57 @@ def flashinfer_error(
     return reason
 
 
+@functools.cache
+def long_chunks_kernels(
+    shapes: tuple[LayerShape, ...],
+    options: tuple[AttentionOptions, ...],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """The kernels of FlashInfer for prompts' chunks where it has better ones than for all else: FA3, on Hopper.
+
+    Raises torch.OutOfMemoryError and torch.AcceleratorError, which are not FlashInfer's.
+    """
+    from server.engine.runtime.attention.flashinfer import is_plain
+
+    plain = [(shape, option) for shape, option in zip(shapes, options, strict=True) if is_plain(option)]
+    if not plain or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    logger.info("loading FlashInfer's attention for long prompts; it, too, is compiled the first time")
+    try:
+        _try_flashinfer(
+            [shape for shape, _ in plain], [option for _, option in plain], block_size, dtype, device, "fa3"
+        )
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as e:
+        logger.debug("FlashInfer's failure", exc_info=True)
+        logger.warning(
+            "prompts' attention runs on FlashInfer's FA2 kernels, slower than FA3, which fail: %s", summary(e)
+        )
+        return None
+    return "fa3"
+
+
 def try_layers(
     backend: AttentionBackend,
     shapes: list[LayerShape],
     options: list[AttentionOptions],
+    block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    tokens: int = 1,
 ) -> None:
-    """Run a token at the start of block 0 through one layer of each kind, which compiles what the kind needs."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    backend.begin(Batch(zero, zero, zero, zero, (Span(0, 0, 1, (0,)),), 1))
+    """Run tokens that begin in block 0 through one layer of each kind, which compiles what the kind needs."""
+    places = torch.arange(tokens, device=device)
+    span = Span(0, 0, tokens, tuple(range(-(-tokens // block_size))))
+    backend.begin(Batch(torch.zeros_like(places), places, places, places[-1:], (span,), int(tokens == 1)))
     for shape, option in dict.fromkeys(zip(shapes, options, strict=True)):
         layer = next(i for i, kind in enumerate(zip(shapes, options, strict=True)) if kind == (shape, option))
-        query = torch.zeros(1, shape.heads, shape.key_dim, dtype=dtype, device=device)
-        key = torch.zeros(1, shape.kv_heads, shape.key_dim, dtype=dtype, device=device)
-        value = torch.zeros(1, shape.kv_heads, shape.value_dim, dtype=dtype, device=device)
+        query = torch.zeros(tokens, shape.heads, shape.key_dim, dtype=dtype, device=device)
+        key = torch.zeros(tokens, shape.kv_heads, shape.key_dim, dtype=dtype, device=device)
+        value = torch.zeros(tokens, shape.kv_heads, shape.value_dim, dtype=dtype, device=device)
         backend.attend(layer, query, key, value, option)
 
 
@@ -95,16 +138,18 @@ def summary(error: BaseException) -> str:
 
 
 def _try_flashinfer(
-    shapes: list[LayerShape], options: list[AttentionOptions], block_size: int, dtype: torch.dtype, device: torch.device
+    shapes: list[LayerShape],
+    options: list[AttentionOptions],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    long_chunks: str | None = None,
 ) -> None:
-    from server.engine.runtime.attention.flashinfer import FlashInferBackend
+    from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
 
-    # Its logger writes past ours, in a format of its own; that it compiles is said here.
-    os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "error")
-    prepare_compiler(default_cache_dir())
-    logger.info("loading FlashInfer's attention; the first time on this GPU it is compiled, which takes minutes")
-    backend = FlashInferBackend(shapes, options, 1, block_size, dtype, device)
-    try_layers(backend, shapes, options, dtype, device)
+    tokens = LONG_CHUNKS if long_chunks else 1
+    backend = FlashInferBackend(shapes, options, -(-tokens // block_size), block_size, dtype, device, long_chunks)
+    try_layers(backend, shapes, options, block_size, dtype, device, tokens)
 
 
 def _flashinfer_unsuitable(shapes: tuple[LayerShape, ...], dtype: torch.dtype) -> str | None:

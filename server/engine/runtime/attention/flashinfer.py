@@ -1,7 +1,11 @@
-"""FlashInfer's paged attention (FA2 kernels) for CUDA: a plan per step and kind of layer, a launch per layer."""
+"""FlashInfer's paged attention for CUDA: a plan per step and kind of layer, a launch per layer.
+
+FA2 kernels; prompts' chunks may go to others (FA3), in a launch beside that of the one-token sequences.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,8 @@ from server.engine.runtime.batch import Batch, Span
 _BLOCKS_PER_PROCESSOR = 2
 _QUERIES_PER_BLOCK = 128
 _SLACK_BYTES = 16 * 2**20
+LONG_CHUNKS = 256
+"""From so many tokens in a step's chunks on they are worth a launch of their own, by other kernels."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,10 @@ class _Pages:
     """[sequences]: tokens in each sequence's last block."""
 
 
+_Part = tuple[slice, Any]
+"""Rows of a step's batch, and FlashInfer's wrapper that is planned for them."""
+
+
 class FlashInferBackend(AttentionBackend):
     """One tensor [num_blocks + 1, 2, block_size, kv_heads, dim] per layer, keys and values; the last block is scratch.
 
@@ -54,7 +64,9 @@ class FlashInferBackend(AttentionBackend):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        long_chunks: str | None = None,
     ) -> None:
+        """long_chunks: FlashInfer's name of the kernels for LONG_CHUNKS tokens and more of plain layers, see is_plain()."""
         # Neither package is there without CUDA.
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
@@ -77,38 +89,60 @@ class FlashInferBackend(AttentionBackend):
                 for kind in self._kinds
             )
         )
-        self._mixed: dict[_Kind, Any] = {
-            kind: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
-            for kind in dict.fromkeys(self._kinds)
-        }
+
+        def wrappers(kinds: list[_Kind], backend: str) -> dict[_Kind, Any]:
+            return {
+                kind: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend) for kind in kinds
+            }
+
+        kinds = list(dict.fromkeys(self._kinds))
+        self._mixed = wrappers(kinds, "fa2")
+        self._long = wrappers([kind for kind in kinds if is_plain(kind.options)], long_chunks) if long_chunks else {}
         self._graphs: dict[int, dict[_Kind, Any]] = {}
         self._split_keys = True
         self._most_blocks = num_blocks
-        self._current: dict[_Kind, Any] = self._mixed
+        self._parts: dict[_Kind, list[_Part]] = {}
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._next_layer = 0
 
     def begin(self, batch: Batch) -> None:
-        pages = _pages(list(batch.spans), self._block_size)
+        singles, count = batch.num_single, len(batch.spans)
+
+        @functools.cache
+        def pages(first: int, last: int) -> _Pages:
+            return _pages(list(batch.spans[first:last]), self._block_size)
+
+        long = batch.num_tokens - singles >= LONG_CHUNKS
+        self._parts = {}
         for kind, wrapper in self._mixed.items():
-            wrapper.plan(
-                pages.rows,
-                pages.starts,
-                pages.blocks,
-                pages.last,
-                kind.heads,
-                kind.kv_heads,
-                kind.dim,
-                self._block_size,
-                causal=True,
-                sm_scale=kind.options.scaling,
-                window_left=_window_left(kind.options),
-                logits_soft_cap=kind.options.softcap,
-                q_data_type=self._dtype,
-                kv_data_type=self._dtype,
-            )
-        self._current = self._mixed
+            chunks = self._long.get(kind) if long else None
+            parts = self._parts[kind] = []
+            # One-token sequences come first, a row each.
+            if chunks is None or singles:
+                last, rows = (count, slice(None)) if chunks is None else (singles, slice(singles))
+                parts.append((rows, self._plan(kind, wrapper, pages(0, last))))
+            if chunks is not None:
+                parts.append((slice(singles, None), self._plan(kind, chunks, pages(singles, count))))
         self._write_to(batch.slots)
+
+    def _plan(self, kind: _Kind, wrapper: Any, pages: _Pages) -> Any:
+        wrapper.plan(
+            pages.rows,
+            pages.starts,
+            pages.blocks,
+            pages.last,
+            kind.heads,
+            kind.kv_heads,
+            kind.dim,
+            self._block_size,
+            causal=True,
+            sm_scale=kind.options.scaling,
+            window_left=_window_left(kind.options),
+            logits_soft_cap=kind.options.softcap,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        return wrapper
 
     def set_up_graphs(self, max_model_len: int, split_keys: bool) -> None:
         """Before the first plan_graph(): how long sequences get, in tokens; whether a sequence's keys may be shared out.
@@ -120,7 +154,7 @@ class FlashInferBackend(AttentionBackend):
 
     def begin_graph(self, slots: torch.Tensor) -> None:
         """Make attend() use the graph plan for len(slots) sequences; slots is the buffer the graph will read."""
-        self._current = self._graphs[slots.shape[0]]
+        self._parts = {kind: [(slice(None), wrapper)] for kind, wrapper in self._graphs[slots.shape[0]].items()}
         self._write_to(slots)
 
     def plan_graph(self, spans: list[Span], size: int) -> None:
@@ -154,7 +188,10 @@ class FlashInferBackend(AttentionBackend):
         cache = self._cache[layer]
         self._write_kv(cache, key, value, self._slots)
         self._next_layer = layer + 1
-        out: torch.Tensor = self._current[self._kinds[layer]].run(query.contiguous(), cache)
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        for rows, wrapper in self._parts[self._kinds[layer]]:
+            wrapper.run(query[rows], cache, out=out[rows])
         return out
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -206,6 +243,11 @@ def _graph_rows(kind: _Kind, size: int) -> int:
     group = kind.heads // kind.kv_heads
     tile = 16 if group <= 16 else 64 if group <= 64 else _QUERIES_PER_BLOCK
     return (-(-size * group // tile) + size) * tile
+
+
+def is_plain(options: AttentionOptions) -> bool:
+    """Whether a layer attends to all keys, without a cap: others gain little from kernels for long chunks, or have none."""
+    return options.window is None and options.softcap is None
 
 
 def _window_left(options: AttentionOptions) -> int:
