@@ -3,7 +3,7 @@
 The engine is called directly, in one process; --peers adds transformers' generate and generate_batch with bitsandbytes'
 kernels in the same run (prefill of one prompt there, of one and of eight here). Decode is timed from the step in which
 every request has FIRST tokens to the last one, prefill until every request has its first token. Writes
-bench/results/e2e-<device>.json, keeping rows of models that were not run.
+bench/results/e2e-<device>.json, also of what was done when it is stopped, and keeps rows of what was not run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import sys
 import time
@@ -95,8 +96,8 @@ def closed_loop(engine: Engine, clients: int, count: int, vocabulary: int, seed:
     return count * ANSWER / (time.perf_counter() - started)
 
 
-def measure(name: str, options: argparse.Namespace) -> list[Row]:
-    """All rows of one model."""
+def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
+    """Add all rows of one model, each as soon as it is measured."""
     folder = MODELS / name
     started = time.perf_counter()
     config = EngineConfig(
@@ -120,7 +121,6 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
     }
     engine = Engine(runner, config)
     vocabulary = runner.limits.vocab_size
-    rows: list[Row] = []
     mode = "decode_batch_invariant" if options.batch_invariant else "decode"
     for batch in options.batches:
         decode(engine, batch, vocabulary, seed=0)
@@ -134,7 +134,9 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
             place = {"batch": batch, "length": length}
             rows.append({"model": name, "mode": mode.replace("decode", "prefill"), **place, "ours_tok_s": speed})
             print(json.dumps(rows[-1]), flush=True)
-    rows.append({"model": name, "mode": "start", "ready_s": ready, **memory, "peak_gib": _gib(_peak())})
+    rows.append(
+        {"model": name, "mode": mode.replace("decode", "start"), "ready_s": ready, **memory, "peak_gib": _gib(_peak())}
+    )
     print(json.dumps(rows[-1]), flush=True)
     direct = 0.0
     if options.http:
@@ -148,7 +150,6 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
         _add_peers(name, rows, scored, options)
     if options.http:
         rows += _served(name, direct, options)
-    return rows
 
 
 def _clients(options: argparse.Namespace) -> int:
@@ -183,14 +184,15 @@ def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], option
     """Put what transformers reaches into the rows of the batches asked for; a peer that fails leaves its reason."""
     _free()
     model = dummy_model(MODELS / name, torch.device("cuda", 0), torch.bfloat16, _print_progress, seed=0)
-    for row in rows:
+    ours = [row for row in rows if row["model"] == name]
+    for row in ours:
         if row["mode"] == "start":
             row["weights_gib"] = _gib(torch.cuda.memory_allocated())
-    decoding = [row for row in rows if row["mode"] == "decode" and row["batch"] in options.peers]
+    decoding = [row for row in ours if row["mode"] == "decode" and row["batch"] in options.peers]
     lengths = PROMPT, options.peer_tokens, FIRST
     for row in decoding:
         _add_peer(row, "hf_generate", partial(peers.generate, model, row["batch"], *lengths))
-    for row in rows:
+    for row in ours:
         if row["mode"] == "prefill" and row["batch"] == 1:
             _add_peer(row, "hf_generate", partial(peers.prefill, model, 1, row["length"]))
     # Last: it changes the model's attention for good.
@@ -264,22 +266,32 @@ def main() -> int:
     os.environ.update({**ENVIRONMENT, **os.environ})
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     path = options.out or RESULTS / f"e2e-{device}.json"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    rows: list[Row] = []
+    try:
+        for name in options.models:
+            measure(name, options, rows)
+    finally:
+        _write(path, device, rows)
+    return 0
+
+
+def _write(path: Path, device: str, rows: list[Row]) -> None:
+    """Write rows and those of the file that were not measured again."""
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = [
-        row
-        for row in kept
-        if row["model"] not in options.models or row["mode"].endswith("_invariant") != options.batch_invariant
-    ]
-    for name in options.models:
-        rows += measure(name, options)
+    measured = {_identity(row) for row in rows}
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "bitsandbytes": bitsandbytes.__version__,
         "python": platform.python_version(),
     }
+    rows = sorted([*(row for row in kept if _identity(row) not in measured), *rows], key=_identity)
     path.write_text(json.dumps({"device": device, "versions": versions, "rows": rows}, indent=1) + "\n")
-    return 0
+
+
+def _identity(row: Row) -> tuple[str, str, float, float, float]:
+    return row["model"], row["mode"], row.get("batch", 0), row.get("length", 0), row.get("rate", 0)
 
 
 if __name__ == "__main__":
