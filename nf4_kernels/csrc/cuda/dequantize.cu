@@ -21,6 +21,12 @@ constexpr int kSteps = NF4_DEQUANTIZE_STEPS;
 constexpr int kPerStep = 8;  // weights of one thread and step: 4 bytes in
 constexpr int kMinBlocksize = 32;
 constexpr int64_t kPerBlock = int64_t{kThreads} * kSteps * kPerStep;
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kThreadsPerSm = 1536;
+#else
+constexpr int kThreadsPerSm = 2048;
+#endif
 
 struct Scales {
   const float* absmax;
@@ -69,7 +75,7 @@ struct DequantizeClocks {
 // Nested scales take three dependent reads: the block decodes each of its scales once, while the weights are on their way.
 // The second bound keeps as many blocks on an SM as the reads under way need: one register more costs a block.
 template <typename T, bool kNested>
-__global__ void __launch_bounds__(kThreads, kNested ? 6 : 8)
+__global__ void __launch_bounds__(kThreads, (kNested ? 1536 : kThreadsPerSm) / kThreads)
     dequantize(const uint8_t* __restrict__ packed, Scales scales, int64_t first, int64_t count, T* __restrict__ out,
                DequantizeClocks clocks) {
   clocks.start();
