@@ -101,7 +101,8 @@ class EngineConfig(_Section):
     """auto: float32 on CPU, bfloat16 on CUDA."""
     max_model_len: int | None = Field(default=None, ge=16)
     """Longest prompt + answer in tokens; None takes the model's own limit, cut to what the KV cache holds."""
-    max_num_seqs: int = Field(default=32, ge=1, le=4096)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=4096)
+    """Most sequences in one batch. None: 32 on CPU, 128 on CUDA."""
     max_num_batched_tokens: int | None = Field(default=None, ge=16)
     """Token budget of one step; longer prompts are prefilled in chunks. None: 256 on CPU, 4096 on CUDA."""
     block_size: int = Field(default=16, ge=1, le=256)

@@ -13,7 +13,8 @@ from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
 from server.engine.runtime.graphs import Launched
-from server.engine.runtime.runner import ModelRunner, token_budget
+from server.engine.runtime.limits import sequence_limit, token_budget
+from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling import Sampled
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
@@ -40,9 +41,12 @@ class Engine:
         self._grammars = grammars
         limits = runner.limits
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
-        budget = token_budget(config, runner.device)
         self._scheduler = Scheduler(
-            self._blocks, config.max_num_seqs, budget, limits.max_model_len, config.enable_prefix_caching
+            self._blocks,
+            sequence_limit(config, runner.device),
+            token_budget(config, runner.device),
+            limits.max_model_len,
+            config.enable_prefix_caching,
         )
         self._eos = frozenset(limits.eos_token_ids)
         self._clocks: dict[str, RequestClock] = {}

@@ -190,7 +190,7 @@ def _run(launch: Launch, channel: Channel, stop: _Stop) -> int:
 def _is_fatal(error: Exception) -> bool:
     """Whether starting again cannot help: the checkpoint or the configuration is at fault."""
     from server.engine.runtime.attention.base import UnsupportedModelError
-    from server.engine.runtime.runner import EngineConfigError
+    from server.engine.runtime.limits import EngineConfigError
 
     return isinstance(error, CheckpointError | UnsupportedModelError | EngineConfigError)
 

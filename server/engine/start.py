@@ -12,7 +12,8 @@ from server.checkpoint.base import Progress
 from server.checkpoint.dummy import dummy_model
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig, default_cache_dir
-from server.engine.runtime.runner import ModelRunner, resolve_device, usable_threads
+from server.engine.runtime.limits import resolve_device, usable_threads
+from server.engine.runtime.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from server.engine.runtime import runner as runner_module
 from server.engine.runtime.attention.base import LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.attention.sdpa import SdpaBackend
-from server.engine.runtime.runner import EngineConfigError, ModelRunner
+from server.engine.runtime.limits import EngineConfigError
+from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Sequence

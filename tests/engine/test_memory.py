@@ -13,8 +13,9 @@ from server.engine.runtime.attention.base import AttentionBackend
 from server.engine.runtime.attention.factory import create_backend
 from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.memory import share_for_cache
-from server.engine.runtime.runner import EngineConfigError, ModelRunner
+from server.engine.runtime.runner import ModelRunner
 from tests.engine.models import tiny_model
 
 GIB = 2**30

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +24,14 @@ from server.engine.runtime.compiled import CompileError, compile_layers
 from server.engine.runtime.cpu_linear import use_cpu_kernels
 from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
 from server.engine.runtime.invariant import INVARIANT_ROWS, in_groups
+from server.engine.runtime.limits import (
+    CPU_CACHE_BYTES,
+    EngineConfigError,
+    model_limits,
+    own_limit,
+    sequence_limit,
+    token_budget,
+)
 from server.engine.runtime.lora import adding
 from server.engine.runtime.lora_registry import install_adapters
 from server.engine.runtime.memory import MemoryGauge, cache_bytes
@@ -43,48 +49,6 @@ logger = logging.getLogger(__name__)
 # all logits: a single token's can be so ill conditioned that rounding alone moves them by a thousandth.
 TRIALS = (1, 7, 17)
 TRIAL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-LEAST_MODEL_LEN = 32
-CPU_CACHE_BYTES = 2**30
-# Larger steps are hardly faster, and every request of a step waits for its end.
-TOKEN_BUDGETS = {"cpu": 256, "cuda": 4096}
-
-
-class EngineConfigError(Exception):
-    """The configuration does not fit the model or the memory; the message is one line."""
-
-
-def resolve_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype that the configuration means on this machine."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EngineConfigError("engine.device is cuda, but torch finds no usable GPU")
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    resolved: torch.dtype = getattr(torch, dtype)
-    return torch.device(device, 0) if device == "cuda" else torch.device(device), resolved
-
-
-def token_budget(config: EngineConfig, device: torch.device) -> int:
-    """Most tokens in one step on device."""
-    return config.max_num_batched_tokens or TOKEN_BUDGETS[device.type]
-
-
-def usable_threads(config: EngineConfig) -> int:
-    """CPU threads to compute with: those configured, or one per core this process may use."""
-    return config.threads or len(os.sched_getaffinity(0))
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What the model and the cache together allow."""
-
-    max_model_len: int
-    num_blocks: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
 
 
 class ModelRunner:
@@ -124,7 +88,7 @@ class ModelRunner:
                     f"beside the weights there is no memory for a step of {token_budget(config, self._device)} tokens;"
                     " engine.max_num_batched_tokens sets its size"
                 ) from e
-        self.limits = _limits(model, per_block, config, CPU_CACHE_BYTES if budget is None else budget)
+        self.limits = model_limits(model, per_block, config, CPU_CACHE_BYTES if budget is None else budget)
         self._backend = make_backend(self.limits.num_blocks)
 
     def prepare(self, config: EngineConfig, progress: Progress) -> None:
@@ -146,7 +110,8 @@ class ModelRunner:
                 )
                 self._backend.set_up_graphs(self.limits.max_model_len, split_keys=not config.batch_invariant)
                 self._graphs.capture(
-                    [INVARIANT_ROWS] if config.batch_invariant else ladder(config.max_num_seqs), progress
+                    [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, self._device)),
+                    progress,
                 )
             if isinstance(self._backend, FlashInferBackend | PagedCpuBackend):
                 self._compile_layers(progress)
@@ -181,8 +146,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _largest_step(self, make_backend: Callable[[int], AttentionBackend], config: EngineConfig) -> int:
         """Run as large a step as the scheduler may make, in a cache that holds just that; returns the cache's blocks."""
-        count = max(token_budget(config, self._device), config.max_num_seqs)
-        length = min(count, _model_limit(self._model.config.get_text_config()) or count)
+        sequences = sequence_limit(config, self._device)
+        count = max(token_budget(config, self._device), sequences)
+        length = min(count, own_limit(self._model.config.get_text_config()) or count)
         blocks_each = -(-length // self._block_size)
         spans = []
         num_blocks = 0
@@ -196,7 +162,7 @@ class ModelRunner:
         positions = rows % length
         slots = rows // length * blocks_each * self._block_size + positions
         vocabulary = self._model.config.get_text_config().vocab_size
-        wanted = rows[-config.max_num_seqs :]
+        wanted = rows[-sequences:]
         batch = Batch(rows % vocabulary, positions, slots, wanted, tuple(spans), int(count == 1))
         params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
         drawn = Sequence(GenerateRequest("largest step", [0], params), seed=0)
@@ -290,48 +256,3 @@ class ModelRunner:
             self._clock.collect()
         logits: torch.Tensor = output.logits[0]
         return logits.float()
-
-
-def _limits(model: PreTrainedModel, per_block: int, config: EngineConfig, budget: int) -> ModelLimits:
-    """What a cache of budget bytes allows, per_block bytes a block."""
-    text = model.config.get_text_config()
-    num_blocks = budget // per_block
-    cached_tokens = num_blocks * config.block_size
-    own = _model_limit(text)
-    wanted = config.max_model_len
-    if wanted is not None and own is not None and wanted > own:
-        raise EngineConfigError(f"engine.max_model_len is {wanted}, the model is made for {own} tokens")
-    if wanted is not None and wanted > cached_tokens:
-        raise EngineConfigError(
-            f"engine.max_model_len is {wanted}, the KV cache of {budget / 2**20:.0f} MiB holds {cached_tokens} tokens"
-        )
-    max_model_len = wanted or min(own or cached_tokens, cached_tokens)
-    if max_model_len < LEAST_MODEL_LEN:
-        raise EngineConfigError(f"a KV cache of {budget} bytes does not hold {LEAST_MODEL_LEN} tokens of this model")
-    # More than every sequence at full length can never be used.
-    most = config.max_num_seqs * -(-max_model_len // config.block_size)
-    return ModelLimits(max_model_len, min(num_blocks, most), text.vocab_size, _eos_token_ids(model))
-
-
-def _model_limit(text: Any) -> int | None:
-    """Longest input that the model is made for, and at which a token's rotary embedding depends on its place only.
-
-    transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence.
-    """
-    own: int | None = getattr(text, "max_position_embeddings", None)
-    parameters = getattr(text, "rope_parameters", None) or {}
-    if parameters.get("rope_type") in ("dynamic", "longrope"):
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        return original or own
-    return own
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Every token that the checkpoint says ends an answer (generation_config and config, which may differ)."""
-    ids: set[int] = set()
-    for source in (model.generation_config, model.config.get_text_config()):
-        value = getattr(source, "eos_token_id", None)
-        ids.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(ids))

@@ -1,0 +1,107 @@
+"""How much at once: what the configuration asks for, the model is made for and the memory holds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from server.config import EngineConfig
+
+LEAST_MODEL_LEN = 32
+CPU_CACHE_BYTES = 2**30
+# Larger steps are hardly faster, and every request of a step waits for its end.
+TOKEN_BUDGETS = {"cpu": 256, "cuda": 4096}
+# On a GPU 128 sequences decode twice as many tokens a second as 32; on CPU a step of 32 takes long enough.
+SEQUENCE_LIMITS = {"cpu": 32, "cuda": 128}
+
+
+class EngineConfigError(Exception):
+    """The configuration does not fit the model or the memory; the message is one line."""
+
+
+def resolve_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype that the configuration means on this machine."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EngineConfigError("engine.device is cuda, but torch finds no usable GPU")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    resolved: torch.dtype = getattr(torch, dtype)
+    return torch.device(device, 0) if device == "cuda" else torch.device(device), resolved
+
+
+def token_budget(config: EngineConfig, device: torch.device) -> int:
+    """Most tokens in one step on device."""
+    return config.max_num_batched_tokens or TOKEN_BUDGETS[device.type]
+
+
+def sequence_limit(config: EngineConfig, device: torch.device) -> int:
+    """Most sequences in one batch on device."""
+    return config.max_num_seqs or SEQUENCE_LIMITS[device.type]
+
+
+def usable_threads(config: EngineConfig) -> int:
+    """CPU threads to compute with: those configured, or one per core this process may use."""
+    return config.threads or len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the model and the cache together allow."""
+
+    max_model_len: int
+    num_blocks: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, budget: int) -> ModelLimits:
+    """What a cache of budget bytes allows, per_block bytes a block."""
+    text = model.config.get_text_config()
+    num_blocks = budget // per_block
+    cached_tokens = num_blocks * config.block_size
+    own = own_limit(text)
+    wanted = config.max_model_len
+    if wanted is not None and own is not None and wanted > own:
+        raise EngineConfigError(f"engine.max_model_len is {wanted}, the model is made for {own} tokens")
+    if wanted is not None and wanted > cached_tokens:
+        raise EngineConfigError(
+            f"engine.max_model_len is {wanted}, the KV cache of {budget / 2**20:.0f} MiB holds {cached_tokens} tokens"
+        )
+    max_model_len = wanted or min(own or cached_tokens, cached_tokens)
+    if max_model_len < LEAST_MODEL_LEN:
+        raise EngineConfigError(f"a KV cache of {budget} bytes does not hold {LEAST_MODEL_LEN} tokens of this model")
+    # More than every sequence at full length can never be used.
+    most = sequence_limit(config, model.device) * -(-max_model_len // config.block_size)
+    return ModelLimits(max_model_len, min(num_blocks, most), text.vocab_size, _eos_token_ids(model))
+
+
+def own_limit(text: Any) -> int | None:
+    """Longest input that the model is made for, and at which a token's rotary embedding depends on its place only.
+
+    transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence.
+    """
+    own: int | None = getattr(text, "max_position_embeddings", None)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if parameters.get("rope_type") in ("dynamic", "longrope"):
+        original = parameters.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        return original or own
+    return own
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Every token that the checkpoint says ends an answer (generation_config and config, which may differ)."""
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config.get_text_config()):
+        value = getattr(source, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(ids))
