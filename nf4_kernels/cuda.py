@@ -158,7 +158,7 @@ def _multiply_fused(
         _next(x.device, x.shape[0], weight.packed) if capturing else Next(),
     )
     if isinstance(choice, Wgmma):
-        wgmma = WgmmaPlan(choice.tokens, choice.groups, choice.grid)
+        wgmma = WgmmaPlan(**dataclasses.asdict(choice))
         multiply = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
         raise_for(loaded, multiply(linear_, wgmma), str(choice))
         return

@@ -56,7 +56,7 @@ class RowsPlan(ctypes.Structure):
 class WgmmaPlan(ctypes.Structure):
     """WgmmaPlan of params.h."""
 
-    _fields_ = (("tokens", ctypes.c_int32), ("groups", ctypes.c_int32), ("grid", ctypes.c_int32))
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "owner_steps"))
 
 
 class KernelError(RuntimeError):

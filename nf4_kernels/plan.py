@@ -66,6 +66,7 @@ class Wgmma:
     tokens: int
     groups: int
     grid: int
+    owner_steps: int = 0
 
     def workspace_bytes(self, m: int, k: int) -> int:
         """Arranged activations and partial sums: WgmmaSizes of csrc/cuda/linear_wgmma_sm90.cu."""
@@ -73,7 +74,8 @@ class Wgmma:
         return arranged + self.grid * self.groups * 64 * self.tokens * 4
 
     def __str__(self) -> str:
-        return f"wgmma: {self.tokens} tokens x {self.groups * 64} rows, grid {self.grid}"
+        cut = f", {self.owner_steps} steps in a tile's first part" if self.owner_steps else ""
+        return f"wgmma: {self.tokens} tokens x {self.groups * 64} rows, grid {self.grid}{cut}"
 
 
 @dataclass(frozen=True)
@@ -109,42 +111,55 @@ def plan(
 
 
 # Microseconds of a launch; of a unit (groups * 64 rows x tokens x 256 k), and what it takes longer for each token tile
-# beyond the first; of a tile that is cut between blocks; of each of its parts beyond two.
+# beyond the first; of a cut tile whose parts are there when its owner comes to them, and of one all of whose parts are
+# done at the same time; of each of its parts beyond two.
 _WGMMA_COSTS = {
-    16: (4.71, 1.070, 0.0, 5.17, 0.104),
-    32: (3.45, 1.329, 0.0, 5.22, 0.188),
-    64: (4.18, 1.677, 0.0, 5.45, 0.411),
-    128: (6.49, 1.737, 0.0521, 6.35, 0.337),
-    256: (2.01, 3.095, 0.2168, 12.99, 1.660),
+    16: (4.58, 1.060, 0.0, 2.44, 4.89, 0.134),
+    32: (6.10, 1.231, 0.03, 2.27, 4.34, 0.143),
+    64: (7.11, 1.587, 0.0, 2.57, 5.30, 0.298),
+    128: (5.95, 1.726, 0.0986, 4.13, 7.00, 0.495),
+    256: (2.29, 3.040, 0.2841, 9.23, 13.53, 1.129),
 }
 
 
 def _wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Wgmma]:
     """The instances, on all multiprocessors or on so many that every tile is cut into as many parts."""
+    steps = -(-k // 256)
     for tokens, groups in WGMMA_GROUPS.items():
         tiles = -(-n // (groups * 64)) * -(-m // tokens)
         if tiles * groups > COUNTERS:
             continue
         if m > tokens * 2 and tokens < 128:
             continue  # the weight would be read many times; not measured
-        parts = min(-(-k // 256), multiprocessors // tiles)
-        for grid in range(tiles, tiles * parts + 1, tiles):
-            yield Wgmma(tokens, groups, grid)
-        if parts < 5 or tiles * parts < 0.9 * multiprocessors:
-            yield Wgmma(tokens, groups, min(multiprocessors, tiles * -(-k // 256)))
+        most = min(steps, multiprocessors // tiles)
+        for parts in range(1, most + 1):
+            even = -(-steps // parts)
+            if parts <= 4 or steps % parts == 0:
+                yield Wgmma(tokens, groups, tiles * parts)
+            if 1 < parts <= 4:
+                for owner_steps in range(even, min(even + even // 4 + 2, steps - parts + 2)):
+                    yield Wgmma(tokens, groups, tiles * parts, owner_steps)
+        if most < 5 or tiles * most < 0.9 * multiprocessors:
+            yield Wgmma(tokens, groups, min(multiprocessors, tiles * steps))
 
 
 def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int) -> float:
-    """Microseconds, within 7 % (rms) of what was measured for 8 shapes and 16 to 1024 rows."""
-    launch, unit, more, cut, part = _WGMMA_COSTS[wgmma.tokens]
+    """Microseconds, within 5 % (rms) of what was measured for 13 shapes and 16 to 512 rows."""
+    launch, unit, more, early, late, part = _WGMMA_COSTS[wgmma.tokens]
     token_tiles, steps = math.ceil(m / wgmma.tokens), math.ceil(k / 256)
     tiles = math.ceil(n / (wgmma.groups * 64)) * token_tiles
-    units = math.ceil(tiles * steps / wgmma.grid)
-    cost = launch + units * (unit + more * (token_tiles - 1))
+    unit += more * (token_tiles - 1)
+    if wgmma.owner_steps:
+        parts = wgmma.grid // tiles
+        others = math.ceil((steps - wgmma.owner_steps) / (parts - 1))
+        return launch + max(wgmma.owner_steps * unit + early, others * unit + late + part * (parts - 2))
+    cost = launch + math.ceil(tiles * steps / wgmma.grid) * unit
     if tiles % wgmma.grid == 0:
         return cost
+    if tiles > wgmma.grid:
+        return cost + early
     parts = math.ceil(wgmma.grid / tiles) + (wgmma.grid % tiles != 0)
-    return cost + cut + part * max(0, parts - 2)
+    return cost + late + part * max(0, parts - 2)
 
 
 def _slices_cost(m: int, n: int, k: int) -> float:

@@ -87,4 +87,6 @@ typedef struct {
   int32_t tokens; /* of a tile */
   int32_t groups; /* warpgroups that multiply, 64 weight rows each */
   int32_t grid;
+  int32_t owner_steps; /* 0: all work is one line, cut evenly over the grid. Else the grid is a multiple of the tiles; every
+                          tile is cut into as many parts, and its first has so many of its steps of 256 k */
 } WgmmaPlan;

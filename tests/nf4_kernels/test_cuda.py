@@ -137,16 +137,21 @@ def test_results_do_not_change_from_run_to_run(m: int) -> None:
 )
 @pytest.mark.parametrize("tokens", WGMMA_GROUPS)
 def test_every_wgmma_instance_however_its_work_is_cut(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for n, k, m, blocksize, nested, blocks in [
-        (1000, 4160, tokens, 64, True, 132),
-        (193, 448, 2 * tokens + 1, 128, False, 5),
-        (63, 4096, tokens - 1, 64, True, 7),
-        (1, 64, tokens, 512, True, 1),
-        (514, 2304, tokens + 9, 64, False, 11),
-        (700, 1088, 9, 256, True, 132),
+    for n, k, m, blocksize, nested, blocks, owner_steps in [
+        (1000, 4160, tokens, 64, True, 132, 0),
+        (193, 448, 2 * tokens + 1, 128, False, 5, 0),
+        (63, 4096, tokens - 1, 64, True, 7, 0),
+        (1, 64, tokens, 512, True, 1, 0),
+        (514, 2304, tokens + 9, 64, False, 11, 0),
+        (700, 1088, 9, 256, True, 132, 0),
+        # Every tile in 2, 3 and 9 parts.
+        (1000, 4160, tokens + 1, 64, True, 2, 10),
+        (514, 2304, tokens, 64, False, 3, 4),
+        (193, 2304, tokens - 1, 128, True, 9, 1),
     ]:
-        units = -(-n // (WGMMA_GROUPS[tokens] * 64)) * -(-m // tokens) * -(-k // 256)
-        choice = Wgmma(tokens, WGMMA_GROUPS[tokens], min(blocks, units))
+        tiles = -(-n // (WGMMA_GROUPS[tokens] * 64)) * -(-m // tokens)
+        grid = tiles * blocks if owner_steps else min(blocks, tiles * -(-k // 256))
+        choice = Wgmma(tokens, WGMMA_GROUPS[tokens], grid, owner_steps)
         monkeypatch.setattr(cuda, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for dtype in HALVES:

@@ -66,7 +66,14 @@ def test_wgmma_plans_fit_the_workspace(n: int, k: int) -> None:
         assert m > 256 or choice.workspace_bytes(m, k) <= WORKSPACE_BYTES
         tiles = -(-n // (choice.groups * 64)) * -(-m // choice.tokens)
         assert tiles * choice.groups <= COUNTERS
-        assert 1 <= choice.grid <= min(132, tiles * -(-k // 256))
+        steps = -(-k // 256)
+        assert 1 <= choice.grid <= min(132, tiles * steps)
+        if choice.owner_steps:
+            # Every tile is cut into as many parts; none is empty, and the owner's is not the shortest.
+            parts, left = divmod(choice.grid, tiles)
+            assert left == 0
+            assert parts > 1
+            assert parts - 1 <= steps - choice.owner_steps <= (parts - 1) * choice.owner_steps
 
 
 def test_large_weights_and_tens_of_rows_go_to_wgmma_on_hopper_alone() -> None:
@@ -74,6 +81,18 @@ def test_large_weights_and_tens_of_rows_go_to_wgmma_on_hopper_alone() -> None:
         assert isinstance(plan(m, 25600, 5120, 90, 132), Wgmma)
         assert not isinstance(plan(m, 25600, 5120, 100, 132), Wgmma)
         assert not isinstance(plan(m, 25600, 5120, 90, 132, blocksize=32), Wgmma)
+
+
+def test_owners_of_cut_tiles_end_last_where_all_would_end_together() -> None:
+    choice = plan(64, 8192, 8192, 90, 132)
+    assert isinstance(choice, Wgmma)
+    assert choice.grid == 129
+    assert choice.owner_steps > 32 / 3
+    assert str(choice) == "wgmma: 64 tokens x 192 rows, grid 129, 12 steps in a tile's first part"
+    # Runs that go from tile to tile: parts are there before their owners come to them.
+    choice = plan(64, 25600, 5120, 90, 132)
+    assert isinstance(choice, Wgmma)
+    assert choice.owner_steps == 0
 
 
 def test_what_rows_cannot_do_goes_to_slices() -> None:

@@ -11,9 +11,9 @@
 //                   bank, so that no lookup conflicts) turns bytes into registers while the tensor cores are busy with
 //                   the 64 k before; the sums of each 64 k get their scale in float32 as they are added up. A tile of
 //                   256 tokens leaves no registers for such sums: there weights are scaled before they are rounded
-// Work is a line of (row tile, token tile, 256 k) units cut evenly over the blocks; a tile that is cut goes through the
-// workspace, and the block that has its first unit adds the parts in order, so results do not depend on timing. Parts come
-// to it through the weights' ring.
+// Work is a line of (row tile, token tile, 256 k) units cut evenly over the blocks, or every tile is cut into as many
+// parts, the first a little longer. A tile that is cut goes through the workspace, and the block that has its first unit
+// adds the parts in order, so results do not depend on timing. Parts come to it through the weights' or the tokens' ring.
 //
 // k order: of each 64 k, lane t of a quad takes 16t..16t+15, eight contiguous bytes; byte i is A column 8i + 2t of the
 // product, so column chunk i (8 columns, 16 bytes) of a token holds its 4-byte words i, 8 + i, 16 + i, 24 + i.
@@ -21,52 +21,16 @@
 // and its 8-byte reads of the swizzled stage do not conflict.
 #pragma once
 
+#include <type_traits>
+
 #include "wgmma_service.cuh"
 #include "wgmma_sums.cuh"
+#include "wgmma_table.cuh"
 
 namespace nf4 {
 
 // Hardware barriers: 1 to 4 are the groups', 8 the scales'.
 constexpr int kTableFilled = 7;
-
-// All 32 copies of the table, 16 entries a turn: pairs of T, or pairs of floats.
-template <typename T, bool kFloats>
-__device__ __forceinline__ void fill_table(char* shared, int warp, int warps, int stride) {
-  constexpr float codes[16] = {NF4_CODEBOOK};
-  for (int first = warp; first < 16; first += warps) {
-    float high = codes[0];
-#pragma unroll
-    for (int i = 1; i < 16; ++i) high = first == i ? codes[i] : high;
-    char* target = shared + first * 16 * stride + threadIdx.x % 32 * (kFloats ? 8 : 4);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if constexpr (kFloats) {
-        *reinterpret_cast<float2*>(target + i * stride) = make_float2(high, codes[i]);
-      } else {
-        *reinterpret_cast<unsigned*>(target + i * stride) = pack2<T>(high * kStretch, codes[i] * kStretch);
-      }
-    }
-  }
-}
-
-// The A register of one byte: its entry in this lane's copy of the table.
-__device__ __forceinline__ unsigned table_entry(unsigned word, int byte, unsigned lane_offset) {
-  unsigned pair;
-  asm("ld.shared.b32 %0, [%1 + %2];"
-      : "=r"(pair)
-      : "r"(__byte_perm(word, lane_offset, 0x5504 | byte << 4)), "n"(kTableBase));
-  return pair;
-}
-
-// The same from the table of float pairs, which stay exact until they are scaled.
-__device__ __forceinline__ float2 table_floats(unsigned word, int byte, unsigned lane_offset) {
-  float low, high;
-  // Volatile: it stays in front of the products.
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2 + %3];"
-               : "=f"(low), "=f"(high)
-               : "r"(__byte_perm(word, lane_offset, 0x5504 | byte << 4)), "n"(kTableBase));
-  return make_float2(low, high);
-}
 
 // Adds kPart of the sums of one 64 k, times their rows' scales.
 template <int kCount, int kPart>
@@ -85,7 +49,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   constexpr int kCount = kTokens / 2;
   Layout layout{shared_address(shared)};
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  unsigned lane_offset = lane * (kSums == 0 ? 8 : 4);
+  unsigned lane_offset = lane * (kSums == 0 && !kOfHalves<T> ? 8 : 4);
   int row_in_block = warp * 16 + g * 2;
   // The stage's chunk of k block i is (2i + t / 2) ^ (row % 8), and row % 8 is 2 (g % 4) or one more.
   const char* my_rows = shared + Layout::kWeights + row_in_block * 128 + t % 2 * 8;
@@ -95,7 +59,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   Ring<kStages> ring;
   Ring<kTokenStages> tokens;
   WgmmaRun run(args);
-  int released = 0, unannounced = -1;
+  int released = 0;
   uint2 upper[4], lower[4];
   float2 scale[4];
   unsigned a[2][4][4];
@@ -136,19 +100,20 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
   };
   // Where weights are scaled before they are rounded: all lookups of a k block go ahead of its neighbour's products, which
   // hold the warp, and the rounding comes behind them.
-  float2 raw[kSums == 0 ? 4 : 1][4];
+  using Pair = std::conditional_t<kOfHalves<T>, __half2, float2>;
+  Pair raw[kSums == 0 ? 4 : 1][4];
   auto look_up = [&](int i) {
     decoding.resume();
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
       unsigned up = s < 2 ? upper[i].x : upper[i].y, low = s < 2 ? lower[i].x : lower[i].y;
       int byte = s % 2 * 2;
-      raw[s][0] = table_floats(up, byte, lane_offset);
-      raw[s][1] = table_floats(low, byte, lane_offset);
-      raw[s][2] = table_floats(up, byte + 1, lane_offset);
-      raw[s][3] = table_floats(low, byte + 1, lane_offset);
+      table_pair(raw[s][0], up, byte, lane_offset);
+      table_pair(raw[s][1], low, byte, lane_offset);
+      table_pair(raw[s][2], up, byte + 1, lane_offset);
+      table_pair(raw[s][3], low, byte + 1, lane_offset);
     }
-    decoding.pause(raw[kSums == 0 ? 3 : 0][3].y);
+    decoding.pause(as_floats(raw[kSums == 0 ? 3 : 0][3]).y);
   };
   auto round = [&](int i) {
     decoding.resume();
@@ -157,7 +122,9 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float by = j % 2 ? scale[i].y : scale[i].x;
-        a[i % 2][s][j] = pack2<T>(raw[s][j].x * by, raw[s][j].y * by);
+        if (kOfHalves<T>) by *= 1 / kHalfStretch;
+        float2 codes = as_floats(raw[s][j]);
+        a[i % 2][s][j] = pack2<T>(codes.x * by, codes.y * by);
       }
     }
     decoding.pause(a[i % 2][3]);
@@ -197,10 +164,6 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
     }
     for (int step = 0; step < run.steps; ++step) {
       bool more = step + 1 < run.steps;
-      if (step == 1 && unannounced >= 0) {
-        announce_part(args, unannounced);
-        unannounced = -1;
-      }
       float sums[kSums ? kSums : 1][kCount];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -271,18 +234,18 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
     int row = run.tile / args.token_tiles * Layout::kRows + row_in_block;
     int token = run.tile % args.token_tiles * kTokens + t * 2;
     if (run.first_step > 0) {
-      hand_over<kCount, kGroups>(args, group, total);
-      unannounced = run.tile * kGroups + group;
+      hand_over<kCount, kGroups>(args, run.tile, group, total);
       continue;
     }
     if (run.steps < args.steps) {
-      if (unannounced >= 0) announce_part(args, unannounced);
-      unannounced = -1;
-      add_parts<kCount, kGroups, Layout, kStages>(args, run.tile, shared, layout, ring, total);
+      if constexpr (PartRing<Layout, kTokens, kGroups>::kOfTokens) {
+        add_parts<kTokens, kGroups, Layout, kTokenStages>(args, run.tile, shared, layout, tokens, total);
+      } else {
+        add_parts<kTokens, kGroups, Layout, kStages>(args, run.tile, shared, layout, ring, total);
+      }
     }
-    write_tile<T, kTokens>(args, row, token, total);
+    write_tile<T, kTokens, kSums == 0>(args, row, token, total);
   }
-  if (unannounced >= 0) announce_part(args, unannounced);
   if (threadIdx.x % 128 == 0) clock_end(args.clock);
   decoding.end(args.clock);
 }
@@ -300,6 +263,7 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
   if (layout.base != kTableBase) __trap();
   let_next_start();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == kGroups * 4 && lane == 0) prefetch_map(&map);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(layout.weights_full(i), 1);
@@ -309,6 +273,7 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     for (int i = 0; i < kTokenStages; ++i) {
       barrier_init(layout.tokens_full(i), 1);
       barrier_init(layout.tokens_empty(i), kGroups * 4);
+      barrier_init(layout.sums_empty(i), kGroups * 128);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -318,9 +283,9 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     give_registers<kTokens == 256 ? 40 : kGroups == 2 ? 72 : kGroups == 3 ? 80 : 64>();
     int service = warp - kGroups * 4;
     if (service == 0) {
-      if (lane == 0) bring_weights<kTokens / 2, kGroups, Layout, kStages>(args, &map, layout);
+      if (lane == 0) bring_weights<kTokens, kGroups, Layout, kStages>(args, &map, layout);
     } else if (service == 1) {
-      if (lane == 0) bring_tokens<Layout, kTokenStages>(args, layout);
+      if (lane == 0) bring_tokens<kTokens, kGroups, Layout, kTokenStages>(args, layout);
     } else {
       bring_scales<Layout, kStages, kNested>(args, layout, shared, (service - 2) * 32 + lane);
     }
@@ -329,7 +294,7 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     // Meanwhile the first stages are on their way.
     fill_table<T, kSums == 0>(shared, warp, kGroups * 4, Layout::kTableStride);
     barrier_sync(kTableFilled, kGroups * 128);
-    if (kTimed && blockIdx.x == 0 && warp < 4) {
+    if (kTimed && blockIdx.x + blockIdx.y == 0 && warp < 4) {
       multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, true>(args, shared);
     } else {
       multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, false>(args, shared);

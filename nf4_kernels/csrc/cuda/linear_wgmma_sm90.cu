@@ -13,15 +13,15 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct WgmmaSizes {
-  int64_t row_tiles, token_tiles, steps, grid, tile_bytes, partial_bytes;
+  int64_t row_tiles, token_tiles, steps, lines, line_units, runs, tile_bytes;
   WgmmaSizes(int64_t m, int64_t n, int64_t k, const WgmmaPlan& plan) {
     row_tiles = ceil_div(n, plan.groups * 64);
     token_tiles = ceil_div(m, plan.tokens);
     steps = ceil_div(k, 256);
-    int64_t units = row_tiles * token_tiles * steps;
-    grid = units < plan.grid ? units : plan.grid;
+    lines = plan.owner_steps ? row_tiles * token_tiles : 1;
+    line_units = row_tiles * token_tiles * steps / lines;
+    runs = plan.grid / lines < line_units ? plan.grid / lines : line_units;
     tile_bytes = token_tiles * plan.tokens * steps * 512;
-    partial_bytes = grid * plan.groups * 64 * plan.tokens * 4;
   }
 };
 
@@ -79,7 +79,7 @@ cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const Wgmma
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(sizes.grid));
+  config.gridDim = dim3(static_cast<unsigned>(sizes.runs), static_cast<unsigned>(sizes.lines));
   config.blockDim = dim3((kGroups + 1) * 128);
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
@@ -127,9 +127,17 @@ NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) 
   args.scale_shift = nf4::log2_of(w.blocksize / 64);
   args.steps = static_cast<int>(sizes.steps);
   args.token_tiles = static_cast<int>(sizes.token_tiles);
-  int units = static_cast<int>(sizes.row_tiles * sizes.token_tiles * sizes.steps), grid = static_cast<int>(sizes.grid);
-  args.run_units = units / grid;
-  args.longer_runs = units % grid;
+  int units = static_cast<int>(sizes.line_units), runs = static_cast<int>(sizes.runs);
+  if (plan->owner_steps == 0) {
+    args.run_units = units / runs;
+    args.longer_runs = units % runs;
+  } else {
+    int rest = units - plan->owner_steps;
+    if (plan->grid % sizes.lines || runs < 2 || rest < runs - 1) return cudaErrorInvalidValue;
+    args.run_units = rest / (runs - 1);
+    args.longer_runs = rest % (runs - 1) + 1;
+    args.owner_units = plan->owner_steps - args.run_units - 1;
+  }
   args.whole_scales = args.k_blocks % 4 == 0 && w.blocksize == 64 &&
                       (w.absmax_8bit ? nf4::aligned(w.absmax_8bit, 4) : nf4::aligned(w.absmax, 16));
   args.wide_scales = args.whole_scales && args.k_blocks % 16 == 0 && nf4::aligned(w.absmax_8bit, 16);

@@ -67,6 +67,11 @@ __device__ __forceinline__ void copy_box(unsigned target, const void* map, int x
       : "memory");
 }
 
+// Brings the map itself nearer.
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ void copy_bytes(unsigned target, const void* source, unsigned bytes, unsigned barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                "l"(source), "r"(bytes), "r"(barrier)

@@ -25,7 +25,8 @@ struct WgmmaArgs {
   int scale_shift;  // log2(blocksize / 64)
   int steps;        // of 256 k a tile
   int token_tiles;
-  int run_units, longer_runs;  // units of a block's run; so many runs, the first, have one more
+  int run_units, longer_runs;  // units of a run; so many runs, the first, have one more
+  int owner_units;             // what the first run has beyond that
   bool whole_scales;  // four k blocks' scales of a row are four aligned neighbours
   bool wide_scales;   // and 16 are 16 aligned bytes
   uint64_t* clock;
@@ -39,15 +40,13 @@ struct WgmmaLayout {
   static constexpr bool kSlow = kTokens == 256;  // a stage takes longer than its scales' way, and registers are short
   static constexpr int kWeightBytes = kRows * 128;
   static constexpr int kTokenBytes = kTokenBlocks * kTokens * 128;
-  // Sums of a thread that a stage holds where it brings another block's part of a tile.
-  static constexpr int kChunk = kTokens < 32 ? kTokens / 2 : 16;
   static constexpr int kScaleBytes = 4 * kRows * 4;
   static constexpr int kWeights = 256 * kTableStride;
   static constexpr int kActivations = kWeights + kStages * kWeightBytes;
   static constexpr int kScales = kActivations + kTokenStages * kTokenBytes;
   static constexpr int kCode = kScales + kStages * kScaleBytes;
   static constexpr int kBarriers = kCode + 1024;
-  static constexpr int kTotal = kBarriers + (3 * kStages + 2 * kTokenStages) * 8;
+  static constexpr int kTotal = kBarriers + (3 * kStages + 3 * kTokenStages) * 8;
   static_assert(kTotal <= 227 * 1024, "more shared memory than an SM has");
 
   unsigned base;
@@ -59,6 +58,10 @@ struct WgmmaLayout {
   __device__ unsigned tokens_full(int stage) const { return base + kBarriers + (3 * kStages + stage) * 8; }
   __device__ unsigned tokens_empty(int stage) const {
     return base + kBarriers + (3 * kStages + kTokenStages + stage) * 8;
+  }
+  // Of a token stage that has held sums: unlike tokens, all threads read them.
+  __device__ unsigned sums_empty(int stage) const {
+    return base + kBarriers + (3 * kStages + 2 * kTokenStages + stage) * 8;
   }
 };
 
@@ -74,14 +77,16 @@ struct Ring {
   }
 };
 
-// A block's run of units, taken tile by tile.
+// A block's run of units, taken tile by tile. Either all units are one line, cut into gridDim.x runs, or every tile is
+// one, cut likewise, and gridDim.y is the number of tiles.
 struct WgmmaRun {
   int next, last;
   int tile, first_step, steps;
-  __device__ static int start(const WgmmaArgs& args, int run) {
-    return run * args.run_units + min(run, args.longer_runs);
-  }
+  __device__ static int line() { return gridDim.y - 1 - blockIdx.y; }
   __device__ static int index() { return gridDim.x - 1 - blockIdx.x; }
+  __device__ static int start(const WgmmaArgs& args, int run) {
+    return line() * args.steps + run * args.run_units + min(run, args.longer_runs) + (run > 0 ? args.owner_units : 0);
+  }
   __device__ explicit WgmmaRun(const WgmmaArgs& args) : next(start(args, index())), last(start(args, index() + 1)) {}
   __device__ __forceinline__ bool take(const WgmmaArgs& args) {
     if (next >= last) return false;

@@ -26,7 +26,7 @@ __global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, in
   tiles[(tile * tokens + row) * 8 + (chunk ^ row % 8)] = words;
 }
 
-template <int kCount, int kGroups, typename Layout, int kStages>
+template <int kTokens, int kGroups, typename Layout, int kStages>
 __device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUtensorMap* map, Layout layout) {
   WgmmaRun run(args);
   Ring<kStages> ring;
@@ -40,12 +40,12 @@ __device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUten
       ring.advance();
     }
   }
-  if (run.first_step == 0 && run.steps < args.steps) {
-    bring_parts<kCount, kGroups, Layout, kStages>(args, run.tile, layout, ring);
+  if (!PartRing<Layout, kTokens, kGroups>::kOfTokens && run.first_step == 0 && run.steps < args.steps) {
+    bring_parts<kTokens, kGroups, Layout, kStages>(args, run.tile, layout, ring);
   }
 }
 
-template <typename Layout, int kTokenStages>
+template <int kTokens, int kGroups, typename Layout, int kTokenStages>
 __device__ __forceinline__ void bring_tokens(const WgmmaArgs& args, Layout layout) {
   WgmmaRun run(args);
   Ring<kTokenStages> ring;
@@ -61,6 +61,9 @@ __device__ __forceinline__ void bring_tokens(const WgmmaArgs& args, Layout layou
       copy_bytes(layout.tokens(ring.stage), from, Layout::kTokenBytes, full);
       ring.advance();
     }
+  }
+  if (PartRing<Layout, kTokens, kGroups>::kOfTokens && run.first_step == 0 && run.steps < args.steps) {
+    bring_parts<kTokens, kGroups, Layout, kTokenStages>(args, run.tile, layout, ring);
   }
 }
 

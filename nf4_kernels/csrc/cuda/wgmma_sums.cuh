@@ -6,13 +6,12 @@
 namespace nf4 {
 
 // Adds bias, rounds once and writes a warpgroup's 64 rows x kTokens tokens.
-template <typename T, int kTokens>
+template <typename T, int kTokens, bool kScaled>
 __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int token, const float (&sum)[kTokens / 2]) {
   if (row >= args.n) return;
   const T* bias = static_cast<const T*>(args.bias);
   bool both = row + 1 < args.n, paired = both && args.n % 2 == 0;
-  // The weights of a tile of 256 tokens were scaled before they were rounded.
-  constexpr float kUnit = kTokens == 256 ? 1.0f : kShrink<T>;
+  constexpr float kUnit = kScaled ? 1.0f : kShrink<T>;
   float add0 = bias ? to_float(bias[row]) : 0.0f, add1 = bias && both ? to_float(bias[row + 1]) : 0.0f;
   T* at = static_cast<T*>(args.out) + int64_t{token} * args.n + row;
   int64_t next = args.n, next_pair = int64_t{args.n} * 8;
@@ -46,23 +45,21 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
 // only for blocks that were started before it (runs are dealt out from the line's end), so it never waits forever.
 template <int kCount, int kGroups>
 __device__ __forceinline__ float4* part_of(const WgmmaArgs& args, int run, int group) {
-  return args.partial + (int64_t{run} * kGroups + group) * (kCount / 4) * 128;
+  int64_t place = WgmmaRun::line() * static_cast<int>(gridDim.x) + run;
+  return args.partial + (place * kGroups + group) * (kCount / 4) * 128;
 }
 
-// Writes a part; announce_part(), later, tells the owner: then the stores have landed and telling waits for nothing.
+// Writes a part and tells the owner.
 template <int kCount, int kGroups>
-__device__ __forceinline__ void hand_over(const WgmmaArgs& args, int group, const float (&sum)[kCount]) {
+__device__ __forceinline__ void hand_over(const WgmmaArgs& args, int tile, int group, const float (&sum)[kCount]) {
   float4* mine = part_of<kCount, kGroups>(args, WgmmaRun::index(), group) + threadIdx.x % 128;
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
     __stcg(mine + i / 4 * 128, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
   }
   barrier_sync(1 + group, 128);
-}
-
-__device__ __forceinline__ void announce_part(const WgmmaArgs& args, int counter) {
   if (threadIdx.x % 128 == 0) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(args.counters + counter) : "memory");
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(args.counters + tile * kGroups + group) : "memory");
   }
 }
 
@@ -73,10 +70,34 @@ __device__ __forceinline__ int parts_of(const WgmmaArgs& args, int tile) {
   return others;
 }
 
-// Brings them, as soon as all are there, through the ring's stages behind the last weights, while those are multiplied.
-template <int kCount, int kGroups, typename Layout, int kStages>
+// The ring through which parts come, behind the last weights or tokens: the one that holds more.
+template <typename Layout, int kTokens, int kGroups>
+struct PartRing {
+  static constexpr bool kOfTokens = kTokens >= 128;
+  static constexpr int kStageBytes = kOfTokens ? Layout::kTokenBytes : Layout::kWeightBytes;
+  static constexpr int kFit = kStageBytes / (kGroups * 512);
+  static constexpr int kChunk = kFit < kTokens / 2 ? kFit : kTokens / 2;  // sums of a thread in a stage
+  static constexpr int kOffset = kOfTokens ? Layout::kActivations : Layout::kWeights;
+  __device__ static unsigned full(Layout at, int stage) {
+    return kOfTokens ? at.tokens_full(stage) : at.weights_full(stage);
+  }
+  // What the ring is for has left the stage; sums have.
+  __device__ static unsigned empty(Layout at, int stage) {
+    return kOfTokens ? at.tokens_empty(stage) : at.weights_empty(stage);
+  }
+  __device__ static unsigned added(Layout at, int stage) {
+    return kOfTokens ? at.sums_empty(stage) : at.weights_empty(stage);
+  }
+  __device__ static unsigned place(Layout at, int stage) { return kOfTokens ? at.tokens(stage) : at.weights(stage); }
+};
+
+// Brings them, as soon as all are there, through the ring's stages, while the last weights are multiplied.
+template <int kTokens, int kGroups, typename Layout, int kStages>
 __device__ __forceinline__ void bring_parts(const WgmmaArgs& args, int tile, Layout layout, Ring<kStages> ring) {
+  constexpr int kCount = kTokens / 2;
+  using Parts = PartRing<Layout, kTokens, kGroups>;
   int others = parts_of(args, tile), first = WgmmaRun::index() + 1;
+  wait_for_previous();  // which counts with the same counters
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     int* counter = args.counters + tile * kGroups + group;
@@ -87,16 +108,20 @@ __device__ __forceinline__ void bring_parts(const WgmmaArgs& args, int tile, Lay
     *counter = 0;
   }
   asm volatile("fence.proxy.async.global;" ::: "memory");
-  constexpr int kBytes = Layout::kChunk * 128 * 4;
+  constexpr int kBytes = Parts::kChunk * 512;
+  int brought = 0;
   for (int other = first; other < first + others; ++other) {
-    for (int at = 0; at < kCount; at += Layout::kChunk) {
-      barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1);
-      unsigned full = layout.weights_full(ring.stage);
+    for (int at = 0; at < kCount; at += Parts::kChunk) {
+      int round = brought++ / kStages;
+      bool again = Parts::kOfTokens && round > 0;
+      barrier_wait(again ? Parts::added(layout, ring.stage) : Parts::empty(layout, ring.stage),
+                   again ? (round - 1) & 1 : ring.parity ^ 1);
+      unsigned full = Parts::full(layout, ring.stage);
       expect_bytes(full, kGroups * kBytes);
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const float4* from = part_of<kCount, kGroups>(args, other, group) + at / 4 * 128;
-        copy_bytes(layout.weights(ring.stage) + group * kBytes, from, kBytes, full);
+        copy_bytes(Parts::place(layout, ring.stage) + group * kBytes, from, kBytes, full);
       }
       ring.advance();
     }
@@ -104,18 +129,18 @@ __device__ __forceinline__ void bring_parts(const WgmmaArgs& args, int tile, Lay
 }
 
 // Adds what bring_parts() brings to the owner's sums, in the blocks' order.
-template <int kCount, int kGroups, typename Layout, int kStages>
+template <int kTokens, int kGroups, typename Layout, int kStages>
 __device__ __forceinline__ void add_parts(const WgmmaArgs& args, int tile, const char* shared, Layout layout,
-                                          Ring<kStages>& ring, float (&sum)[kCount]) {
+                                          Ring<kStages>& ring, float (&sum)[kTokens / 2]) {
+  using Parts = PartRing<Layout, kTokens, kGroups>;
   for (int others = parts_of(args, tile); others > 0; --others) {
 #pragma unroll
-    for (int at = 0; at < kCount; at += Layout::kChunk) {
-      barrier_wait(layout.weights_full(ring.stage), ring.parity);
-      const float4* from =
-          reinterpret_cast<const float4*>(shared + Layout::kWeights + ring.stage * Layout::kWeightBytes) +
-          threadIdx.x / 128 * (Layout::kChunk / 4) * 128 + threadIdx.x % 128;
+    for (int at = 0; at < kTokens / 2; at += Parts::kChunk) {
+      barrier_wait(Parts::full(layout, ring.stage), ring.parity);
+      const float4* from = reinterpret_cast<const float4*>(shared + Parts::kOffset + ring.stage * Parts::kStageBytes) +
+                           threadIdx.x / 128 * (Parts::kChunk / 4) * 128 + threadIdx.x % 128;
 #pragma unroll
-      for (int i = 0; i < Layout::kChunk; i += 4) {
+      for (int i = 0; i < Parts::kChunk; i += 4) {
         float4 part = from[i / 4 * 128];
         sum[at + i] += part.x;
         sum[at + i + 1] += part.y;
@@ -123,7 +148,7 @@ __device__ __forceinline__ void add_parts(const WgmmaArgs& args, int tile, const
         sum[at + i + 3] += part.w;
       }
       loads_before_copies();
-      barrier_arrive(layout.weights_empty(ring.stage));
+      barrier_arrive(Parts::added(layout, ring.stage));
       ring.advance();
     }
   }
