@@ -27,7 +27,7 @@ from nf4_kernels.cuda_library import (
 from nf4_kernels.device_clock import DeviceClock
 from nf4_kernels.format import offset_stride
 from nf4_kernels.params import DTYPES, Nf4Weight
-from nf4_kernels.plan import COUNTERS, GROUP_ROWS, PREFETCH_BYTES, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
+from nf4_kernels.plan import COUNTERS, HALF_ROWS, PREFETCH_BYTES, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
 from nf4_kernels.successors import successor
 
 __all__ = ("BLOCKSIZES", "KernelError", "dequantize", "linear", "load_error", "plan_on", "start_clock", "stop_clock")
@@ -177,20 +177,20 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
     addresses = following.packed, following.scales[0], following.absmax[0], following.offsets[0]
     if not isinstance(choice, Rows) or any(address % 16 for address in addresses):
         return Next()
-    runs, groups = choice.grid // choice.cluster, -(-n // GROUP_ROWS)
-    run_groups, longer_runs = divmod(groups, runs)
-    group_bytes = GROUP_ROWS * k // 2
-    # Of the last run, too, which a group of fewer rows may end.
-    last = n * k // 2 - (groups - run_groups) * group_bytes
+    runs, halves = choice.grid // choice.cluster, -(-n // HALF_ROWS)
+    run_halves, longer_runs = divmod(halves, runs)
+    half_bytes = HALF_ROWS * k // 2
+    # Of the last run, too, which fewer rows may end.
+    last = n * k // 2 - (halves - run_halves) * half_bytes
     share = min(PREFETCH_BYTES // runs, last) & ~15
     codes_per_scale = following.blocksize // 2 // (1 if following.nested else 4)
     return Next(
         *addresses,
         runs,
-        run_groups,
+        run_halves,
         longer_runs,
-        group_bytes,
-        group_bytes // codes_per_scale,
+        half_bytes,
+        half_bytes // codes_per_scale,
         share,
         share // codes_per_scale & ~15,
         following.absmax[1],

@@ -12,7 +12,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+# Of a row group, and of its halves, at which a block's share of a weight may end.
 GROUP_ROWS = 16
+HALF_ROWS = 8
 MAX_ROWS_TOKENS = 32
 WORKSPACE_BYTES = 32 << 20
 COUNTERS = 1 << 16
@@ -98,7 +100,7 @@ def plan(
         return choice
     if 1 <= m <= MAX_ROWS_TOKENS and arch in _SHARED_BYTES:
         tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-        rows = _rows_candidates(n, k, tiles, arch, multiprocessors, nested)
+        rows = rows_candidates(n, k, tiles, arch, multiprocessors, nested)
         if rows:
             choice = min(rows, key=lambda candidate: _rows_cost(candidate, m, n))
             cost = _rows_cost(choice, m, n)
@@ -182,10 +184,12 @@ def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes:
     stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)
     fixed = 65536 + 1024 + 2 * warps * tiles * 512 + 256 + slots * tiles * 512
     decoded = 65536 // ((stage_blocks + 1) // 2 * 256)
-    return max(0, min(8, decoded, (shared_bytes - fixed) // stage))
+    limit = 4 if (blocks, tiles) == (4, 1) else 7  # their codes come in two pieces, each with its barriers
+    return max(0, min(limit, decoded, (shared_bytes - fixed) // stage))
 
 
-def _rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
+def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
+    """Every linear_rows launch that a device can do for a weight [n, k] and tiles of 8 rows of x."""
     k_blocks, groups = k // 64, -(-n // GROUP_ROWS)
     found = []
     for warps, blocks, instance_tiles in INSTANCES:
@@ -215,15 +219,19 @@ def _rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int
 
 def _rows_cost(rows: Rows, m: int, n: int) -> float:
     """Microseconds, roughly: the launch, the units of the busiest block, and its activations' way in."""
-    groups = math.ceil(n / GROUP_ROWS)
-    units = math.ceil(groups * rows.cluster / rows.grid) * rows.passes
+    # What a half group at a run's end saves was too little to be measured: it counts whole.
+    units = math.ceil(math.ceil(n / GROUP_ROWS) * rows.cluster / rows.grid) * rows.passes
     blocks: float = rows.blocks
     if rows.stages > 2:
         # Warps without a k block in the last round save about half a block's time; with two stages the copies are the bound.
         blocks = (rows.blocks + rows.part_blocks / rows.warps) / 2
-    unit = 0.215 + 0.237 * blocks * rows.warps / 16 * (1 + 0.7 * (rows.tiles - 1))
-    unit *= (1.09 if rows.stages < 3 else 1.0) * (1 + 0.13 * rows.tiles if rows.warps < 16 else 1.0)
+    long = rows.blocks >= 4
+    unit = 0.215 + 0.237 * blocks * rows.warps / 16 * {1: 1.0, 2: 1.4 if long else 1.6, 4: 3.1}[rows.tiles]
+    unit *= (1.15 if rows.stages < 3 else 1.0) * (1.13 if rows.warps < 16 and rows.tiles == 1 else 1.0)
     if rows.tiles == 4:
         unit *= 1.25 if rows.blocks == 1 else 1.7  # registers run short
+    launch = 4.0
+    if rows.tiles == 2:
+        launch += 2.5 if long and rows.passes > 1 else 1.0
     activations = rows.part_blocks / 64 * (1.05 + 0.39 * (rows.passes - 1)) * (0.24 + 0.095 * m)
-    return 4 + units * unit + activations + {1: 0.0, 2: 0.28, 4: 0.39}[rows.cluster]
+    return launch + units * unit + activations + {1: 0.0, 2: 0.28, 4: 0.39}[rows.cluster]

@@ -22,7 +22,7 @@ typedef struct {
 } Nf4Weight;
 
 /* The weight that the launch after this one reads, as far as it is to be brought into L2 (sm_90 on; nothing where codes
- * is null). Its launch cuts the weight's groups of 16 rows into runs, the first longer_runs of them one group longer; of
+ * is null). Its launch cuts the weight's groups of 8 rows into runs, the first longer_runs of them one group longer; of
  * each run the first code_bytes and scale_bytes are wanted, of absmax and offsets (nested scales) everything.
  * Every address is a multiple of 16. */
 typedef struct {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, reference
-from nf4_kernels.plan import WGMMA_GROUPS, Wgmma
+from nf4_kernels.plan import WGMMA_GROUPS, Wgmma, rows_candidates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,6 +130,26 @@ def test_results_do_not_change_from_run_to_run(m: int) -> None:
         for _ in range(300):
             different += (w.linear(x) != first).any()
         assert different == 0, (n, k, m)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("multiprocessors", [5, 9])
+@pytest.mark.parametrize(("n", "k"), [(200, 8192), (136, 3072), (333, 1024), (90, 5376)])
+def test_every_rows_instance_however_its_work_is_cut(
+    n: int, k: int, multiprocessors: int, nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that begin and end within a row group, parts that do not fill their block, in one block or several."""
+    w = random_weight(n, k, 64, nested, offsets=nested)
+    exact, arch = w.exact(), 10 * torch.cuda.get_device_capability()[0]
+    for tiles, m in ((1, 1), (1, 2), (1, 7), (2, 13), (4, 32)):
+        for choice in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
+            monkeypatch.setattr(cuda, "_plan", lambda *_, choice=choice: choice)
+            for dtype in HALVES:
+                x = torch.randn(m, k, device=DEVICE, dtype=dtype)
+                torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)
+                got = w.linear(x)
+                assert relative_error(got, x.double() @ exact.T) < TOLERANCE[dtype], (str(choice), m)
+                assert torch.equal(w.linear(x), got), (str(choice), m)
 
 
 @pytest.mark.skipif(

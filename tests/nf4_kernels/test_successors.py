@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import Weight, cuda, prefetch_next
-from nf4_kernels.plan import GROUP_ROWS, Rows, plan
+from nf4_kernels.plan import HALF_ROWS, Rows, plan
 from nf4_kernels.successors import successor
 
 
@@ -86,11 +86,11 @@ def test_what_is_prefetched_lies_inside_the_weight(
     assert (told.absmax_bytes, told.offset_bytes) == ((second.absmax.nbytes,) * 2 if nested else (0, 0))
     assert told.runs * choice.cluster == choice.grid
     groups = told.runs * told.run_groups + told.longer_runs
-    assert groups == -(-n // GROUP_ROWS)
+    assert groups == -(-n // HALF_ROWS)
     assert told.runs * told.code_bytes <= budget
     for run in range(told.runs):
         group = run * told.run_groups + min(run, told.longer_runs)
-        row = group * GROUP_ROWS
+        row = group * HALF_ROWS
         assert group * told.group_code_bytes == row * k // 2
         assert row * k // 2 + told.code_bytes <= second.packed.nbytes
         scale = group * told.group_scale_bytes

@@ -78,13 +78,13 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   args.k = static_cast<int>(w.k);
   args.k_blocks = static_cast<int>(w.k / 64);
   args.scale_shift = nf4::log2_of(w.blocksize / 64);
-  int groups = (args.n + nf4::kGroupRows - 1) / nf4::kGroupRows, runs = plan->grid / plan->cluster;
+  int halves = (args.n + nf4::kHalfRows - 1) / nf4::kHalfRows, runs = plan->grid / plan->cluster;
   args.cluster = plan->cluster;
   args.passes = plan->passes;
   args.part_blocks = plan->part_blocks;
   args.stages = plan->stages;
-  args.run_groups = groups / runs;
-  args.runs_with_more = groups % runs;
+  args.run_halves = halves / runs;
+  args.runs_with_more = halves % runs;
   args.chunk = plan->chunk;
   int pitch = args.k_blocks >> args.scale_shift;
   bool whole = args.k_blocks % (1 << args.scale_shift) == 0 && pitch * (w.absmax_8bit ? 1 : 4) % 16 == 0;
@@ -93,7 +93,8 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   args.clock = linear->clock;
   args.next = linear->next;
   args.first_nap = plan->tiles > 1 ? 1000 : 0;
-  args.nap = args.part_blocks * (args.m > 2 ? 11 : 4);
+  args.later_nap = args.part_blocks * 4;
+  args.nap = args.m > 2 ? args.part_blocks * 11 - args.later_nap : 0;
   cudaStream_t stream = static_cast<cudaStream_t>(linear->stream);
 // nf4_kernels/plan.py lists the same instances.
 #define NF4_INSTANCE(WARPS, BLOCKS, TILES)                                                 \

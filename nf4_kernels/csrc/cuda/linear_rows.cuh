@@ -39,23 +39,24 @@ __device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uns
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// The A register of one byte: the byte's entry in this lane's copy of the table.
-__device__ __forceinline__ unsigned lookup(unsigned word, int byte, unsigned lane_offset) {
-  unsigned pair;
-  asm("ld.shared.b32 %0, [%1 + %2];"
-      : "=r"(pair)
-      : "r"(__byte_perm(word, lane_offset, 0x7504 | (byte << 4))), "n"(kSharedBase));
+// The A register of one byte: the byte's entry in this lane's copy of the table; anything where it is not wanted.
+__device__ __forceinline__ unsigned lookup(unsigned word, int byte, unsigned lane_offset, bool wanted) {
+  unsigned pair = __byte_perm(word, lane_offset, 0x7504 | (byte << 4));
+  asm("{ .reg .pred p; setp.ne.u32 p, %2, 0;\n@p ld.shared.b32 %0, [%0 + %1]; }"
+      : "+r"(pair)
+      : "n"(kSharedBase), "r"(static_cast<unsigned>(wanted)));
   return pair;
 }
 
-// The A registers of 16 k of a k block.
-__device__ __forceinline__ void look_up(unsigned (&a)[4], uint2 upper, uint2 lower, int step, unsigned lane_offset) {
+// The A registers of 16 k of a k block: of a row group's upper half, and of its lower one.
+__device__ __forceinline__ void look_up(unsigned (&a)[4], uint2 upper, uint2 lower, int step, unsigned lane_offset,
+                                        bool above, bool below) {
   unsigned up = step < 2 ? upper.x : upper.y, low = step < 2 ? lower.x : lower.y;
   int byte = step % 2 * 2;
-  a[0] = lookup(up, byte, lane_offset);
-  a[1] = lookup(low, byte, lane_offset);
-  a[2] = lookup(up, byte + 1, lane_offset);
-  a[3] = lookup(low, byte + 1, lane_offset);
+  a[0] = lookup(up, byte, lane_offset, above);
+  a[1] = lookup(low, byte, lane_offset, below);
+  a[2] = lookup(up, byte + 1, lane_offset, above);
+  a[3] = lookup(low, byte + 1, lane_offset, below);
 }
 
 template <typename T, int kTiles>
@@ -96,6 +97,8 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
                                         uint4 (&b)[kBlocks][kTiles][2]) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  // Where registers are short a jump past the last block costs more than a block without lookups.
+  constexpr bool kJumps = kTiles == 1 || kBlocks < 4;
   unsigned base = shared_address(shared), lane_offset = lane * 4 | (base & 0xff000000u);
   int loaded = run.part;
   const char* my_bytes = shared + Layout::kRing + g * Layout::kWeightPitch + warp * 32 + t * 8;
@@ -109,16 +112,21 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
       loaded = run.part;
       load_activations<T, kWarps, kBlocks, kTiles>(args, loaded, b);
     }
+    bool below = run.rows() > kHalfRows;
     float acc[kTiles][4] = {};
     const char* bytes = my_bytes + ring.stage * Layout::kStageBytes;
     const char* scales = my_scales + ring.stage * Layout::kDecodedStage;
     // Where k does not fill the warps' last blocks, warps without one leave the shared memory to the others.
     int count = min(args.part_blocks, args.k_blocks - run.part * args.part_blocks) - warp;
-    // The decoders have waited for the bytes.
+    // The decoders have waited for the bytes, or for the first of them.
     barrier_wait(Layout::decoded(base, ring.stage), ring.parity);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      if (i == kBlocks - 1 && i * kWarps >= count) break;
+      if (kJumps && i == kBlocks - 1 && i * kWarps >= count) break;
+      bool one = kJumps || i < kBlocks - 1 || i * kWarps < count;
+#if __CUDA_ARCH__ >= 900
+      if (i > 0 && i == Layout::kFirstBlocks) barrier_wait(Layout::rest_full(base, ring.stage), ring.parity);
+#endif
       decoding.resume();
       uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kWarps * 32);
       uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kWarps * 32);
@@ -127,7 +135,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
         unsigned a[4][4];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          look_up(a[step], upper, lower, step, lane_offset);
+          look_up(a[step], upper, lower, step, lane_offset, one, one && below);
           pin(a[step]);
         }
         decoding.pause(a[3]);
@@ -138,7 +146,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           unsigned a[4];
-          look_up(a, upper, lower, step, lane_offset);
+          look_up(a, upper, lower, step, lane_offset, one, one && below);
           multiply_step<T>(part_sum, a, b[i], step);
         }
       }
@@ -147,6 +155,7 @@ __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, Rows
       float2 scale = *reinterpret_cast<const float2*>(scales + i * (kWarps / 2) * kTableStride);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
+        if (!one) part_sum[tile][0] = part_sum[tile][1] = part_sum[tile][2] = part_sum[tile][3] = 0.0f;
         acc[tile][0] += scale.x * part_sum[tile][0];
         acc[tile][1] += scale.x * part_sum[tile][1];
         acc[tile][2] += scale.y * part_sum[tile][2];
@@ -180,7 +189,8 @@ template <typename Layout>
 __device__ __forceinline__ void init_copy_barriers(unsigned base) {
   if (elected()) {
 #pragma unroll
-    for (int i = 0; i < kMaxStages; ++i) barrier_init(Layout::full(base, i), kCopyArrivals);
+    for (int i = 0; i < Layout::kStageSlots; ++i) barrier_init(Layout::full(base, i), kCopyArrivals);
+    barrier_init(Layout::activations(base), 1);
     publish_barriers();
   }
   __syncwarp();
@@ -244,9 +254,8 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
   let_next_start();
   if (warp == kWarps) init_copy_barriers<Layout>(base);
   if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
-  // All threads at once: without a cluster this is a barrier of the block, which compute-sanitizer takes it for, too.
   if (args.cluster > 1) {
-    cluster_sync();
+    cluster_arrive();
     begin();
   }
   if (warp == kWarps) {
@@ -270,6 +279,7 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
     load_activations<T, kWarps, kBlocks, kTiles>(args, run.part, b);
     if (!table_first) build();
     barrier_sync(3, kThreads);
+    if (threadIdx.x == 0) barrier_arrive(Layout::activations(base));
     if (kTimed && blockIdx.x == 0 && warp == 0) {
       consume<T, kWarps, kBlocks, kTiles, kNested, true>(args, shared, run, b);
     } else {

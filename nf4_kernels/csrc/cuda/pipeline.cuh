@@ -28,6 +28,19 @@ __device__ __forceinline__ void barrier_signal(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Whether the phase of this parity is complete; asked early, the answer is there when it is needed.
+__device__ __forceinline__ bool barrier_passed(unsigned barrier, unsigned parity) {
+  unsigned passed;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed;
+}
+
 // Returns once the phase of this parity is complete. Parity alone tells phases apart: a waiter must wait for each of them.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900

@@ -9,13 +9,15 @@
 namespace nf4 {
 
 constexpr int kGroupRows = 16;
+// Runs end at multiples of half a group: the lower half of the last one may be the next run's.
+constexpr int kHalfRows = kGroupRows / 2;
 // Service warps beside the consumers: produce, reduce and two that decode; or, where consumers need 128 registers each
 // and a block so has 16 warps only, one that produces and reduces and one that decodes.
 template <int kWarps, int kTiles>
 constexpr int kDecoders = kWarps == 14 && kTiles > 1 ? 1 : 2;
 template <int kWarps, int kTiles>
 constexpr int kServiceWarps = 2 * kDecoders<kWarps, kTiles>;
-constexpr int kMaxStages = 8;
+constexpr int kMaxStages = 7;
 constexpr int kMaxCluster = 4;
 // The hardware barrier at which the copying warp waits for the shared-memory barriers that another warp sets up.
 constexpr int kOthersReady = 4;
@@ -47,23 +49,27 @@ struct RowsArgs {
   int passes;       // parts of k that a block goes through one after another
   int part_blocks;
   int stages;           // of the ring
-  int run_groups;       // row groups of a cluster; the first runs_with_more clusters do one more
+  int run_halves;       // halves of row groups of a cluster; the first runs_with_more clusters do one more
   int runs_with_more;
   int scale_pitch;      // scales of a row where all rows' begin at multiples of 16 bytes, else 0
   int chunk;            // row groups that go through all passes together
   int constant_weights; // weights and scales may be read before the kernel before this one has ended
-  // ns before the first copy, and between those that fill the ring: memory's pace rather than the copies', for they
-  // compete with the last units of the kernel before and with this one's activations.
-  unsigned first_nap, nap;
+  // ns before the first copy; between those that fill the ring as long as the activations are not there; and always.
+  unsigned first_nap, nap, later_nap;
   uint64_t* clock;
   Nf4Next next;
 };
 
 // Where things lie in dynamic shared memory.
-template <int kWarps, int kBlocks, int kTiles, bool kNested>
+template <int kConsumers, int kBlocks, int kTiles, bool kNested>
 struct RowsLayout {
-  static constexpr int kDecoders = nf4::kDecoders<kWarps, kTiles>;
+  static constexpr int kWarps = kConsumers, kDecoders = nf4::kDecoders<kWarps, kTiles>;
   static constexpr int kStageBlocks = kWarps * kBlocks;
+  // On Hopper a unit's codes may come in two pieces with a barrier each: work begins behind the first, so many k blocks
+  // of a warp, and less is left behind the last byte. 0: in one, where half as many copies more cost more than that.
+  static constexpr int kFirstBlocks = kBlocks == 4 && kTiles == 1 ? 2 : 0;
+  // Copies written out one by one take registers from the consumers of two and more token tiles.
+  static constexpr int kCopyUnroll = kTiles > 1 ? 4 : kGroupRows;
   // An odd multiple of 32 bytes: the rows g = 0..3 of a half warp's 8-byte reads then lie in different banks.
   static constexpr int kWeightPitch = kStageBlocks * 32 + (kStageBlocks % 2 ? 0 : 32);
   // Room from the 16-byte boundary before the first scale to the one after the last.
@@ -74,12 +80,14 @@ struct RowsLayout {
   static constexpr int kCode = kTableBytes;
   static constexpr int kSums = kCode + 1024;
   static constexpr int kBarriers = kSums + 2 * kWarps * kTiles * 512;
-  static constexpr int kBarrierCount = 3 * kMaxStages + 8;
+  // One barrier more than stages for each of their purposes: decoded's is that of the activations.
+  static constexpr int kStageSlots = kMaxStages + 1, kBarrierCount = 3 * kStageSlots + 8;
   static constexpr int kRing = kBarriers + kBarrierCount * 8;
   static_assert(kRing % 128 == 0, "");
   // The decoded scales of a stage: 64 bytes a k block, two blocks between table entries.
   static constexpr int kDecodedStage = (kStageBlocks + 1) / 2 * kTableStride;
-  static constexpr int kSlots = kTableBytes / kDecodedStage, kStageLimit = kSlots < kMaxStages ? kSlots : kMaxStages;
+  static constexpr int kSlots = kTableBytes / kDecodedStage, kLimit = kFirstBlocks ? kStageSlots / 2 : kMaxStages;
+  static constexpr int kStageLimit = kSlots < kLimit ? kSlots : kLimit;
 
   // Behind the ring: two slots for what each other block of the cluster sends, then sums that wait for the next pass.
   __host__ __device__ static int parts(int stages) { return kRing + stages * kStageBytes; }
@@ -91,12 +99,16 @@ struct RowsLayout {
   }
   __device__ static unsigned barrier(unsigned base, int index) { return base + kBarriers + index * 8; }
   __device__ static unsigned full(unsigned base, int stage) { return barrier(base, stage); }
-  __device__ static unsigned decoded(unsigned base, int stage) { return barrier(base, kMaxStages + stage); }
-  __device__ static unsigned empty(unsigned base, int stage) { return barrier(base, 2 * kMaxStages + stage); }
-  __device__ static unsigned sums_full(unsigned base, int i) { return barrier(base, 3 * kMaxStages + i); }
-  __device__ static unsigned sums_empty(unsigned base, int i) { return barrier(base, 3 * kMaxStages + 2 + i); }
-  __device__ static unsigned parts_full(unsigned base, int i) { return barrier(base, 3 * kMaxStages + 4 + i); }
-  __device__ static unsigned parts_free(unsigned base, int i) { return barrier(base, 3 * kMaxStages + 6 + i); }
+  // Of the codes' second piece.
+  __device__ static unsigned rest_full(unsigned base, int stage) { return barrier(base, kStageSlots / 2 + stage); }
+  __device__ static unsigned decoded(unsigned base, int stage) { return barrier(base, kStageSlots + stage); }
+  __device__ static unsigned empty(unsigned base, int stage) { return barrier(base, 2 * kStageSlots + stage); }
+  __device__ static unsigned sums_full(unsigned base, int i) { return barrier(base, 3 * kStageSlots + i); }
+  __device__ static unsigned sums_empty(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 2 + i); }
+  __device__ static unsigned parts_full(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 4 + i); }
+  __device__ static unsigned parts_free(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 6 + i); }
+  // The block's first activations are there.
+  __device__ static unsigned activations(unsigned base) { return barrier(base, 2 * kStageSlots - 1); }
   // Byte offset of what another block of the cluster sends.
   __device__ static int part_slot(const RowsArgs& args, int i, int rank) {
     return parts(args.stages) + (i * (args.cluster - 1) + rank - 1) * kTiles * 512;
@@ -110,25 +122,27 @@ struct RowsLayout {
 // The units (row group, part) of a block: of a run of row groups that its cluster has to itself, chunk by chunk, a
 // chunk once for each of the block's parts.
 struct RowsRun {
-  int group, last, chunk_first, chunk_last, pass, part, first_part, chunk, passes;
-  __device__ explicit RowsRun(const RowsArgs& args) : pass(0), chunk(args.chunk), passes(args.passes) {
+  int row, last, chunk_first, chunk_last, pass, part, first_part, chunk, passes;
+  __device__ explicit RowsRun(const RowsArgs& args) : pass(0), chunk(args.chunk * kGroupRows), passes(args.passes) {
     int run = blockIdx.x / args.cluster, rank = blockIdx.x % args.cluster;
-    group = run * args.run_groups + min(run, args.runs_with_more);
-    last = group + args.run_groups + (run < args.runs_with_more);
+    row = (run * args.run_halves + min(run, args.runs_with_more)) * kHalfRows;
+    last = min(row + (args.run_halves + (run < args.runs_with_more)) * kHalfRows, args.n);
     part = first_part = rank * passes;
-    chunk_first = group;
-    chunk_last = min(group + chunk, last);
+    chunk_first = row;
+    chunk_last = min(row + chunk, last);
   }
-  __device__ __forceinline__ bool done() const { return chunk_first == last; }
+  __device__ __forceinline__ bool done() const { return chunk_first >= last; }
+  __device__ __forceinline__ int rows() const { return min(kGroupRows, last - row); }
   __device__ __forceinline__ bool last_pass() const { return pass == passes - 1; }
   __device__ __forceinline__ void next() {
-    if (++group < chunk_last) return;
+    row += kGroupRows;
+    if (row < chunk_last) return;
     if (++pass == passes) {
       pass = 0;
-      chunk_first = group;
-      chunk_last = min(group + chunk, last);
+      chunk_first = row;
+      chunk_last = min(row + chunk, last);
     }
-    group = chunk_first;
+    row = chunk_first;
     part = first_part + pass;
   }
 };

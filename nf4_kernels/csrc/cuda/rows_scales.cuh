@@ -29,29 +29,42 @@ __device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, c
                                : reinterpret_cast<const char*>(args.weight.absmax);
   unsigned target = base + Layout::kRing + stage * Layout::kStageBytes, full = Layout::full(base, stage);
   int begin = run.part * args.part_blocks, count = min(args.part_blocks, args.k_blocks - begin);
-  int row = run.group * kGroupRows, rows = min(kGroupRows, args.n - row);
-  int64_t block = int64_t{row} * args.k_blocks + begin;
+  int rows = run.rows();
+  int64_t block = int64_t{run.row} * args.k_blocks + begin;
   auto scale_bytes = [&](int64_t first_block, int64_t piece) {
     int64_t last = (first_block + count - 1) >> args.scale_shift;
     return static_cast<unsigned>((((last + 1) * kSize + 15) & ~int64_t{15}) - piece * kSize);
   };
 #if __CUDA_ARCH__ >= 900
   if (elected()) {
-    unsigned bytes = count * 32;
+    constexpr int kFirst = Layout::kFirstBlocks * Layout::kWarps;
+    unsigned all = count * 32, bytes = kFirst ? min(all, kFirst * 32) : all, rest = all - bytes;
+    unsigned rest_full = kFirst ? Layout::rest_full(base, stage) : 0;
     uint64_t policy = read_once();
     int64_t first = block >> args.scale_shift, piece = first & ~int64_t{kNested ? 15 : 3};
     if (args.scale_pitch && rows == kGroupRows) {
       unsigned more = scale_bytes(block, piece);
       barrier_expect(full, kGroupRows * (bytes + more));
-#pragma unroll
+#pragma unroll Layout::kCopyUnroll
       for (int r = 0; r < kGroupRows; ++r) {
         bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full, policy);
         block += args.k_blocks;
       }
-#pragma unroll
+#pragma unroll Layout::kCopyUnroll
       for (int r = 0; r < kGroupRows; ++r) {
         bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
         piece += args.scale_pitch;
+      }
+      if constexpr (kFirst > 0) {
+        barrier_expect(rest_full, kGroupRows * rest);
+        if (rest) {
+          block -= kGroupRows * args.k_blocks - kFirst;
+#pragma unroll
+          for (int r = 0; r < kGroupRows; ++r) {
+            bulk_copy(target + r * Layout::kWeightPitch + kFirst * 32, codes + block * 32, rest, rest_full, policy);
+            block += args.k_blocks;
+          }
+        }
       }
     } else {
       unsigned total = 0;
@@ -61,9 +74,14 @@ __device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, c
         unsigned more = scale_bytes(block, piece);
         bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full, policy);
         bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
+        if (rest) {
+          bulk_copy(target + r * Layout::kWeightPitch + kFirst * 32, codes + (block + kFirst) * 32, rest, rest_full,
+                    policy);
+        }
         total += bytes + more;
       }
       barrier_expect(full, total);
+      if (kFirst) barrier_expect(rest_full, rows * rest);
     }
   }
   __syncwarp();
@@ -82,6 +100,14 @@ __device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, c
 #endif
 }
 
+// Between the copies that fill the ring: memory's pace rather than the copies'. As long as the block's activations are
+// not there they compete with them, and with the last units of the kernel before.
+__device__ __forceinline__ void nap_until(const RowsArgs& args, unsigned activations) {
+  constexpr int kPiece = 128;
+  for (int left = args.nap; left > 0 && !barrier_passed(activations, 0); left -= kPiece) nap(min(left, kPiece));
+  nap(args.later_nap);
+}
+
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, RowsRun run) {
   RingPosition ring;
@@ -90,7 +116,7 @@ __device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, Row
     if (unit == args.stages) barrier_sync(kOthersReady, 64);
     if (unit >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
     copy_unit<Layout, kNested>(args, base, run, ring.stage);
-    if (unit < args.stages) nap(args.nap);
+    if (unit < args.stages) nap_until(args, Layout::activations(base));
     ring.advance(args.stages);
   }
   if (elected()) prefetch_next(args.next);
@@ -183,7 +209,7 @@ __device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsR
   for (; !run.done(); run.next()) {
     int begin = run.part * args.part_blocks;
     scales.count = min(args.part_blocks, args.k_blocks - begin);
-    int weight_row = min(run.group * kGroupRows + row, args.n - 1);
+    int weight_row = min(run.row + row, args.n - 1);
     ScaleSpan span = ScaleSpan::of<kNested>(args, weight_row, begin);
     int64_t row_block = int64_t{weight_row} * args.k_blocks + begin;
     if (kNested) {

@@ -12,16 +12,16 @@ __device__ __forceinline__ void add(float4& sum, float4 value) {
   sum.w += value.w;
 }
 
-// Adds bias, rounds once and writes the 16 rows x 8 tokens that a warp's accumulators hold.
+// Adds bias, rounds once and writes the 16 rows x 8 tokens that a warp's accumulators hold, as far as before row `last`.
 template <typename T>
-__device__ __forceinline__ void write_outputs(const RowsArgs& args, int group, int token_tile, float4 sum) {
-  int lane = threadIdx.x % 32, row = group * kGroupRows + lane / 4, token = token_tile * 8 + lane % 4 * 2;
+__device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, int token_tile, float4 sum) {
+  int lane = threadIdx.x % 32, row = first + lane / 4, token = token_tile * 8 + lane % 4 * 2;
   T* out = static_cast<T*>(args.out);
   const T* bias = static_cast<const T*>(args.bias);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int r = row + half * 8;
-    if (r >= args.n) continue;
+    if (r >= last) continue;
     float add = bias ? to_float(bias[r]) : 0.0f;
     int64_t at = int64_t{token} * args.n + r;
     if (token < args.m) out[at] = from_float<T>(fmaf(half ? sum.z : sum.x, kShrink<T>, add));
@@ -30,9 +30,9 @@ __device__ __forceinline__ void write_outputs(const RowsArgs& args, int group, i
 }
 
 template <typename T, int kTiles>
-__device__ __forceinline__ void write_outputs(const RowsArgs& args, int group, const float4 (&sum)[kTiles]) {
+__device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, const float4 (&sum)[kTiles]) {
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) write_outputs<T>(args, group, tile, sum[tile]);
+  for (int tile = 0; tile < kTiles; ++tile) write_outputs<T>(args, first, last, tile, sum[tile]);
 }
 
 // The reducing warp's place in its rings and, in the first block of a cluster, the sums of the row group before: they
@@ -41,7 +41,7 @@ template <int kTiles>
 struct Reduction {
   RingPosition sums, parts;
   float4 sum[kTiles], waiting[kTiles];
-  int waiting_group = -1;
+  int waiting_row = -1;
 };
 
 // Adds the warps' sums of a unit.
@@ -66,7 +66,7 @@ template <int kTiles, typename Layout>
 __device__ __forceinline__ bool hold(const RowsArgs& args, char* shared, const RowsRun& run, Reduction<kTiles>& at) {
   if (args.passes == 1) return false;
   float4* held = reinterpret_cast<float4*>(shared + Layout::held(args.stages, args.cluster)) +
-                 (run.group - run.chunk_first) * kTiles * 32 + threadIdx.x % 32;
+                 (run.row - run.chunk_first) / kGroupRows * kTiles * 32 + threadIdx.x % 32;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     if (run.pass > 0) add(at.sum[tile], held[tile * 32]);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void add_parts(const RowsArgs& args, char* shared, co
   }
   __syncwarp();
   // A block may have ended where it has nothing left to send.
-  bool more = at.waiting_group + 2 < run.last;
+  bool more = at.waiting_row + 2 * kGroupRows < run.last;
   if (more && lane > 0 && lane < args.cluster) {
     barrier_arrive_remote(remote_address(Layout::parts_free(base, stage), lane));
   }
@@ -118,13 +118,14 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
     nap(args.first_nap);
     for (int stage = 0; stage < args.stages && !ahead.done(); ++stage, ahead.next()) {
       copy_unit<Layout, kNested>(args, base, ahead, stage);
-      nap(args.nap);
+      nap_until(args, Layout::activations(base));
     }
     if (ahead.done() && elected()) prefetch_next(args.next);
     __syncwarp();
     barrier_sync(kOthersReady, 64);
   }
   wait_for_previous();
+  if (args.cluster > 1) cluster_wait();
   RingPosition ring;
   Reduction<kTiles> at;
   for (;; run.next()) {
@@ -149,17 +150,17 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
     }
     if (args.cluster == 1) {
       if (!more) break;
-      write_outputs<T>(args, run.group, at.sum);
+      write_outputs<T>(args, run.row, run.last, at.sum);
       continue;
     }
-    if (at.waiting_group >= 0) {
+    if (at.waiting_row >= 0) {
       add_parts<kTiles, Layout>(args, shared, run, at);
-      write_outputs<T>(args, at.waiting_group, at.waiting);
+      write_outputs<T>(args, at.waiting_row, run.last, at.waiting);
     }
     if (!more) break;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) at.waiting[tile] = at.sum[tile];
-    at.waiting_group = run.group;
+    at.waiting_row = run.row;
   }
   if (threadIdx.x % 32 == 0) clock_end(args.clock);
 }

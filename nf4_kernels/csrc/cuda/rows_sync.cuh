@@ -44,10 +44,14 @@ __device__ __forceinline__ void nap(unsigned nanoseconds) {
 #endif
 }
 
-// A barrier of all threads of a cluster.
-__device__ __forceinline__ void cluster_sync() {
+// The barrier of all threads of a cluster: all arrive, and who reaches into another block waits.
+__device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }

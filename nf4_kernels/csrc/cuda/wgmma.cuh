@@ -41,19 +41,6 @@ __device__ __forceinline__ void warp_arrive(unsigned barrier) {
       : "memory");
 }
 
-// Whether the phase of this parity is complete; asked early, the answer is there when it is needed.
-__device__ __forceinline__ bool barrier_passed(unsigned barrier, unsigned parity) {
-  unsigned passed;
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p; }"
-      : "=r"(passed)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return passed;
-}
-
 __device__ __forceinline__ void expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(barrier), "r"(bytes)
                : "memory");
