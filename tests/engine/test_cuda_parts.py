@@ -13,8 +13,9 @@ import torch
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.runtime import draws
+from server.engine.runtime.draws import draw
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling import draw
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, make_sequence, run_together, tokens
 from tests.engine.test_cuda import MODELS, SMALL, VOCABULARY
@@ -44,14 +45,22 @@ def test_write_kv_writes_its_slots_and_nothing_else(heads: int, dim: int, block_
     assert torch.equal(cache, expected)
 
 
-def test_draws_on_the_device_are_those_of_the_host() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_draws_on_the_device_are_those_of_the_host(
+    kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws.use_device_draws(torch.device("cuda", 0))
+    assert draws._DeviceDraws.draw_rows is not None
+    if not kernel:
+        monkeypatch.setattr(draws._DeviceDraws, "draw_rows", None)
     sequences = [
         make_sequence(index + 1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=index)
         for index, (temperature, top_k, top_p, min_p) in enumerate(
             [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 40, 0.9, 0.0), (1.3, 0, 0.95, 0.0), (1.0, 0, 1.0, 0.1)] * 8
         )
     ]
-    logits = torch.randn(len(sequences), 151_936) * 3
+    logits = (torch.randn(len(sequences), 151_936) * 3).to(dtype)
     on_host = draw(logits, sequences, logits.argmax(-1))
     on_device = logits.cuda()
     torch.cuda.set_sync_debug_mode("error")

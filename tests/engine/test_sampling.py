@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.runtime.sampling import sample, uniform
+from server.engine.runtime.draws import uniform
+from server.engine.runtime.sampling import sample
 from server.engine.scheduling.sequence import Sequence
 from tests.engine.factories import make_sequence
 
@@ -49,6 +50,9 @@ def test_top_k_top_p_and_min_p_cut() -> None:
     assert set(frequencies(logits, min_p=0.6)) == {2, 3}
     # top_p is a share of what top_k leaves: 0.4 of 0.7.
     assert set(frequencies(logits, top_k=2, top_p=0.56)) == {3}
+    # Tokens as likely as the last one that is kept are kept.
+    assert set(frequencies([1.0, 0.0, 1.0, 1.0], top_k=2)) == {0, 2, 3}
+    assert set(frequencies([1.0, 0.0, 1.0, 1.0], top_p=0.5)) == {0, 2, 3}
     found = frequencies(logits, top_k=2)
     assert abs(found[3] - 4 / 7) < 0.03
 
@@ -66,11 +70,13 @@ def test_filters_wider_than_the_first_candidates() -> None:
 
 def test_filtered_rows_agree_with_a_plain_computation() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(300) * 3
+    logits = torch.randn(3000)
     weights, ids = logits.softmax(-1).sort(descending=True)
     kept = weights[:50] / weights[:50].sum()
     kept = kept[(kept.cumsum(-1) - kept) < 0.8]
-    running = kept.double().cumsum(-1)
+    # Tokens stand in the order of their ids.
+    ids, order = ids[: len(kept)].sort()
+    running = kept[order].double().cumsum(-1)
     for seed in range(50):
         sequence = make_sequence([1, 2], seed=seed, temperature=1.0, top_k=50, top_p=0.8)
         place = int(torch.searchsorted(running, uniform(seed, 2) * running[-1], right=True))

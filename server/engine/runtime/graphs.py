@@ -17,9 +17,10 @@ from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.draws import draw
 from server.engine.runtime.launches import overlapping_launches
 from server.engine.runtime.lora import adding_masked, others_of
-from server.engine.runtime.sampling import Sampled, draw
+from server.engine.runtime.sampling import Sampled
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import UNKNOWN
 

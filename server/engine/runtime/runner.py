@@ -22,6 +22,7 @@ from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.batch import Batch, Span, build_batch
 from server.engine.runtime.compiled import CompileError, compile_layers
 from server.engine.runtime.cpu_linear import use_cpu_kernels
+from server.engine.runtime.draws import use_device_draws
 from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
 from server.engine.runtime.invariant import INVARIANT_ROWS, in_groups
 from server.engine.runtime.limits import (
@@ -64,6 +65,8 @@ class ModelRunner:
         """Codes and scales of all NF4 layers."""
         if self._device.type == "cpu":
             use_cpu_kernels(model)
+        else:
+            use_device_draws(self._device)
         self.adapters = install_adapters(model, config)
         """The LoRA adapters that sequences may use, if the configuration allows any."""
         shapes, options = probe_layers(model)

@@ -1,0 +1,132 @@
+"""Tokens drawn from rows of logits in one launch, filters and all, without sorting the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+# Bits of a logit's type that are always zero once it is a float32.
+_ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+_WIDTH = 8192
+
+
+def draw_rows(logits: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Put a token drawn from row i of logits into tokens[i], for each row that numbers names.
+
+    logits [rows, vocabulary], bfloat16, float16 or float32, contiguous in its last dimension; numbers float64 [draws, 6]:
+    row, temperature, uniform number in [0, 1), top_k, top_p, min_p; tokens int64 [rows]. A token is kept when fewer
+    than top_k tokens are likelier, when those have less than top_p of what top_k keeps, and when it has at least min_p
+    of the likeliest's probability; equally likely tokens are kept together. The first kept token, by id, at which the
+    running sum of the kept ones' probabilities passes uniform * their sum is drawn.
+    """
+    _draw[(numbers.shape[0],)](
+        logits, logits.stride(0), logits.shape[1], numbers, tokens, _ZERO_BITS[logits.dtype], _WIDTH, num_warps=16
+    )
+
+
+@triton.jit
+def _ordered(value):  # type: ignore[no-untyped-def]
+    """Integers in the order of float32s."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _above(row, vocabulary, key, best, temperature, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many logits lie above a key, and the sum of their weights."""
+    count = tl.zeros([width], tl.int32)
+    mass = tl.zeros([width], tl.float32)
+    for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
+        at = start + tl.arange(0, width)
+        value = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        higher = (_ordered(value) >> shift) > key
+        count += higher.to(tl.int32)
+        mass += tl.where(higher, tl.exp((value - best) / temperature), 0.0)
+    return tl.sum(count), tl.sum(mass.to(tl.float64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _kept(value, key, best, temperature, min_p, shift: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights in float64, 0 for what is not kept."""
+    weight = tl.exp((value - best) / temperature)
+    return tl.where(((_ordered(value) >> shift) >= key) & (weight >= min_p), weight, 0.0).to(tl.float64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _highest(row, vocabulary, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    highest = tl.full([width], -float("inf"), tl.float32)
+    for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
+        at = start + tl.arange(0, width)
+        value = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        highest = tl.maximum(highest, value)
+    return tl.max(highest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _least(row, vocabulary, best, temperature, top_k, top_p, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The least key that top_k and top_p keep, found by halving. It lies in (low, high]."""
+    high = (_ordered(best) >> shift).to(tl.int64)
+    # What weighs nothing is not drawn, so it need not be told apart.
+    bottom = tl.maximum(best - 110.0 * temperature, -3.0e38)
+    low = (_ordered(bottom) >> shift).to(tl.int64) - 1
+    key = low + 1
+    if top_k < vocabulary:
+        key = high
+        while key - low > 1:
+            middle = low + (key - low) // 2
+            count, _ = _above(row, vocabulary, middle.to(tl.int32), best, temperature, shift, width)
+            if count < top_k:
+                key = middle
+            else:
+                low = middle
+        low = key - 1
+    if top_p < 1.0:
+        _, mass = _above(row, vocabulary, low.to(tl.int32), best, temperature, shift, width)
+        key = high
+        while key - low > 1:
+            middle = low + (key - low) // 2
+            _, before = _above(row, vocabulary, middle.to(tl.int32), best, temperature, shift, width)
+            if before < top_p * mass:
+                key = middle
+            else:
+                low = middle
+    return key
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw(logits, stride, vocabulary, numbers, tokens, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    numbers += tl.program_id(0) * 6
+    place = tl.load(numbers).to(tl.int64)
+    temperature = tl.load(numbers + 1).to(tl.float32)
+    top_k = tl.load(numbers + 3).to(tl.int32)
+    min_p = tl.load(numbers + 5).to(tl.float32)
+    row = logits + place * stride
+    best = _highest(row, vocabulary, width)
+    key = _least(row, vocabulary, best, temperature, top_k, tl.load(numbers + 4), shift, width)
+    offsets = tl.arange(0, width)
+    sums = tl.zeros([width], tl.float64)
+    for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
+        value = tl.load(row + start + offsets, mask=start + offsets < vocabulary, other=-float("inf")).to(tl.float32)
+        sums += _kept(value, key, best, temperature, min_p, shift)
+    target = tl.load(numbers + 2) * tl.sum(sums)
+    # The stretch of the vocabulary in which the running sum passes the target; rounding may leave that to none, and then
+    # it is the last one with a kept token.
+    start = 0
+    found = 0
+    before = tl.full([], 0.0, tl.float64)
+    found_before = before
+    while (start < vocabulary) & (before <= target):
+        value = tl.load(row + start + offsets, mask=start + offsets < vocabulary, other=-float("inf")).to(tl.float32)
+        own = tl.sum(_kept(value, key, best, temperature, min_p, shift))
+        if own > 0:
+            found = start
+            found_before = before
+        before += own
+        start += width
+    at = found + offsets
+    value = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    weights = _kept(value, key, best, temperature, min_p, shift)
+    first = tl.min(tl.where(found_before + tl.cumsum(weights) > target, at, vocabulary))
+    last = tl.max(tl.where(weights > 0, at, 0))
+    tl.store(tokens + place, tl.minimum(first, last).to(tl.int64))
