@@ -14,6 +14,7 @@ _FLAGS: dict[str, tuple[str, type, str]] = {
     "--model": ("model", str, "a local folder, a hub id, or smollm2-135m-instruct for the embedded model"),
     "--served-model-name": ("served_model_name", str, "the name clients use for the model"),
     "--cache-dir": ("cache_dir", str, "where converted checkpoints are kept"),
+    "--generation-config": ("generation_config", str, "auto (the model's own sampling parameters) or none"),
     "--host": ("http.host", str, "address to listen on"),
     "--port": ("http.port", int, "port to listen on; 0 takes a free one"),
     "--max-queue": ("http.max_queue", int, "requests accepted and not yet finished; beyond it, 429"),

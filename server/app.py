@@ -19,6 +19,7 @@ from server.api.access import AccessLayer
 from server.api.errors import ApiError, answer_api_error, answer_http_exception
 from server.api.middleware import RequestLayer
 from server.api.openapi import describe
+from server.api.sampling_defaults import read_defaults
 from server.api.service import VERSION, Service
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.source import resolve_checkpoint
@@ -123,6 +124,8 @@ async def _start(service: Service, on_status: StatusListener) -> None:
         service.engine = engine
         await engine.start()
         service.grammars = Grammars(folder)
+        if config.generation_config == "auto":
+            service.sampling_defaults = read_defaults(folder)
         service.tokenizer = await _in_thread(lambda: Tokenizer.load(folder))
         # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
         gc.collect()

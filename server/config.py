@@ -163,6 +163,8 @@ class Config(_Section):
     """A local folder, a hub id, or "smollm2-135m-instruct" for the embedded model."""
     served_model_name: str | None = None
     cache_dir: Path = Field(default_factory=default_cache_dir)
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling parameters of requests that say nothing: those of the model's generation_config.json, or OpenAI's."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     otlp_traces_endpoint: str | None = None

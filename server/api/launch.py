@@ -102,7 +102,8 @@ def launch(
     runs: list[SequenceRun] = []
     for prompt in prompts:
         max_tokens = resolve_max_tokens(backend, len(prompt), requested_tokens, default_tokens, param)
-        for sampling in options.sampling(max_tokens, backend.limits.vocab_size, logprobs, grammar, prompt_logprobs):
+        vocabulary, defaults = backend.limits.vocab_size, service.sampling_defaults
+        for sampling in options.sampling(max_tokens, vocabulary, defaults, logprobs, grammar, prompt_logprobs):
             text = OutputText(
                 backend.tokenizer.detokenizer(
                     skip_special_tokens=options.skip_special_tokens is not False,

@@ -9,6 +9,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from server.api.errors import bad_request
+from server.api.sampling_defaults import SamplingDefaults
 from server.api.structured import StructuredOptions
 from server.types import SamplingParams
 
@@ -128,6 +129,7 @@ class GenerationOptions(StructuredOptions):
         self,
         max_tokens: int,
         vocab_size: int,
+        defaults: SamplingDefaults,
         logprobs: int | None,
         grammar: str | None = None,
         prompt_logprobs: int | None = None,
@@ -145,18 +147,20 @@ class GenerationOptions(StructuredOptions):
             )
         for token_id in self.stop_token_ids or ():
             _check_token_id(token_id, vocab_size, "stop_token_ids")
-        top_p = 1.0 if self.top_p is None else self.top_p
+        top_p = defaults.top_p if self.top_p is None else self.top_p
         first = SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
             # OpenAI takes 0 and means the most likely token alone, which the smallest positive number says as well.
             top_p=max(top_p, 1e-9),
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
+            top_k=max(defaults.top_k if self.top_k is None else self.top_k, 0),
+            min_p=defaults.min_p if self.min_p is None else self.min_p,
             seed=self.seed,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=(
+                defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
+            ),
             min_tokens=min_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),

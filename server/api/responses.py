@@ -20,6 +20,7 @@ from server.api.generation import closing
 from server.api.launch import new_id
 from server.api.operations import service_of
 from server.api.response_input import INPUT_SCHEMA, chat_document
+from server.api.sampling_defaults import SamplingDefaults
 from server.api.turn import Turn, respond, start_turn
 from server.api.validation import given, read_json, validate
 
@@ -103,7 +104,7 @@ async def responses(request: Request) -> Response:
         turn = await start_turn(service, options, size, arrival, answer_id)
     except ApiError as e:
         raise renamed(e, _NAMES) from e
-    answer = _Answer(answer_id, asked)
+    answer = _Answer(answer_id, asked, service.sampling_defaults)
     return await respond(request, turn, answer, bool(asked.stream))
 
 
@@ -116,9 +117,10 @@ async def stored_response(name: str) -> Response:
 class _Answer:
     """One response and its two forms."""
 
-    def __init__(self, answer_id: str, asked: ResponseRequest) -> None:
+    def __init__(self, answer_id: str, asked: ResponseRequest, defaults: SamplingDefaults) -> None:
         self._id = answer_id
         self._asked = asked
+        self._defaults = defaults
         self._created = int(time.time())
         self._number = 0
         self._ids: dict[int, str] = {}
@@ -233,11 +235,11 @@ class _Answer:
             "previous_response_id": None,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": self._defaults.temperature if asked.temperature is None else asked.temperature,
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or [],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": self._defaults.top_p if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "usage": usage,
             "user": asked.user,

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from server.api.admission import Admission
 from server.api.errors import ApiError, model_not_found, unavailable
+from server.api.sampling_defaults import SamplingDefaults
 from server.config import Config
 from server.engine.client import EngineClient, EngineStatus
 from server.engine.grammar import Grammars
@@ -40,6 +41,7 @@ class Service:
         self.tokenizer: Tokenizer | None = None
         self.grammars: Grammars | None = None
         self.engine: EngineClient | None = None
+        self.sampling_defaults = SamplingDefaults()
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
         """What is being done before there is an engine."""
