@@ -16,6 +16,7 @@ from server.engine.core import Engine
 from server.engine.runtime import draws
 from server.engine.runtime.draws import draw
 from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling import sample
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, make_sequence, run_together, tokens
 from tests.engine.test_cuda import MODELS, SMALL, VOCABULARY
@@ -70,6 +71,19 @@ def test_draws_on_the_device_are_those_of_the_host(
         torch.cuda.set_sync_debug_mode("default")
     # Sums in another order may move a draw by one token.
     assert (found.cpu() == on_host).float().mean() > 0.9
+
+
+def test_penalties_on_the_device_are_those_of_the_host() -> None:
+    penalties = [{"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {}, {"frequency_penalty": 0.5}] * 10
+    sequences = [make_sequence(index + 1, **options) for index, options in enumerate(penalties)]
+    for _ in range(3):
+        logits = torch.randn(len(sequences), 2000)
+        on_host, on_device = (
+            [result.token for result in sample(x.clone(), sequences)] for x in (logits, logits.cuda())
+        )
+        assert on_host == on_device
+        for sequence, token in zip(sequences, on_host, strict=True):
+            sequence.append(token, 1000)
 
 
 def make_engine(folder: Path, **changes: object) -> tuple[Engine, ModelRunner]:

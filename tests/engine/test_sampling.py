@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from server.engine.runtime import sampling
 from server.engine.runtime.draws import uniform
+from server.engine.runtime.penalties import HostPenalties, Penalties
 from server.engine.runtime.sampling import sample
 from server.engine.scheduling.sequence import Sequence
 from tests.engine.factories import make_sequence
@@ -124,6 +127,41 @@ def test_penalties_are_openais_and_transformers() -> None:
     assert result.logprob is not None
     assert dict(result.logprob.top) == pytest.approx({i: float(v) for i, v in enumerate(expected)})
     assert result.token == 2
+
+
+@pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu"))])
+def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = kind()
+    monkeypatch.setattr(sampling, "penalties", lambda *_: kept)
+    vocabulary, draw_tokens = 50, torch.Generator().manual_seed(2)
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": -0.2},
+        {},
+        {"repetition_penalty": 0.8, "frequency_penalty": 0.4, "logit_bias": {3: 2.0}},
+    ]
+    alive: list[Sequence] = []
+    for step in range(60):
+        # Sequences come and go, so that rows are used again.
+        if step % 2 == 0:
+            prompt = torch.randint(vocabulary, (step % 7 + 1,), generator=draw_tokens).tolist()
+            alive.append(make_sequence(prompt, logprobs=vocabulary, ignore_eos=True, **options[step % len(options)]))
+        if len(alive) > 20:
+            del alive[step % 5]
+        logits = torch.randn(len(alive), vocabulary, generator=draw_tokens)
+        for row, (sequence, result) in enumerate(zip(alive, sample(logits.clone(), alive), strict=True)):
+            expected, asked = logits[row].clone(), sequence.sampling
+            for token in set(sequence.tokens):
+                by = asked.repetition_penalty
+                expected[token] = expected[token] * by if expected[token] < 0 else expected[token] / by
+            for token, count in Counter(sequence.tokens[sequence.num_prompt :]).items():
+                expected[token] -= asked.presence_penalty + asked.frequency_penalty * count
+            for token, bias in asked.logit_bias.items():
+                expected[token] += bias
+            assert result.logprob is not None
+            found = dict(result.logprob.top)
+            assert [found[i] for i in range(vocabulary)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-4)
+            sequence.append(int(torch.randint(vocabulary, (1,), generator=draw_tokens)), 10_000)
 
 
 def test_bias_and_min_tokens() -> None:

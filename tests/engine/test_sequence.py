@@ -47,14 +47,3 @@ def test_min_tokens_counts_tokens_before_the_end() -> None:
     assert sequence.finish_reason is None
     sequence.append(1, 100)
     assert sequence.finish_reason == "stop"
-
-
-def test_counts_are_kept_only_for_those_who_need_them() -> None:
-    plain = make_sequence([3, 4])
-    assert plain.generated_counts is None
-    assert plain.seen is None
-    penalized = make_sequence([3, 4], presence_penalty=1.0, repetition_penalty=1.1)
-    penalized.append(5, 100)
-    penalized.append(5, 100)
-    assert penalized.generated_counts == {5: 2}
-    assert penalized.seen == {3, 4, 5}

@@ -9,6 +9,7 @@ import torch
 
 from server.engine.runtime.draws import draw, is_filtered
 from server.engine.runtime.masks import apply_constraints, refused
+from server.engine.runtime.penalties import penalties
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
@@ -25,12 +26,15 @@ class Sampled:
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
     """Next tokens from logits [len(sequences), vocabulary], which may be overwritten.
 
-    Order: logit_bias and the min_tokens ban, penalties, (log-probabilities are taken here,) temperature, top_k, top_p,
+    Order: penalties, logit_bias and the min_tokens ban, (log-probabilities are taken here,) temperature, top_k, top_p,
     min_p. The draw is by inverse distribution from one uniform number per (seed, position).
     """
-    for row, sequence in enumerate(sequences):
-        if _is_adjusted(sequence):
-            logits = logits.float()
+    if any(_is_adjusted(sequence) for sequence in sequences):
+        logits = logits.float()
+        penalized = [row for row, sequence in enumerate(sequences) if sequence.is_penalized]
+        if penalized:
+            penalties(logits.shape[1], logits.device).apply(logits, penalized, sequences)
+        for row, sequence in enumerate(sequences):
             _adjust(logits[row], sequence)
     best, drawn = _keep_to_grammars(logits, sequences)
     tokens = drawn.tolist()
@@ -51,24 +55,15 @@ def _is_adjusted(sequence: Sequence) -> bool:
     sampling = sequence.sampling
     return (
         bool(sampling.logit_bias)
-        or sequence.generated_counts is not None
-        or sequence.seen is not None
+        or sequence.is_penalized
         or sequence.num_generated < sampling.min_tokens
         or sequence.constraint is not None
     )
 
 
 def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
-    """Bias, ban and penalize one sequence's logits [vocabulary] in place."""
+    """Add the bias to one sequence's logits [vocabulary], and ban its ends before min_tokens, in place."""
     sampling, device = sequence.sampling, logits.device
-    if sequence.seen is not None:
-        seen = torch.tensor(list(sequence.seen), device=device)
-        scores, penalty = logits[seen], sampling.repetition_penalty
-        logits[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
-    if sequence.generated_counts:
-        ids = torch.tensor(list(sequence.generated_counts), device=device)
-        counts = torch.tensor(list(sequence.generated_counts.values()), dtype=logits.dtype, device=device)
-        logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=device)
         logits[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype, device=device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,14 +103,15 @@ class Sequence:
         self.stop_token_id: int | None = None
         sampling = request.sampling
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
-        counted = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-        self.generated_counts: Counter[int] | None = Counter() if counted else None
+        self.is_penalized = (
+            sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        )
+        """Whether its next token's logits depend on the tokens that it has."""
         self.constraint: Constraint | None = None
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
         if sampling.prompt_logprobs is not None:
             self.cache_salt = request.request_id.encode()  # every token has to be computed
-        self.seen: set[int] | None = set(self.tokens) if sampling.repetition_penalty != 1 else None
 
     def __repr__(self) -> str:
         return (
@@ -165,10 +165,6 @@ class Sequence:
     def append(self, token: int, max_model_len: int) -> None:
         """Take a sampled token and decide whether it is the last one (finish_reason is set then)."""
         self.tokens.append(token)
-        if self.generated_counts is not None:
-            self.generated_counts[token] += 1
-        if self.seen is not None:
-            self.seen.add(token)
         if self.constraint is not None and token not in self.stop_ids:
             self.constraint.accept(token)
         if token in self.stop_ids and self.num_generated > self.sampling.min_tokens:
