@@ -51,7 +51,7 @@ def test_write_kv_writes_its_slots_and_nothing_else(heads: int, dim: int, block_
 def test_draws_on_the_device_are_those_of_the_host(
     kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draws.use_device_draws(torch.device("cuda", 0))
+    draws.use_device_draws(torch.device("cuda", 0), dtype, 151_936)
     assert draws._DeviceDraws.draw_rows is not None
     if not kernel:
         monkeypatch.setattr(draws._DeviceDraws, "draw_rows", None)

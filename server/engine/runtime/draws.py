@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -61,27 +62,17 @@ class _DeviceDraws:
     draw_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
 
-def use_device_draws(device: torch.device) -> None:
-    """Draw tokens on a CUDA device in one launch (draw_cuda.py) where it draws what torch's operations draw."""
-    if _DeviceDraws.draw_rows is not None:
-        return
+@functools.cache
+def use_device_draws(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    """Draw tokens on a CUDA device in one launch (draw_cuda.py), if it draws what torch's operations draw.
+
+    It is tried on, and so compiled for, logits of dtype and float32 for this vocabulary.
+    """
     try:
         from server.engine.runtime.draw_cuda import draw_rows
 
-        generator = torch.Generator().manual_seed(0)
-        logits = torch.randn(_TRIALS, 5000, generator=generator).mul_(3).bfloat16().to(device)
-        filters = torch.tensor([[5000, 1, 0], [20, 0.95, 0], [5000, 0.9, 0], [5000, 1, 0.05]], dtype=torch.float64)
-        rows = torch.arange(_TRIALS, dtype=torch.float64).unsqueeze(1)
-        others = rows.new_tensor([0.8]).expand(_TRIALS, 1), torch.rand(_TRIALS, 1, generator=generator).double()
-        table = torch.cat([rows, *others, filters.repeat(_TRIALS // 4, 1)], dim=1).to(device)
-        numbers = _Numbers.of(table)
-        scores = (logits.float() - logits.float().amax(dim=-1, keepdim=True)) / numbers.temperatures
-        expected = _pick_filtered(scores, numbers)
-        found = torch.full_like(expected, -1)
-        draw_rows(logits, table, found)
-        # Sums in another order may move a draw by one token.
-        if int((found == expected).sum()) < _TRIALS - 2:
-            raise ValueError(f"it draws {found.tolist()} instead of {expected.tolist()}")
+        for logits_dtype in dict.fromkeys((dtype, torch.float32)):
+            _try_draws(draw_rows, device, logits_dtype, vocabulary)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as e:
@@ -89,6 +80,32 @@ def use_device_draws(device: torch.device) -> None:
         logger.warning("tokens are drawn by torch's operations, more slowly: our kernel fails: %s", reason)
         return
     _DeviceDraws.draw_rows = draw_rows
+
+
+def _try_draws(
+    draw_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    device: torch.device,
+    dtype: torch.dtype,
+    vocabulary: int,
+) -> None:
+    """Compare some draws with torch's. Raises ValueError."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(_TRIALS, vocabulary, generator=generator).mul_(3).to(device, dtype)
+    all_tokens = float(vocabulary)
+    filters = torch.tensor(
+        [[all_tokens, 1, 0], [20, 0.95, 0], [all_tokens, 0.9, 0], [all_tokens, 1, 0.05]], dtype=torch.float64
+    )
+    rows = torch.arange(_TRIALS, dtype=torch.float64).unsqueeze(1)
+    temperatures, uniforms = torch.full_like(rows, 0.8), torch.rand(_TRIALS, 1, generator=generator).double()
+    table = torch.cat([rows, temperatures, uniforms, filters.repeat(_TRIALS // 4, 1)], dim=1).to(device)
+    numbers = _Numbers.of(table)
+    scores = logits.float()
+    expected = _pick_filtered((scores - scores.amax(dim=-1, keepdim=True)) / numbers.temperatures, numbers)
+    found = torch.full_like(expected, -1)
+    draw_rows(logits, table, found)
+    # Sums in another order may move a draw by one token.
+    if int((found == expected).sum()) < _TRIALS - 2:
+        raise ValueError(f"it draws {found.tolist()} instead of {expected.tolist()}")
 
 
 def _numbers(

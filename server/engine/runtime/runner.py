@@ -66,7 +66,7 @@ class ModelRunner:
         if self._device.type == "cpu":
             use_cpu_kernels(model)
         else:
-            use_device_draws(self._device)
+            use_device_draws(self._device, self._dtype, model.config.get_text_config().vocab_size)
         self.adapters = install_adapters(model, config)
         """The LoRA adapters that sequences may use, if the configuration allows any."""
         shapes, options = probe_layers(model)
