@@ -14,9 +14,10 @@ import torch
 from nf4_kernels import build
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.compiler import missing_compiler, prepare_compiler, toolkit
-from server.engine.runtime.attention.factory import create_backend, flashinfer_error, summary, try_layers
+from server.engine.runtime.attention.factory import create_backend, flashinfer_error, try_layers
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.trials import summary
 
 SHAPES = [LayerShape(2, 64, 64, heads=4), LayerShape(1, 128, 128, heads=4)]
 OPTIONS = [AttentionOptions(0.125), AttentionOptions(0.1, window=16, softcap=30.0)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from server.engine.runtime.trials import failure
 from server.engine.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -68,17 +69,16 @@ def use_device_draws(device: torch.device, dtype: torch.dtype, vocabulary: int) 
 
     It is tried on, and so compiled for, logits of dtype and float32 for this vocabulary.
     """
-    try:
-        from server.engine.runtime.draw_cuda import draw_rows
+    failed = failure(lambda: _load_device_draws(device, dtype, vocabulary))
+    if failed is not None:
+        logger.warning("tokens are drawn by torch's operations, more slowly: our kernel fails: %s", failed)
 
-        for logits_dtype in dict.fromkeys((dtype, torch.float32)):
-            _try_draws(draw_rows, device, logits_dtype, vocabulary)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as e:
-        reason = f"{type(e).__name__}: {(str(e).splitlines() or ['no message'])[0]}"
-        logger.warning("tokens are drawn by torch's operations, more slowly: our kernel fails: %s", reason)
-        return
+
+def _load_device_draws(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    from server.engine.runtime.draw_cuda import draw_rows
+
+    for logits_dtype in dict.fromkeys((dtype, torch.float32)):
+        _try_draws(draw_rows, device, logits_dtype, vocabulary)
     _DeviceDraws.draw_rows = draw_rows
 
 

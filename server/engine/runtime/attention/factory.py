@@ -15,6 +15,7 @@ from server.engine.runtime.attention.compiler import missing_compiler, prepare_c
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend, paged_cpu_error
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +59,9 @@ def flashinfer_error(
     """
     reason = _flashinfer_unsuitable(shapes, dtype)
     if reason is None:
-        try:
-            # Its logger writes past ours, in a format of its own; that it compiles is said here.
-            os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "error")
-            prepare_compiler(default_cache_dir())
-            logger.info(
-                "loading FlashInfer's attention; the first time on this GPU it is compiled, which takes minutes"
-            )
-            _try_flashinfer(list(shapes), list(options), block_size, dtype, device)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as e:
-            logger.debug("FlashInfer's failure", exc_info=True)
-            reason = missing_compiler() or f"FlashInfer fails (pip install 'nf4-server[cuda]'): {summary(e)}"
+        failed = failure(lambda: _load_flashinfer(list(shapes), list(options), block_size, dtype, device))
+        if failed is not None:
+            reason = missing_compiler() or f"FlashInfer fails (pip install 'nf4-server[cuda]'): {failed}"
     if reason is not None:
         logger.warning("attention runs on torch's SDPA, much slower and without CUDA graphs: %s", reason)
     return reason
@@ -94,19 +85,12 @@ def long_chunks_kernels(
     if not plain or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     logger.info("loading FlashInfer's attention for long prompts; it, too, is compiled the first time")
-    try:
-        _try_flashinfer(
-            [shape for shape, _ in plain], [option for _, option in plain], block_size, dtype, device, "fa3"
-        )
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as e:
-        logger.debug("FlashInfer's failure", exc_info=True)
-        logger.warning(
-            "prompts' attention runs on FlashInfer's FA2 kernels, slower than FA3, which fail: %s", summary(e)
-        )
-        return None
-    return "fa3"
+    plain_shapes, plain_options = [shape for shape, _ in plain], [option for _, option in plain]
+    failed = failure(lambda: _try_flashinfer(plain_shapes, plain_options, block_size, dtype, device, "fa3"))
+    if failed is None:
+        return "fa3"
+    logger.warning("prompts' attention runs on FlashInfer's FA2 kernels, slower than FA3, which fail: %s", failed)
+    return None
 
 
 def try_layers(
@@ -130,11 +114,14 @@ def try_layers(
         backend.attend(layer, query, key, value, option)
 
 
-def summary(error: BaseException) -> str:
-    """The line of an error's message that says most: a compiler's first error, else the first line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "error:" in line or "error " in line]
-    return f"{type(error).__name__}: {[*telling, *lines, 'no message'][0][:300]}"
+def _load_flashinfer(
+    shapes: list[LayerShape], options: list[AttentionOptions], block_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    # Its logger writes past ours, in a format of its own; that it compiles is said here.
+    os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "error")
+    prepare_compiler(default_cache_dir())
+    logger.info("loading FlashInfer's attention; the first time on this GPU it is compiled, which takes minutes")
+    _try_flashinfer(shapes, options, block_size, dtype, device)
 
 
 def _try_flashinfer(
