@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from server.api.errors import bad_request
-from server.api.sampling_defaults import SamplingDefaults
 from server.api.structured import StructuredOptions
 from server.types import SamplingParams
 
@@ -64,6 +64,17 @@ _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTE
 _STOP = WithJsonSchema(
     {"anyOf": [_STOP_STRING, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP_STRING}]}
 )
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Sampling parameters of requests that say nothing; as they stand here, the OpenAI API's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class StreamOptions(BaseModel):

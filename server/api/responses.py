@@ -19,8 +19,8 @@ from server.api.errors import ApiError, bad_request
 from server.api.generation import closing
 from server.api.launch import new_id
 from server.api.operations import service_of
+from server.api.options import SamplingDefaults
 from server.api.response_input import INPUT_SCHEMA, chat_document
-from server.api.sampling_defaults import SamplingDefaults
 from server.api.turn import Turn, respond, start_turn
 from server.api.validation import given, read_json, validate
 

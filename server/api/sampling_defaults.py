@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from server.api.options import GenerationOptions, SamplingDefaults
+
 logger = logging.getLogger(__name__)
-
-_LIMITS = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-}
-"""The same as for requests."""
-
-
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """Sampling parameters of requests that say nothing; as they stand here, the OpenAI API's."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 def read_defaults(folder: Path) -> SamplingDefaults:
@@ -44,16 +28,13 @@ def read_defaults(folder: Path) -> SamplingDefaults:
         logger.warning("%s is passed over: %s", path, e)
         return SamplingDefaults()
     found = {}
-    for field in fields(SamplingDefaults):
-        value = given.get(field.name)
-        least, most = _LIMITS[field.name]
-        if value is None:
-            continue
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (whole or (isinstance(value, float) and field.name != "top_k")) or not least <= value <= most:
-            logger.warning("%s: %s is passed over: %r", path, field.name, value)
+    for name in (field.name for field in fields(SamplingDefaults) if given.get(field.name) is not None):
+        try:
+            options = GenerationOptions.model_validate({"model": "", name: given[name]}, strict=True)
+        except ValidationError:
+            logger.warning("%s: %s is passed over: %r", path, name, given[name])
         else:
-            found[field.name] = value
+            found[name] = getattr(options, name)
     if found:
         told = ", ".join(f"{name} {value}" for name, value in found.items())
         logger.info("requests that do not say otherwise get the model's sampling parameters: %s", told)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from server.api.admission import Admission
 from server.api.errors import ApiError, model_not_found, unavailable
-from server.api.sampling_defaults import SamplingDefaults
+from server.api.options import SamplingDefaults
 from server.config import Config
 from server.engine.client import EngineClient, EngineStatus
 from server.engine.grammar import Grammars
