@@ -184,15 +184,14 @@ def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], option
     """Put what transformers reaches into the rows of the batches asked for; a peer that fails leaves its reason."""
     _free()
     model = dummy_model(MODELS / name, torch.device("cuda", 0), torch.bfloat16, _print_progress, seed=0)
-    ours = [row for row in rows if row["model"] == name]
-    for row in ours:
+    for row in rows:
         if row["mode"] == "start":
             row["weights_gib"] = _gib(torch.cuda.memory_allocated())
-    decoding = [row for row in ours if row["mode"] == "decode" and row["batch"] in options.peers]
+    decoding = [row for row in rows if row["mode"] == "decode" and row["batch"] in options.peers]
     lengths = PROMPT, options.peer_tokens, FIRST
     for row in decoding:
         _add_peer(row, "hf_generate", partial(peers.generate, model, row["batch"], *lengths))
-    for row in ours:
+    for row in rows:
         if row["mode"] == "prefill" and row["batch"] == 1:
             _add_peer(row, "hf_generate", partial(peers.prefill, model, 1, row["length"]))
     # Last: it changes the model's attention for good.
@@ -267,12 +266,12 @@ def main() -> int:
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
     path = options.out or RESULTS / f"e2e-{device}.json"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    rows: list[Row] = []
-    try:
-        for name in options.models:
+    for name in options.models:
+        rows: list[Row] = []
+        try:
             measure(name, options, rows)
-    finally:
-        _write(path, device, rows)
+        finally:
+            _write(path, device, rows)
     return 0
 
 
