@@ -32,6 +32,12 @@ def _ordered(value):  # type: ignore[no-untyped-def]
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@triton.jit
+def _values(row, at, vocabulary):  # type: ignore[no-untyped-def]
+    """Logits as float32; -inf beyond the vocabulary."""
+    return tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _above(row, vocabulary, key, best, temperature, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many logits lie above a key, and the sum of their weights."""
@@ -39,7 +45,7 @@ def _above(row, vocabulary, key, best, temperature, shift: tl.constexpr, width: 
     mass = tl.zeros([width], tl.float32)
     for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
         at = start + tl.arange(0, width)
-        value = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        value = _values(row, at, vocabulary)
         higher = (_ordered(value) >> shift) > key
         count += higher.to(tl.int32)
         mass += tl.where(higher, tl.exp((value - best) / temperature), 0.0)
@@ -58,7 +64,7 @@ def _highest(row, vocabulary, width: tl.constexpr):  # type: ignore[no-untyped-d
     highest = tl.full([width], -float("inf"), tl.float32)
     for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
         at = start + tl.arange(0, width)
-        value = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        value = _values(row, at, vocabulary)
         highest = tl.maximum(highest, value)
     return tl.max(highest)
 
@@ -107,7 +113,7 @@ def _draw(logits, stride, vocabulary, numbers, tokens, shift: tl.constexpr, widt
     offsets = tl.arange(0, width)
     sums = tl.zeros([width], tl.float64)
     for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
-        value = tl.load(row + start + offsets, mask=start + offsets < vocabulary, other=-float("inf")).to(tl.float32)
+        value = _values(row, start + offsets, vocabulary)
         sums += _kept(value, key, best, temperature, min_p, shift)
     target = tl.load(numbers + 2) * tl.sum(sums)
     # The stretch of the vocabulary in which the running sum passes the target; rounding may leave that to none, and then
@@ -117,7 +123,7 @@ def _draw(logits, stride, vocabulary, numbers, tokens, shift: tl.constexpr, widt
     before = tl.full([], 0.0, tl.float64)
     found_before = before
     while (start < vocabulary) & (before <= target):
-        value = tl.load(row + start + offsets, mask=start + offsets < vocabulary, other=-float("inf")).to(tl.float32)
+        value = _values(row, start + offsets, vocabulary)
         own = tl.sum(_kept(value, key, best, temperature, min_p, shift))
         if own > 0:
             found = start
@@ -125,7 +131,7 @@ def _draw(logits, stride, vocabulary, numbers, tokens, shift: tl.constexpr, widt
         before += own
         start += width
     at = found + offsets
-    value = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    value = _values(row, at, vocabulary)
     weights = _kept(value, key, best, temperature, min_p, shift)
     first = tl.min(tl.where(found_before + tl.cumsum(weights) > target, at, vocabulary))
     last = tl.max(tl.where(weights > 0, at, 0))
