@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.processes import free_port, is_ready
 from server.checkpoint.source import resolve_checkpoint
 from server.config import EMBEDDED_MODEL, default_cache_dir
 
@@ -61,11 +62,8 @@ class start_server:  # noqa: N801 - used as a function
         while True:
             if self._process.poll() is not None:
                 raise RuntimeError(f"server ended with {self._process.returncode}:\n{self._log.read_text()}")
-            try:
-                if httpx.get(f"{base_url}/health", timeout=5).status_code == 200:
-                    return RunningServer(base_url, self._process, self._log)
-            except httpx.TransportError:
-                pass
+            if is_ready(f"{base_url}/health"):
+                return RunningServer(base_url, self._process, self._log)
             if time.monotonic() > deadline:
                 self._process.kill()
                 raise RuntimeError(f"server not ready after {READY_TIMEOUT_S} s:\n{self._log.read_text()}")
@@ -93,12 +91,3 @@ def until_ready(server: RunningServer) -> None:
     while httpx.get(f"{server.base_url}/health", timeout=5).status_code != 200:
         assert time.monotonic() < deadline, "the server is not ready"
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

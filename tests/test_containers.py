@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import free_port
+from bench.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 

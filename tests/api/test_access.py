@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.processes import free_port
 from server.api.access import AccessLayer
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig, load_config
-from tests.conftest import free_port
 
 
 @asynccontextmanager

@@ -19,8 +19,9 @@ import httpx
 import openai
 import pytest
 
+from bench.processes import free_port
 from tests.api.conftest import MODEL, chat_body, metric, openai_client, user
-from tests.conftest import RunningServer, engine_pid, free_port
+from tests.conftest import RunningServer, engine_pid
 
 QUEUE = 3
 STALLED_S = 4
