@@ -78,7 +78,9 @@ def test_an_offset_for_every_256_blocks(blocksize: int) -> None:
         assert torch.equal(got.double(), w.exact()), (n, k)
         for m in (1, 8, 16, 32, 300):
             x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
-            assert relative_error(w.linear(x), x.double() @ w.exact().T) < TOLERANCE[torch.bfloat16], (n, k, m)
+            # Few outputs may all lie near zero, where rounded weights weigh more.
+            tolerance = TOLERANCE[torch.bfloat16] * (3 if m * n < 64 else 1)
+            assert relative_error(w.linear(x), x.double() @ w.exact().T) < tolerance, (n, k, m)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -118,18 +118,17 @@ def _draw(logits, stride, vocabulary, numbers, tokens, shift: tl.constexpr, widt
     target = tl.load(numbers + 2) * tl.sum(sums)
     # The stretch of the vocabulary in which the running sum passes the target; rounding may leave that to none, and then
     # it is the last one with a kept token.
-    start = 0
     found = 0
     before = tl.full([], 0.0, tl.float64)
     found_before = before
-    while (start < vocabulary) & (before <= target):
+    # An `if` in a `while` that ends early would do, but on the device found_before then keeps its first value (Triton 3.6).
+    for start in tl.range(0, vocabulary, width):
         value = _values(row, start + offsets, vocabulary)
         own = tl.sum(_kept(value, key, best, temperature, min_p, shift))
-        if own > 0:
-            found = start
-            found_before = before
+        reached = (own > 0) & (before <= target)
+        found = tl.where(reached, start, found)
+        found_before = tl.where(reached, before, found_before)
         before += own
-        start += width
     at = found + offsets
     value = _values(row, at, vocabulary)
     weights = _kept(value, key, best, temperature, min_p, shift)
