@@ -139,7 +139,7 @@ def _multiply_fused(
     capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
     if isinstance(choice, Wgmma):
-        needed = choice.workspace_bytes(x.shape[0], weight.k)
+        needed = choice.workspace_bytes(x.shape[0], weight.n, weight.k)
         if scratch is None or needed > scratch.numel():
             scratch = torch.empty(needed, dtype=torch.uint8, device=x.device)
     words, timed = _clock_words(x.device, "wgmma" if isinstance(choice, Wgmma) else "rows")

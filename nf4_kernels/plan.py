@@ -70,10 +70,12 @@ class Wgmma:
     grid: int
     owner_steps: int = 0
 
-    def workspace_bytes(self, m: int, k: int) -> int:
-        """Arranged activations and partial sums: WgmmaSizes of csrc/cuda/linear_wgmma_sm90.cu."""
-        arranged = -(-m // self.tokens) * self.tokens * -(-k // 256) * 512
-        return arranged + self.grid * self.groups * 64 * self.tokens * 4
+    def workspace_bytes(self, m: int, n: int, k: int) -> int:
+        """Arranged activations and sums of cut tiles: WgmmaSizes of csrc/cuda/linear_wgmma_sm90.cu."""
+        token_tiles, rows = -(-m // self.tokens), self.groups * 64
+        arranged = token_tiles * self.tokens * -(-k // 256) * 512
+        cut = -(-n // rows) * token_tiles % self.grid != 0
+        return arranged + cut * self.grid * rows * self.tokens * 4
 
     def __str__(self) -> str:
         cut = f", {self.owner_steps} steps in a tile's first part" if self.owner_steps else ""
@@ -106,15 +108,15 @@ def plan(
             cost = _rows_cost(choice, m, n)
     if arch == 90 and m in WGMMA_TOKENS:
         for wgmma in _wgmma_candidates(m, n, k, multiprocessors):
-            wgmma_cost = _wgmma_cost(wgmma, m, n, k)
+            wgmma_cost = _wgmma_cost(wgmma, m, n, k, multiprocessors)
             if wgmma_cost < cost:
                 choice, cost = wgmma, wgmma_cost
     return choice
 
 
 # Microseconds of a launch; of a unit (groups * 64 rows x tokens x 256 k), and what it takes longer for each token tile
-# beyond the first; of a cut tile whose parts are there when its owner comes to them, and of one all of whose parts are
-# done at the same time; of each of its parts beyond two.
+# beyond the first (of 256 tokens: for any); of a cut tile whose parts are there when its owner comes to them, and of
+# one all of whose parts are done at the same time; of each of its parts beyond two.
 _WGMMA_COSTS = {
     16: (4.58, 1.060, 0.0, 2.44, 4.89, 0.134),
     32: (6.10, 1.231, 0.03, 2.27, 4.34, 0.143),
@@ -122,6 +124,10 @@ _WGMMA_COSTS = {
     128: (5.95, 1.726, 0.0986, 4.13, 7.00, 0.495),
     256: (2.29, 3.040, 0.2841, 9.23, 13.53, 1.129),
 }
+# Of 256 tokens, where blocks are at different k: what a unit takes longer for each MB of activations beyond those that
+# stay in L2.
+_AWAY = 0.0105
+_STAYING = 16e6
 
 
 def _wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Wgmma]:
@@ -143,14 +149,20 @@ def _wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[
                     yield Wgmma(tokens, groups, tiles * parts, owner_steps)
         if most < 5 or tiles * most < 0.9 * multiprocessors:
             yield Wgmma(tokens, groups, min(multiprocessors, tiles * steps))
+        if tokens == 256 and tiles > multiprocessors:
+            yield Wgmma(tokens, groups, tiles)
 
 
-def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int) -> float:
-    """Microseconds, within 5 % (rms) of what was measured for 13 shapes and 16 to 512 rows."""
+def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int, multiprocessors: int) -> float:
+    """Microseconds, within 5 % (rms) of what was measured for 13 shapes and 16 to 512 rows, 4 shapes and 1024."""
     launch, unit, more, early, late, part = _WGMMA_COSTS[wgmma.tokens]
     token_tiles, steps = math.ceil(m / wgmma.tokens), math.ceil(k / 256)
     tiles = math.ceil(n / (wgmma.groups * 64)) * token_tiles
-    unit += more * (token_tiles - 1)
+    unit += more * min(token_tiles - 1, 1 if wgmma.tokens == 256 else token_tiles)
+    if tiles == wgmma.grid and tiles > multiprocessors:
+        return math.ceil(tiles / multiprocessors) * (launch + steps * unit)
+    if wgmma.tokens == 256:
+        unit += _AWAY * max(0.0, m * k * 2 - _STAYING) / 1e6
     if wgmma.owner_steps:
         parts = wgmma.grid // tiles
         others = math.ceil((steps - wgmma.owner_steps) / (parts - 1))

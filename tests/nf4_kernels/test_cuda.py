@@ -166,6 +166,8 @@ def test_every_wgmma_instance_however_its_work_is_cut(tokens: int, monkeypatch: 
         (1, 64, tokens, 512, True, 1, 0),
         (514, 2304, tokens + 9, 64, False, 11, 0),
         (700, 1088, 9, 256, True, 132, 0),
+        # More blocks than SMs, one for each tile.
+        (20000, 256, tokens + 1, 64, False, 1000, 0),
         # Every tile in 2, 3 and 9 parts.
         (1000, 4160, tokens + 1, 64, True, 2, 10),
         (514, 2304, tokens, 64, False, 3, 4),

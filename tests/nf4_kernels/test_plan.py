@@ -63,11 +63,12 @@ def test_wgmma_plans_fit_the_workspace(n: int, k: int) -> None:
         if not isinstance(choice, Wgmma):
             continue
         assert choice.groups == WGMMA_GROUPS[choice.tokens]
-        assert m > 256 or choice.workspace_bytes(m, k) <= WORKSPACE_BYTES
+        assert m > 256 or choice.workspace_bytes(m, n, k) <= WORKSPACE_BYTES
         tiles = -(-n // (choice.groups * 64)) * -(-m // choice.tokens)
         assert tiles * choice.groups <= COUNTERS
         steps = -(-k // 256)
-        assert 1 <= choice.grid <= min(132, tiles * steps)
+        # Blocks for which every SM has room, or one for each whole tile.
+        assert 1 <= choice.grid <= min(132, tiles * steps) or choice.grid == tiles
         if choice.owner_steps:
             # Every tile is cut into as many parts; none is empty, and the owner's is not the shortest.
             parts, left = divmod(choice.grid, tiles)
@@ -93,6 +94,14 @@ def test_owners_of_cut_tiles_end_last_where_all_would_end_together() -> None:
     choice = plan(64, 25600, 5120, 90, 132)
     assert isinstance(choice, Wgmma)
     assert choice.owner_steps == 0
+
+
+def test_a_thousand_tokens_of_many_k_go_tile_by_tile() -> None:
+    choice = plan(1024, 8192, 28672, 90, 132)
+    assert choice == Wgmma(256, 2, 64 * 4)
+    # No tile is cut, so there are activations to be kept and no sums.
+    assert choice.workspace_bytes(1024, 8192, 28672) == 1024 * 28672 * 2
+    assert Wgmma(256, 2, 132).workspace_bytes(1024, 8192, 28672) == 1024 * 28672 * 2 + 132 * 128 * 256 * 4
 
 
 def test_what_rows_cannot_do_goes_to_slices() -> None:
