@@ -14,8 +14,9 @@ from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime import draws
+from server.engine.runtime.batch import Batch
 from server.engine.runtime.draws import draw
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.runner import TRIAL_TOLERANCES, ModelRunner
 from server.engine.runtime.sampling import sample
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, make_sequence, run_together, tokens
@@ -103,6 +104,31 @@ def test_layers_run_compiled_for_any_batch(tmp_path: Path, caplog: pytest.LogCap
         _, runner = make_engine(tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("server.engine")]
     assert all("forward" in vars(layer) for layer in runner._model.get_decoder().layers)
+
+
+def test_steps_with_prompts_run_as_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = make_engine(tmp_path)
+    mixed = runner._mixed_graphs
+    assert mixed is not None
+    replay, errors, kinds = mixed.run, [], set()
+
+    def run(batch: Batch) -> torch.Tensor:
+        # The same step again, without a graph: it writes the same keys and values.
+        expected = runner._run(batch)
+        logits = replay(batch).float()
+        errors.append(float((logits - expected).norm() / expected.norm()))
+        kinds.add((batch.num_single > 0, any(span.start > 0 and span.length > 1 for span in batch.spans)))
+        return logits
+
+    monkeypatch.setattr(mixed, "run", run)
+    draw_prompt = random.Random(3)
+    for lengths in ((5,), (60, 33, 7), (150, 90, 2, 20, 64)):
+        prompts = [[draw_prompt.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
+        for _ in range(2):  # the second time from the prefix cache
+            answers(engine, *(make_request(p, max_tokens=5 + i, ignore_eos=True) for i, p in enumerate(prompts)))
+    # Prompts alone and beside decoding sequences, from their beginning and from what is in the cache.
+    assert {(False, False), (False, True), (True, True)} <= kinds
+    assert max(errors) < TRIAL_TOLERANCES[torch.bfloat16], errors
 
 
 def seeded_requests(*lengths: int) -> list[GenerateRequest]:

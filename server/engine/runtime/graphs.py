@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -27,6 +27,7 @@ from server.engine.scheduling.sequence import UNKNOWN
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
+_Results = TypeVar("_Results")
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -97,19 +98,18 @@ class DecodeGraphs:
         self._largest = 0
         self.replays = 0
         """Graphs started so far."""
-        # One for all captures: cuBLAS keeps 32 MiB for each stream it has seen.
-        self._stream = torch.cuda.Stream(model.device)
+        self.pool = Pool(model.device)
+        """Where the graphs' results are."""
         self._planned = torch.cuda.Event()
 
     def capture(self, sizes: list[int], progress: Progress) -> None:
         """Compile and capture for each of sizes. The largest comes first: the others share its memory."""
-        pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sorted(sizes, reverse=True)):
             progress(f"capturing decode of {size}", done / len(sizes))
-            self._graphs[size] = self._capture_one(size, pool, None)
+            self._graphs[size] = self._capture_one(size, None)
             if self._adapter_slots:
                 others = torch.ones(size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
-                self._adapted[size] = self._capture_one(size, pool, others)
+                self._adapted[size] = self._capture_one(size, others)
         self._largest = max(sizes)
         progress("capturing decode", 1.0)
 
@@ -161,7 +161,7 @@ class DecodeGraphs:
         self.replays += 1
         return captured
 
-    def _capture_one(self, size: int, pool: Any, others: torch.Tensor | None) -> _Graph:
+    def _capture_one(self, size: int, others: torch.Tensor | None) -> _Graph:
         inputs = torch.zeros(3, size, dtype=torch.int64, device=self._model.device)
         inputs[2] = self._scratch_slot
         self._backend.plan_graph([], size)
@@ -178,16 +178,29 @@ class DecodeGraphs:
             return logits, torch.stack((best, tokens.float()))
 
         with _compiled_layers(self._model):
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for _ in range(WARM_UPS):
-                    forward()
-            torch.cuda.current_stream().wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
-                logits, greedy = forward()
-        # Only the latest replay's results are read: the next capture may use their memory, which the graphs' pool keeps.
-        return _Graph(graph, inputs, _unowned(logits), _unowned(greedy), others)
+            graph, (logits, greedy) = self.pool.capture(forward, WARM_UPS)
+        return _Graph(graph, inputs, unowned(logits), unowned(greedy), others)
+
+
+class Pool:
+    """Captures graphs that share their memory: the results of a replay are there until the next one of any of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        # One for all captures: cuBLAS keeps 32 MiB for each stream it has seen.
+        self._stream = torch.cuda.Stream(device)
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def capture(self, forward: Callable[[], _Results], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, _Results]:
+        """A graph of forward(), which runs so often before; see unowned() for its results."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(warm_ups):
+                forward()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream):
+            results = forward()
+        return graph, results
 
 
 class _Memory:
@@ -203,8 +216,12 @@ class _Memory:
         }
 
 
-def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same contiguous tensor in the same memory, which may be given to others when the original is gone."""
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same contiguous tensor in the same memory, which may be given to others when the original is gone.
+
+    For a graph's results: only the latest replay's are read, so the next capture may use their memory, which the graphs'
+    pool keeps.
+    """
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 

@@ -36,10 +36,12 @@ from server.engine.runtime.limits import (
 from server.engine.runtime.lora import adding
 from server.engine.runtime.lora_registry import install_adapters
 from server.engine.runtime.memory import MemoryGauge, cache_bytes
+from server.engine.runtime.mixed_graphs import MixedGraphs, trial_steps
 from server.engine.runtime.projections import replace_projections, weight_bytes
 from server.engine.runtime.prompt_scores import score_prompts
 from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits, sample
 from server.engine.runtime.succession import link_products
+from server.engine.runtime.trials import failure
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence
 from server.types import GenerateRequest, SamplingParams
@@ -71,6 +73,7 @@ class ModelRunner:
         """The LoRA adapters that sequences may use, if the configuration allows any."""
         shapes, options = probe_layers(model)
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self.memory = MemoryGauge(self._device)
         """The device's memory."""
         self._invariant = False
@@ -118,6 +121,29 @@ class ModelRunner:
                 )
             if isinstance(self._backend, FlashInferBackend | PagedCpuBackend):
                 self._compile_layers(progress)
+            if self._graphs is not None and not config.batch_invariant:
+                self._capture_mixed(self._graphs, config, progress)
+
+    def _capture_mixed(self, graphs: DecodeGraphs, config: EngineConfig, progress: Progress) -> None:
+        """Capture steps with prompts, too, and use them if they compute what the same layers compute without."""
+        assert isinstance(self._backend, FlashInferBackend)
+        sequences, budget = sequence_limit(config, self._device), token_budget(config, self._device)
+        mixed = MixedGraphs(self._model, self._backend, self._block_size, sequences, self._clock, graphs.pool)
+
+        def attempt() -> None:
+            mixed.capture(max(budget, sequences), progress)
+            for batch in trial_steps(self._first_chunk, self._block_size, self.limits):
+                if mixed.fits(batch):
+                    expected = self._run(batch)
+                    error = float((mixed.run(batch).float() - expected).norm() / expected.norm())
+                    if not error < TRIAL_TOLERANCES[self._dtype]:
+                        raise ValueError(f"logits are off by {error:.1e} with {batch.num_tokens} tokens")
+
+        failed = failure(attempt)
+        if failed is None:
+            self._mixed_graphs = mixed
+        else:
+            logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
 
     def _compile_layers(self, progress: Progress) -> None:
         """Run compiled layers if they can be compiled and compute what the model's own code computes."""
@@ -174,12 +200,16 @@ class ModelRunner:
         return num_blocks
 
     def _trial(self, count: int) -> torch.Tensor:
-        """Logits [count, vocabulary] of a first chunk of count tokens, in the cache's first blocks."""
+        """Logits [count, vocabulary] of a first chunk of count tokens."""
+        return self._run(self._first_chunk(count))
+
+    def _first_chunk(self, count: int) -> Batch:
+        """A step of one sequence's first count tokens, in the cache's first blocks, all of whose logits are wanted."""
         rows = torch.arange(count, device=self._device)
         # Not from the first id on: that is often padding, whose embedding is zero.
         ids = (rows + 101) % self._model.config.get_text_config().vocab_size
         blocks = tuple(range(-(-count // self._block_size)))
-        return self._run(Batch(ids, rows, rows, rows, (Span(0, 0, count, blocks),), int(count == 1)))
+        return Batch(ids, rows, rows, rows, (Span(0, 0, count, blocks),), int(count == 1))
 
     @property
     def device(self) -> torch.device:
@@ -194,7 +224,7 @@ class ModelRunner:
     @property
     def graph_replays(self) -> int:
         """CUDA graphs started so far."""
-        return 0 if self._graphs is None else self._graphs.replays
+        return sum(graphs.replays for graphs in (self._graphs, self._mixed_graphs) if graphs is not None)
 
     @property
     def kernels(self) -> str:
@@ -207,6 +237,8 @@ class ModelRunner:
         batch = build_batch(step, self._block_size, self._device)
         if self._graphs is not None and self._graphs.fits(batch):
             return self._graphs.run(batch).float()
+        if self._mixed_graphs is not None and self._mixed_graphs.fits(batch):
+            return self._mixed_graphs.run(batch).float()
         return self._run_in_groups(batch, self._graphs) if self._graphs and self._invariant else self._run(batch)
 
     @torch.inference_mode()

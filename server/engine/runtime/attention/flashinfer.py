@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.attention.flashinfer_graphs import MixedWrappers
 from server.engine.runtime.batch import Batch, Span
 
 # FlashInfer's launches fill the device with two blocks a processor, of at most this many queries each.
@@ -99,6 +100,7 @@ class FlashInferBackend(AttentionBackend):
         self._mixed = wrappers(kinds, "fa2")
         self._long = wrappers([kind for kind in kinds if is_plain(kind.options)], long_chunks) if long_chunks else {}
         self._graphs: dict[int, dict[_Kind, Any]] = {}
+        self._mixed_graphs = MixedWrappers(kinds, self._workspace, block_size)
         self._split_keys = True
         self._most_blocks = num_blocks
         self._parts: dict[_Kind, list[_Part]] = {}
@@ -125,7 +127,7 @@ class FlashInferBackend(AttentionBackend):
                 parts.append((slice(singles, None), self._plan(kind, chunks, pages(singles, count))))
         self._write_to(batch.slots)
 
-    def _plan(self, kind: _Kind, wrapper: Any, pages: _Pages) -> Any:
+    def _plan(self, kind: _Kind, wrapper: Any, pages: _Pages, split_keys: bool = True) -> Any:
         wrapper.plan(
             pages.rows,
             pages.starts,
@@ -141,6 +143,7 @@ class FlashInferBackend(AttentionBackend):
             logits_soft_cap=kind.options.softcap,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
+            disable_split_kv=not split_keys,
         )
         return wrapper
 
@@ -152,10 +155,28 @@ class FlashInferBackend(AttentionBackend):
         self._most_blocks = -(-max_model_len // self._block_size)
         self._split_keys = split_keys
 
-    def begin_graph(self, slots: torch.Tensor) -> None:
-        """Make attend() use the graph plan for len(slots) sequences; slots is the buffer the graph will read."""
-        self._parts = {kind: [(slice(None), wrapper)] for kind, wrapper in self._graphs[slots.shape[0]].items()}
+    def begin_graph(self, slots: torch.Tensor, wrappers: dict[Any, Any] | None = None) -> None:
+        """Make attend() use a graph's plan: that for len(slots) one-token sequences, or what plan_mixed_graph() gave.
+
+        slots is the buffer the graph will read.
+        """
+        wrappers = self._graphs[slots.shape[0]] if wrappers is None else wrappers
+        self._parts = {kind: [(slice(None), wrapper)] for kind, wrapper in wrappers.items()}
         self._write_to(slots)
+
+    def plan_mixed_graph(self, spans: list[Span], size: int, sequences: int) -> dict[Any, Any]:
+        """Lay out a step for the graph of size tokens and so many sequences; gives begin_graph()'s wrappers.
+
+        The first plan of a size must have size tokens. No sequence is longer than flashinfer_graphs.LONGEST.
+        """
+        padding = Span(0, 0, 0, (self.scratch_block,))
+        pages = _pages(spans + [padding] * (sequences - len(spans)), self._block_size)
+        pinned = _Pages(pages.rows.pin_memory(), pages.starts.pin_memory(), pages.blocks, pages.last.pin_memory())
+        pinned.blocks = pages.blocks.pin_memory().to(self._device, non_blocking=True)
+        wrappers = self._mixed_graphs.of(size, sequences)
+        for kind, wrapper in wrappers.items():
+            self._plan(kind, wrapper, pinned, split_keys=False)
+        return wrappers
 
     def plan_graph(self, spans: list[Span], size: int) -> None:
         """Lay out a step of one-token sequences for the graph of size sequences; the rest are padding."""
