@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.load import Load, main, run_load, summarize
+from bench.load_lengths import LogNormal
+from bench.load_processes import run_in_processes
 from tests.conftest import RunningServer
 
 MODEL = "smollm2-135m-instruct"
@@ -49,6 +52,24 @@ def test_the_servers_histograms_agree(server: RunningServer) -> None:
     theirs = delta["nf4_inter_token_latency_seconds_sum"] / delta["nf4_inter_token_latency_seconds_count"]
     # Text may come later than the token that begins it, so that the last tokens seem a little closer to the first.
     assert summary["time_per_output_token_s"]["mean"] == pytest.approx(theirs, rel=0.25)
+
+
+@pytest.mark.parametrize("load", [{"concurrency": 3}, {"rate": 20.0}, {"rate": 20.0, "poisson": False}])
+def test_several_processes_send_all_requests(server: RunningServer, load: dict[str, float]) -> None:
+    before = samples(server)
+    lengths = {"prompt_tokens": LogNormal(10, 0.5), "answer_tokens": (3, 3)}
+    answers = run_in_processes(Load(server.base_url, MODEL, 7, **lengths, **load), 2)  # type: ignore[arg-type]
+    after = samples(server)
+    assert [answer.completion_tokens for answer in answers] == [3] * 7
+    assert sorted(answer.sent for answer in answers) == [answer.sent for answer in answers]
+    assert len({answer.prompt_tokens for answer in answers}) > 1
+    assert after["nf4_prompt_tokens_total"] - before["nf4_prompt_tokens_total"] == sum(a.prompt_tokens for a in answers)
+
+
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        run_in_processes(Load("http://127.0.0.1:9", MODEL, 4, 2), 2)
 
 
 def test_the_command_writes_figures_and_a_picture(server: RunningServer, tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""A load sent from several processes: one of httpx's clients is busy with some 6000 tokens a second.
+
+As a program (python -m bench.load_processes) it is one of them: a Load as JSON on its input, its answers on its output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+
+from bench.load import Answer, Load, run_load
+
+
+def run_in_processes(load: Load, processes: int, on_done: Callable[[], object] = lambda: None) -> list[Answer]:
+    """Send a load from so many processes, which begin together; the answers are in the order of sending.
+
+    on_done is called for each answer, where there are several processes when all of one's are there. RuntimeError when
+    a process fails.
+    """
+    shares = _shares(load, processes)
+    if len(shares) == 1:
+        return asyncio.run(run_load(load, on_done))
+    command = [sys.executable, "-m", "bench.load_processes"]
+    workers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in shares
+    ]
+    answers: list[Answer] = []
+    try:
+        for worker, share in zip(workers, shares, strict=True):
+            _tell(worker, msgspec.json.encode(share).decode())
+        for worker in workers:
+            _hear(worker)
+        for worker in workers:
+            _tell(worker, "go")
+        for worker in workers:
+            found = msgspec.json.decode(_hear(worker), type=list[Answer])
+            answers += found
+            for _ in found:
+                on_done()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    return sorted(answers, key=lambda answer: answer.sent)
+
+
+def _shares(load: Load, processes: int) -> list[Load]:
+    """What each process sends, with prompts of its own: requests, clients and rate are shared out.
+
+    There are fewer where that leaves one without a client. Arrivals one every so often are one process's.
+    """
+    count = min(processes, load.requests, load.requests if load.rate is not None else load.concurrency or 1)
+    if count <= 1 or (load.rate is not None and not load.poisson):
+        return [load]
+    return [
+        replace(
+            load,
+            requests=_share(load.requests, count, index),
+            concurrency=None if load.concurrency is None else _share(load.concurrency, count, index),
+            rate=None if load.rate is None else load.rate / count,
+            seed=load.seed * count + index,
+        )
+        for index in range(count)
+    ]
+
+
+def _share(total: int, count: int, index: int) -> int:
+    return total // count + (index < total % count)
+
+
+def _tell(worker: subprocess.Popen[str], line: str) -> None:
+    assert worker.stdin is not None
+    try:
+        worker.stdin.write(line + "\n")
+    except BrokenPipeError:
+        raise _ended(worker) from None
+
+
+def _hear(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    if not line:
+        raise _ended(worker)
+    return line
+
+
+def _ended(worker: subprocess.Popen[str]) -> RuntimeError:
+    return RuntimeError(f"a process of the load ended with exit code {worker.wait()}")
+
+
+def _work() -> None:
+    load = msgspec.json.decode(input(), type=Load)
+    print("ready", flush=True)
+    input()
+    print(msgspec.json.encode(asyncio.run(run_load(load))).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    _work()
