@@ -178,7 +178,8 @@ def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int, multiprocessors: int) -> f
 
 def _slices_cost(m: int, n: int, k: int) -> float:
     """Microseconds, roughly: two launches, the weight written and read, the product (slower where power is short)."""
-    return 12.5 + n * k * (1.1e-6 + 1.5e-9 * m + 1.3e-9 * max(0, m - 512))
+    many, large = max(0, m - 512), max(0.0, n * k - 30e6)
+    return 12.5 + n * k * (1.1e-6 + 1.5e-9 * m + 0.6e-9 * many) + large * many * 1.56e-9
 
 
 def _slice_rows(n: int, multiprocessors: int) -> int:
