@@ -120,9 +120,9 @@ class ModelRunner:
                     progress,
                 )
             if isinstance(self._backend, FlashInferBackend | PagedCpuBackend):
-                self._compile_layers(progress)
-            if self._graphs is not None and not config.batch_invariant:
-                self._capture_mixed(self._graphs, config, progress)
+                compiled = self._compile_layers(progress)
+                if compiled and self._graphs is not None and not config.batch_invariant:
+                    self._capture_mixed(self._graphs, config, progress)
 
     def _capture_mixed(self, graphs: DecodeGraphs, config: EngineConfig, progress: Progress) -> None:
         """Capture steps with prompts, too, and use them if they compute what the same layers compute without."""
@@ -145,15 +145,15 @@ class ModelRunner:
         else:
             logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
 
-    def _compile_layers(self, progress: Progress) -> None:
-        """Run compiled layers if they can be compiled and compute what the model's own code computes."""
+    def _compile_layers(self, progress: Progress) -> bool:
+        """Run compiled layers if they can be compiled and compute what the model's own code computes; whether they do."""
         layers = list(self._model.get_decoder().layers)
         plain = [self._trial(count) for count in TRIALS]
         try:
             undo = compile_layers(layers, self._trial, progress)
         except CompileError as e:
             logger.warning("the model's layers run without torch.compile, more slowly: %s", e)
-            return
+            return False
         try:
             wrong = self._disagreement(plain)
         except torch.AcceleratorError:
@@ -163,6 +163,7 @@ class ModelRunner:
         if wrong is not None:
             undo()
             logger.error("compiled layers %s; the model runs without them", wrong)
+        return wrong is None
 
     def _disagreement(self, plain: list[torch.Tensor]) -> str | None:
         """How the trials' logits differ from plain by more than rounding, in words."""
