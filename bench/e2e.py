@@ -149,15 +149,15 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
     if options.peers or scored:
         _add_peers(name, rows, scored, options)
     if options.http:
-        rows += _served(name, direct, options)
+        _add_served(name, rows, direct, options)
 
 
 def _clients(options: argparse.Namespace) -> int:
     return int(min(32, max(options.batches)))
 
 
-def _served(name: str, direct: float, options: argparse.Namespace) -> list[Row]:
-    """Rows of the real server: so many clients at once beside the engine alone (direct), then the rates asked for."""
+def _add_served(name: str, rows: list[Row], direct: float, options: argparse.Namespace) -> None:
+    """Add rows of the real server: so many clients at once beside the engine alone (direct), then the rates asked for."""
     settings = {
         "device": "cuda",
         "max_num_seqs": max(options.batches),
@@ -167,17 +167,15 @@ def _served(name: str, direct: float, options: argparse.Namespace) -> list[Row]:
         "enforce_eager": options.eager,
     }
     clients = _clients(options)
-    rows: list[Row] = []
     with served.serving(MODELS / name / "config.json", settings) as url:
         served.under_load(url, name, requests=2 * clients, concurrency=clients, seed=1)
         row = served.under_load(url, name, requests=4 * clients, concurrency=clients, seed=2)
         rows.append({"model": name, "mode": "http", "batch": clients, "direct_tok_s": direct, **row})
+        print(json.dumps(rows[-1]), flush=True)
         for index, rate in enumerate(options.http):
             row = served.under_load(url, name, requests=max(20, int(rate * HTTP_SECONDS)), rate=rate, seed=3 + index)
             rows.append({"model": name, "mode": "http", "rate": rate, **row})
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    return rows
+            print(json.dumps(rows[-1]), flush=True)
 
 
 def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], options: argparse.Namespace) -> None:
