@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -26,6 +27,8 @@ from tqdm import tqdm
 from bench.load_lengths import Lengths, draw_length, parse_lengths
 
 QUANTILES = (0.5, 0.9, 0.99)
+_OPEN_LOOP_CLIENTS = 32
+_NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1000)
 
 
 @dataclass(frozen=True)
@@ -70,45 +73,54 @@ async def run_load(load: Load, on_done: Callable[[], object] = lambda: None) -> 
     """Send the load and wait for every answer; the result is in the order of sending."""
     draw = random.Random(load.seed)
     bodies = [_body(load, draw) for _ in range(load.requests)]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=1000)
-    async with httpx.AsyncClient(base_url=load.base_url, timeout=load.timeout_s, limits=limits) as client:
+    # httpx goes through all connections of a client for every request: a client for a few of them each.
+    count = load.concurrency or 1 if load.rate is None else _OPEN_LOOP_CLIENTS
+    async with contextlib.AsyncExitStack() as stack:
+        context = httpx.create_ssl_context()
+        clients = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=load.base_url, timeout=load.timeout_s, limits=_NO_LIMITS, verify=context)
+            )
+            for _ in range(count)
+        ]
 
-        async def send(body: dict[str, Any]) -> Answer:
-            answer = await _ask(client, "/v1/chat/completions" if load.chat else "/v1/completions", body)
+        async def send(client: int, body: dict[str, Any]) -> Answer:
+            path = "/v1/chat/completions" if load.chat else "/v1/completions"
+            answer = await _ask(clients[client % count], path, body)
             on_done()
             return answer
 
         if load.rate is not None:
             gaps = [draw.expovariate(load.rate) if load.poisson else 1 / load.rate for _ in bodies]
             return await _open_loop(bodies, gaps, send)
-        return await _closed_loop(bodies, load.concurrency or 1, send)
+        return await _closed_loop(bodies, count, send)
 
 
-async def _open_loop(
-    bodies: list[dict[str, Any]], gaps: list[float], send: Callable[[dict[str, Any]], Awaitable[Answer]]
-) -> list[Answer]:
-    async def later(delay: float, body: dict[str, Any]) -> Answer:
+_Send = Callable[[int, dict[str, Any]], Awaitable[Answer]]
+"""Sends a body by the client of this number."""
+
+
+async def _open_loop(bodies: list[dict[str, Any]], gaps: list[float], send: _Send) -> list[Answer]:
+    async def later(delay: float, client: int, body: dict[str, Any]) -> Answer:
         await asyncio.sleep(delay)
-        return await send(body)
+        return await send(client, body)
 
     arrival, tasks = 0.0, []
-    for body, gap in zip(bodies, gaps, strict=True):
-        tasks.append(later(arrival, body))
+    for index, (body, gap) in enumerate(zip(bodies, gaps, strict=True)):
+        tasks.append(later(arrival, index, body))
         arrival += gap
     return list(await asyncio.gather(*tasks))
 
 
-async def _closed_loop(
-    bodies: list[dict[str, Any]], concurrency: int, send: Callable[[dict[str, Any]], Awaitable[Answer]]
-) -> list[Answer]:
+async def _closed_loop(bodies: list[dict[str, Any]], concurrency: int, send: _Send) -> list[Answer]:
     answers: list[Answer | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))
 
-    async def one_client() -> None:
+    async def one_client(client: int) -> None:
         for index, body in waiting:
-            answers[index] = await send(body)
+            answers[index] = await send(client, body)
 
-    await asyncio.gather(*(one_client() for _ in range(concurrency)))
+    await asyncio.gather(*(one_client(client) for client in range(concurrency)))
     return [answer for answer in answers if answer is not None]
 
 
