@@ -105,7 +105,7 @@ class RequestTimings(msgspec.Struct, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
-    """What one step produced for one request. The last output of a request has finish_reason set.
+    """What a step, or several, produced for one request. The last output of a request has finish_reason set.
 
     An end-of-sequence or stop token that ended the request is included in new_token_ids.
     """
@@ -123,6 +123,21 @@ class RequestOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprob] | None = None
     """Of the prompt's tokens from the second on, with the first output of a request that wants them."""
     timings: RequestTimings | None = None
+
+    def followed_by(self, later: RequestOutput) -> RequestOutput:
+        """Both as one output; later is the next one of the same request."""
+        scored = [output.logprobs for output in (self, later) if output.logprobs is not None]
+        return RequestOutput(
+            self.request_id,
+            self.new_token_ids + later.new_token_ids,
+            later.finish_reason,
+            later.stop_token_id,
+            later.error,
+            later.num_cached_tokens,
+            [entry for logprobs in scored for entry in logprobs] if scored else None,
+            self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
+            later.timings,
+        )
 
 
 class EngineStats(msgspec.Struct, frozen=True):

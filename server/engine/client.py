@@ -128,6 +128,7 @@ class EngineClient:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as steps produce them; the last one has finish_reason set.
 
+        A reader that is behind gets what steps have produced meanwhile as one output.
         Closing the iterator (or cancelling the task that reads it) before the end aborts the request. When the engine
         dies, the last output has finish_reason "error". Raises EngineUnavailableError when the engine is not ready and
         ValueError when the id is in use.
@@ -140,8 +141,15 @@ class EngineClient:
         self._requests[request.request_id] = outputs
         try:
             self._process.send(request)
+            ending: RequestOutput | None = None
             while True:
-                output = await outputs.get()
+                output = ending or await outputs.get()
+                while output.finish_reason is None and not outputs.empty():
+                    later = outputs.get_nowait()
+                    if later.finish_reason in ("error", "abort"):
+                        ending = later
+                        break
+                    output = output.followed_by(later)
                 if output.finish_reason is not None:
                     self._forget(request.request_id, outputs)
                 yield output

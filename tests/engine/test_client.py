@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from server.config import Config, EngineConfig
 from server.engine.client import EngineClient, EngineStatus, EngineUnavailableError
-from server.types import RequestOutput, StepOutputs
+from server.types import RequestOutput, StepOutputs, TokenLogprob
 from tests.engine.factories import make_request
 
 START_S = 120
@@ -56,6 +56,7 @@ async def test_a_life_with_an_engine(embedded_folder: Path) -> None:
         assert (client.status.state, client.status.ready) == ("ready", ready)
         assert ready.max_model_len == 8192
         await _answers(client, embedded_folder)
+        await _falls_behind(client)
         await _leaves_early(client)
         await _bad_requests(client)
         await _dies_and_returns(client)
@@ -70,9 +71,41 @@ async def _answers(client: EngineClient, folder: Path) -> None:
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     outputs = await collect(client, list(prompt), max_tokens=10)
     assert "Paris" in tokenizer.decode([t for o in outputs for t in o.new_token_ids])
-    assert [o.finish_reason for o in outputs] == [None] * 9 + ["length"]
-    assert len(steps) == 10
+    assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
+    assert sum(len(o.new_token_ids) for o in outputs) == len(steps) == 10
     assert client.num_requests == 0
+
+
+async def _falls_behind(client: EngineClient) -> None:
+    """What has come meanwhile comes at once, but for an end that is none of the model's."""
+    stream = client.generate(make_request(40, max_tokens=12, ignore_eos=True))
+    first = await anext(stream)
+    await until(lambda: client.stats.running == 0)
+    (rest,) = [output async for output in stream]
+    assert len(first.new_token_ids + rest.new_token_ids) == 12
+    assert rest.finish_reason == "length"
+    steps: list[StepOutputs] = []
+    client.add_step_listener(steps.append)
+    stream = client.generate(make_request(40, request_id="slow", max_tokens=4000, ignore_eos=True))
+    await anext(stream)
+    begun = len(steps)
+    await until(lambda: len(steps) > begun + 3)
+    await client.abort(["slow"])
+    tokens, end = [output async for output in stream]
+    assert len(tokens.new_token_ids) > 3
+    assert tokens.finish_reason is None
+    assert (end.finish_reason, end.new_token_ids) == ("abort", [])
+    await until(lambda: client.stats.kv_blocks_used == 0)
+
+
+def test_outputs_are_joined() -> None:
+    score = TokenLogprob(5, -0.5)
+    first = RequestOutput("a", [1], num_cached_tokens=16, logprobs=[score], prompt_logprobs=[score])
+    later = RequestOutput("a", [2, 3], "stop", 3, num_cached_tokens=16, logprobs=[score, score])
+    joined = first.followed_by(later)
+    assert joined == RequestOutput("a", [1, 2, 3], "stop", 3, None, 16, [score] * 3, [score])
+    plain = RequestOutput("a", [1]).followed_by(RequestOutput("a", [2]))
+    assert plain == RequestOutput("a", [1, 2])
 
 
 async def _leaves_early(client: EngineClient) -> None:
