@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -89,18 +90,14 @@ class DecodeGraphs:
     ) -> None:
         self._model = model
         self._backend = backend
-        self._scratch_slot = backend.scratch_block * block_size
         self._graphs: dict[int, _Graph] = {}
         self._clock = clock
         self._adapter_slots = adapter_slots
         # Steps in which a sequence has an adapter have graphs of their own: the others pay nothing for them.
         self._adapted: dict[int, _Graph] = {}
         self._largest = 0
-        self.replays = 0
-        """Graphs started so far."""
-        self.pool = Pool(model.device)
-        """Where the graphs' results are."""
-        self._planned = torch.cuda.Event()
+        self.pool = Pool(model.device, backend.scratch_block * block_size)
+        """What captures and replays these graphs, and may others."""
 
     def capture(self, sizes: list[int], progress: Progress) -> None:
         """Compile and capture for each of sizes. The largest comes first: the others share its memory."""
@@ -150,20 +147,12 @@ class DecodeGraphs:
         if captured.others is not None:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True
-        # The plan's host memory may be written again only when its copies to the device are over.
-        self._planned.synchronize()
-        self._backend.plan_graph(list(batch.spans), size)
-        for row, values in zip(captured.inputs, (ids, batch.positions, batch.slots), strict=True):
-            row[:count].copy_(values)
-        captured.inputs[2, count:] = self._scratch_slot
-        self._planned.record()
-        captured.graph.replay()
-        self.replays += 1
+        plan = partial(self._backend.plan_graph, list(batch.spans), size)
+        self.pool.replay(captured.graph, plan, captured.inputs, (ids, batch.positions, batch.slots))
         return captured
 
     def _capture_one(self, size: int, others: torch.Tensor | None) -> _Graph:
-        inputs = torch.zeros(3, size, dtype=torch.int64, device=self._model.device)
-        inputs[2] = self._scratch_slot
+        inputs = self.pool.new_inputs(size)
         self._backend.plan_graph([], size)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,12 +172,46 @@ class DecodeGraphs:
 
 
 class Pool:
-    """Captures graphs that share their memory: the results of a replay are there until the next one of any of them."""
+    """Captures graphs that share their memory: the results of a replay are there until the next one of any of them.
 
-    def __init__(self, device: torch.device) -> None:
+    A graph's inputs are int64 [3, size]: token ids, positions, cache slots. What a step leaves of them is padding, whose
+    keys and values go to scratch_slot.
+    """
+
+    def __init__(self, device: torch.device, scratch_slot: int) -> None:
+        self._device = device
+        self._scratch_slot = scratch_slot
+        self._planned = torch.cuda.Event()
+        self.replays = 0
+        """Graphs started so far."""
         # One for all captures: cuBLAS keeps 32 MiB for each stream it has seen.
         self._stream = torch.cuda.Stream(device)
         self._handle = torch.cuda.graph_pool_handle()
+
+    def new_inputs(self, size: int) -> torch.Tensor:
+        """The inputs of a graph, all padding."""
+        inputs = torch.zeros(3, size, dtype=torch.int64, device=self._device)
+        inputs[2] = self._scratch_slot
+        return inputs
+
+    def replay(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        plan: Callable[[], object],
+        inputs: torch.Tensor,
+        values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Start a graph on values, ids, positions and slots of as many tokens; plan() lays out its attention."""
+        # The plan's host memory may be written again only when its copies to the device are over.
+        self._planned.synchronize()
+        plan()
+        count = len(values[0])
+        for row, own in zip(inputs, values, strict=True):
+            row[:count].copy_(own)
+        inputs[2, count:] = self._scratch_slot
+        self._planned.record()
+        graph.replay()
+        self.replays += 1
 
     def capture(self, forward: Callable[[], _Results], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, _Results]:
         """A graph of forward(), which runs so often before; see unowned() for its results."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,9 +59,6 @@ class MixedGraphs:
         self._clock = clock
         self._pool = pool
         self._graphs: dict[int, _Graph] = {}
-        self._planned = torch.cuda.Event()
-        self.replays = 0
-        """Graphs started so far."""
 
     def capture(self, largest: int, progress: Progress) -> None:
         """Capture as many sizes as steps of up to so many tokens need."""
@@ -86,22 +84,11 @@ class MixedGraphs:
         """Logits [batch.sampled_rows, vocabulary] of a batch that fits(), valid until the next run."""
         size = self._size(batch)
         assert size is not None
-        captured, count, wanted = self._graphs[size], batch.num_tokens, batch.sampled_rows.shape[0]
-        # The plan's host memory may be written again only when its copies to the device are over.
-        self._planned.synchronize()
-        self._backend.plan_mixed_graph(list(batch.spans), size, self._sequences(size))
-        for row, values in zip(captured.inputs, (batch.ids, batch.positions, batch.slots), strict=True):
-            row[:count].copy_(values)
-        captured.inputs[2, count:] = self._scratch_slot
+        captured, wanted = self._graphs[size], batch.sampled_rows.shape[0]
         captured.wanted[:wanted].copy_(batch.sampled_rows)
-        self._planned.record()
-        captured.graph.replay()
-        self.replays += 1
+        plan = partial(self._backend.plan_mixed_graph, list(batch.spans), size, self._sequences(size))
+        self._pool.replay(captured.graph, plan, captured.inputs, (batch.ids, batch.positions, batch.slots))
         return captured.logits[:wanted]
-
-    @property
-    def _scratch_slot(self) -> int:
-        return self._backend.scratch_block * self._block_size
 
     def _size(self, batch: Batch) -> int | None:
         return min((size for size in self._graphs if size >= batch.num_tokens), default=None)
@@ -110,8 +97,7 @@ class MixedGraphs:
         return min(size, self._max_num_seqs)
 
     def _capture_one(self, size: int) -> _Graph:
-        inputs = torch.zeros(3, size, dtype=torch.int64, device=self._model.device)
-        inputs[2] = self._scratch_slot
+        inputs = self._pool.new_inputs(size)
         wanted = torch.zeros(self._sequences(size), dtype=torch.int64, device=self._model.device)
         scratch = (self._backend.scratch_block,) * -(-size // self._block_size)
         wrappers = self._backend.plan_mixed_graph([Span(0, 0, size, scratch)], size, len(wanted))

@@ -135,9 +135,9 @@ class ModelRunner:
             for batch in trial_steps(self._first_chunk, self._block_size, self.limits):
                 if mixed.fits(batch):
                     expected = self._run(batch)
-                    error = float((mixed.run(batch).float() - expected).norm() / expected.norm())
-                    if not error < TRIAL_TOLERANCES[self._dtype]:
-                        raise ValueError(f"logits are off by {error:.1e} with {batch.num_tokens} tokens")
+                    wrong = self._difference(mixed.run(batch).float(), expected, batch.num_tokens)
+                    if wrong is not None:
+                        raise ValueError(f"logits {wrong}")
 
         failed = failure(attempt)
         if failed is None:
@@ -168,10 +168,15 @@ class ModelRunner:
     def _disagreement(self, plain: list[torch.Tensor]) -> str | None:
         """How the trials' logits differ from plain by more than rounding, in words."""
         for count, expected in zip(TRIALS, plain, strict=True):
-            error = float((self._trial(count) - expected).norm() / expected.norm())
-            if not error < TRIAL_TOLERANCES[self._dtype]:
-                return f"are off by {error:.1e} with {count} tokens"
+            wrong = self._difference(self._trial(count), expected, count)
+            if wrong is not None:
+                return wrong
         return None
+
+    def _difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
+        """How logits of a step of count tokens differ from those expected by more than rounding, in words."""
+        error = float((logits - expected).norm() / expected.norm())
+        return None if error < TRIAL_TOLERANCES[self._dtype] else f"are off by {error:.1e} with {count} tokens"
 
     @torch.inference_mode()
     def _largest_step(self, make_backend: Callable[[int], AttentionBackend], config: EngineConfig) -> int:
@@ -225,7 +230,7 @@ class ModelRunner:
     @property
     def graph_replays(self) -> int:
         """CUDA graphs started so far."""
-        return sum(graphs.replays for graphs in (self._graphs, self._mixed_graphs) if graphs is not None)
+        return 0 if self._graphs is None else self._graphs.pool.replays
 
     @property
     def kernels(self) -> str:

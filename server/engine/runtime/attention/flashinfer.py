@@ -122,30 +122,33 @@ class FlashInferBackend(AttentionBackend):
             # One-token sequences come first, a row each.
             if chunks is None or singles:
                 last, rows = (count, slice(None)) if chunks is None else (singles, slice(singles))
-                parts.append((rows, self._plan(kind, wrapper, pages(0, last))))
+                parts.append((rows, self._plan_chunks(kind, wrapper, pages(0, last))))
             if chunks is not None:
-                parts.append((slice(singles, None), self._plan(kind, chunks, pages(singles, count))))
+                parts.append((slice(singles, None), self._plan_chunks(kind, chunks, pages(singles, count))))
         self._write_to(batch.slots)
 
-    def _plan(self, kind: _Kind, wrapper: Any, pages: _Pages, split_keys: bool = True) -> Any:
+    def _plan_chunks(self, kind: _Kind, wrapper: Any, pages: _Pages, split_keys: bool = True) -> Any:
+        tables = pages.rows, pages.starts, pages.blocks, pages.last
+        self._plan(kind, wrapper, tables, split_keys, causal=True)
+        return wrapper
+
+    def _plan(
+        self, kind: _Kind, wrapper: Any, tables: tuple[torch.Tensor, ...], split_keys: bool, **others: Any
+    ) -> None:
         wrapper.plan(
-            pages.rows,
-            pages.starts,
-            pages.blocks,
-            pages.last,
+            *tables,
             kind.heads,
             kind.kv_heads,
             kind.dim,
             self._block_size,
-            causal=True,
             sm_scale=kind.options.scaling,
             window_left=_window_left(kind.options),
             logits_soft_cap=kind.options.softcap,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
             disable_split_kv=not split_keys,
+            **others,
         )
-        return wrapper
 
     def set_up_graphs(self, max_model_len: int, split_keys: bool) -> None:
         """Before the first plan_graph(): how long sequences get, in tokens; whether a sequence's keys may be shared out.
@@ -169,39 +172,28 @@ class FlashInferBackend(AttentionBackend):
 
         The first plan of a size must have size tokens. No sequence is longer than flashinfer_graphs.LONGEST.
         """
-        padding = Span(0, 0, 0, (self.scratch_block,))
-        pages = _pages(spans + [padding] * (sequences - len(spans)), self._block_size)
-        pinned = _Pages(pages.rows.pin_memory(), pages.starts.pin_memory(), pages.blocks, pages.last.pin_memory())
-        pinned.blocks = pages.blocks.pin_memory().to(self._device, non_blocking=True)
+        pages = self._padded_pages(spans, sequences, 0)
+        pages.rows = pages.rows.pin_memory()
         wrappers = self._mixed_graphs.of(size, sequences)
         for kind, wrapper in wrappers.items():
-            self._plan(kind, wrapper, pinned, split_keys=False)
+            self._plan_chunks(kind, wrapper, pages, split_keys=False)
         return wrappers
 
     def plan_graph(self, spans: list[Span], size: int) -> None:
         """Lay out a step of one-token sequences for the graph of size sequences; the rest are padding."""
-        padding = Span(0, 0, 1, (self.scratch_block,))
-        pages = _pages(spans + [padding] * (size - len(spans)), self._block_size)
-        # From other memory than this, or from the host, FlashInfer's copies would wait for the step that is running.
-        starts, last = pages.starts.pin_memory(), pages.last.pin_memory()
-        blocks = pages.blocks.pin_memory().to(self._device, non_blocking=True)
+        pages = self._padded_pages(spans, size, 1)
         wrappers = self._graphs.get(size) or self._new_graph_wrappers(size)
         for kind, wrapper in wrappers.items():
-            wrapper.plan(
-                starts,
-                blocks,
-                last,
-                kind.heads,
-                kind.kv_heads,
-                kind.dim,
-                self._block_size,
-                sm_scale=kind.options.scaling,
-                window_left=_window_left(kind.options),
-                logits_soft_cap=kind.options.softcap,
-                q_data_type=self._dtype,
-                kv_data_type=self._dtype,
-                disable_split_kv=not self._split_keys,
-            )
+            self._plan(kind, wrapper, (pages.starts, pages.blocks, pages.last), self._split_keys)
+
+    def _padded_pages(self, spans: list[Span], sequences: int, tokens: int) -> _Pages:
+        """Pages of so many sequences, those beyond spans of so many tokens in the scratch block."""
+        padding = Span(0, 0, tokens, (self.scratch_block,))
+        pages = _pages(spans + [padding] * (sequences - len(spans)), self._block_size)
+        # From other memory than this, or from the host, FlashInfer's copies would wait for the step that is running.
+        pages.starts, pages.last = pages.starts.pin_memory(), pages.last.pin_memory()
+        pages.blocks = pages.blocks.pin_memory().to(self._device, non_blocking=True)
+        return pages
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions

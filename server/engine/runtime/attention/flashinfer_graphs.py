@@ -22,14 +22,11 @@ class MixedWrappers:
 
     def __init__(self, kinds: list[Any], workspace: torch.Tensor, block_size: int) -> None:
         """kinds: for each size there is a wrapper of each."""
-        self._kinds = kinds
         self._workspace = workspace
         self._block_size = block_size
         self._wrappers: dict[int, dict[Any, Any]] = {}
         # One for all sizes: replays follow one another, each behind its own plan.
-        self._plans = {
-            kind: torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=workspace.device) for kind in self._kinds
-        }
+        self._plans = {kind: torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=workspace.device) for kind in kinds}
 
     def of(self, size: int, sequences: int) -> dict[Any, Any]:
         """Those of the graph of size tokens, always with as many sequences; their first plan must have all its tokens."""
