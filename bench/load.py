@@ -237,7 +237,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ttft-slo", type=float, help="seconds; counted in goodput")
     parser.add_argument("--itl-slo", type=float, help="seconds per token; counted in goodput")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1, help="to send from; one manages some 6000 tokens a second")
+    parser.add_argument("--processes", type=int, default=1, help="to send from; one may be busier than the server")
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--png", type=Path, help="draw it there (needs matplotlib: the extra plots)")
     return parser.parse_args(arguments)
@@ -245,7 +245,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one load and print its summary; returns 1 when no request completed."""
-    from bench.load_processes import run_in_processes
+    from bench.load_processes import run_in_processes  # it imports this module
 
     options = _parse(arguments)
     model = options.model or httpx.get(f"{options.base_url}/v1/models").json()["data"][0]["id"]

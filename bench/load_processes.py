@@ -1,4 +1,4 @@
-"""A load sent from several processes: one of httpx's clients is busy with some 6000 tokens a second.
+"""A load sent from several processes: httpx's clients need more of a processor for a token than the server does.
 
 As a program (python -m bench.load_processes) it is one of them: a Load as JSON on its input, its answers on its output.
 """

@@ -158,7 +158,7 @@ def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int, multiprocessors: int) -> f
     launch, unit, more, early, late, part = _WGMMA_COSTS[wgmma.tokens]
     token_tiles, steps = math.ceil(m / wgmma.tokens), math.ceil(k / 256)
     tiles = math.ceil(n / (wgmma.groups * 64)) * token_tiles
-    unit += more * min(token_tiles - 1, 1 if wgmma.tokens == 256 else token_tiles)
+    unit += more * (token_tiles > 1 if wgmma.tokens == 256 else token_tiles - 1)
     if tiles == wgmma.grid and tiles > multiprocessors:
         return math.ceil(tiles / multiprocessors) * (launch + steps * unit)
     if wgmma.tokens == 256:

@@ -146,6 +146,7 @@ class EngineClient:
                 output = ending or await outputs.get()
                 while output.finish_reason is None and not outputs.empty():
                     later = outputs.get_nowait()
+                    # What came before an end that is not the model's must not be lost with it.
                     if later.finish_reason in ("error", "abort"):
                         ending = later
                         break
