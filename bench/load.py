@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class Load:
     timeout_s: float = 600.0
     poisson: bool = True
     """Whether the open loop's requests arrive at random; else one every 1 / rate seconds."""
+    deal: tuple[int, int] = (0, 1)
+    """(first, step): send requests first, first + step, ... at the times they have among all; concurrency is for these."""
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Answer:
 async def run_load(load: Load, on_done: Callable[[], object] = lambda: None) -> list[Answer]:
     """Send the load and wait for every answer; the result is in the order of sending."""
     draw = random.Random(load.seed)
+    first, step = load.deal
     bodies = [_body(load, draw) for _ in range(load.requests)]
     # httpx goes through all connections of a client for every request: a client for a few of them each.
     count = load.concurrency or 1 if load.rate is None else _OPEN_LOOP_CLIENTS
@@ -91,25 +95,23 @@ async def run_load(load: Load, on_done: Callable[[], object] = lambda: None) -> 
             return answer
 
         if load.rate is not None:
-            gaps = [draw.expovariate(load.rate) if load.poisson else 1 / load.rate for _ in bodies]
-            return await _open_loop(bodies, gaps, send)
-        return await _closed_loop(bodies, count, send)
+            gaps = [draw.expovariate(load.rate) if load.poisson else 1 / load.rate for _ in bodies[1:]]
+            arrivals = list(accumulate(gaps, initial=0.0))
+            return await _open_loop(bodies[first::step], arrivals[first::step], send)
+        return await _closed_loop(bodies[first::step], count, send)
 
 
 _Send = Callable[[int, dict[str, Any]], Awaitable[Answer]]
 """Sends a body by the client of this number."""
 
 
-async def _open_loop(bodies: list[dict[str, Any]], gaps: list[float], send: _Send) -> list[Answer]:
+async def _open_loop(bodies: list[dict[str, Any]], arrivals: list[float], send: _Send) -> list[Answer]:
     async def later(delay: float, client: int, body: dict[str, Any]) -> Answer:
         await asyncio.sleep(delay)
         return await send(client, body)
 
-    arrival, tasks = 0.0, []
-    for index, (body, gap) in enumerate(zip(bodies, gaps, strict=True)):
-        tasks.append(later(arrival, index, body))
-        arrival += gap
-    return list(await asyncio.gather(*tasks))
+    due = enumerate(zip(arrivals, bodies, strict=True))
+    return list(await asyncio.gather(*(later(arrival, index, body) for index, (arrival, body) in due)))
 
 
 async def _closed_loop(bodies: list[dict[str, Any]], concurrency: int, send: _Send) -> list[Answer]:

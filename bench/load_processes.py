@@ -50,27 +50,16 @@ def run_in_processes(load: Load, processes: int, on_done: Callable[[], object] =
 
 
 def _shares(load: Load, processes: int) -> list[Load]:
-    """What each process sends, with prompts of its own: requests, clients and rate are shared out.
+    """What each process sends: the requests are dealt out, with their arrivals, and the clients shared.
 
-    There are fewer where that leaves one without a client. Arrivals one every so often are one process's.
+    There are fewer processes where that leaves one without a client.
     """
-    count = min(processes, load.requests, load.requests if load.rate is not None else load.concurrency or 1)
-    if count <= 1 or (load.rate is not None and not load.poisson):
-        return [load]
+    clients = load.requests if load.rate is not None else load.concurrency or 1
+    count = min(processes, load.requests, clients)
     return [
-        replace(
-            load,
-            requests=_share(load.requests, count, index),
-            concurrency=None if load.concurrency is None else _share(load.concurrency, count, index),
-            rate=None if load.rate is None else load.rate / count,
-            seed=load.seed * count + index,
-        )
+        replace(load, concurrency=clients // count + (index < clients % count), deal=(index, count))
         for index in range(count)
     ]
-
-
-def _share(total: int, count: int, index: int) -> int:
-    return total // count + (index < total % count)
 
 
 def _tell(worker: subprocess.Popen[str], line: str) -> None:

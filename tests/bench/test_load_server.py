@@ -66,6 +66,12 @@ def test_several_processes_send_all_requests(server: RunningServer, load: dict[s
     assert after["nf4_prompt_tokens_total"] - before["nf4_prompt_tokens_total"] == sum(a.prompt_tokens for a in answers)
 
 
+def test_several_processes_keep_the_times_of_one(server: RunningServer) -> None:
+    load = Load(server.base_url, MODEL, 6, rate=4.0, prompt_tokens=(5, 5), answer_tokens=(2, 2), poisson=False)
+    sent = [answer.sent for answer in run_in_processes(load, 3)]
+    assert [later - sent[0] for later in sent] == pytest.approx([0.25 * index for index in range(6)], abs=0.12)
+
+
 def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(RuntimeError, match="exit code 1"):
