@@ -1,4 +1,5 @@
-"""FlashInfer's attention beside the reference in float32: one-token sequences and chunks in one step, shuffled blocks."""
+"""Attention beside the reference in float32: FlashInfer's, of one-token sequences and chunks in one step, and our own, of
+decode steps; shuffled blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import random
 import pytest
 import torch
 
+from server.engine.runtime.attention import flashinfer
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.attention.decode import DecodeAttention
 from server.engine.runtime.attention.factory import long_chunks_kernels
 from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
 from server.engine.runtime.attention.sdpa import SdpaBackend
@@ -75,6 +78,86 @@ def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int]) -> 
             found = attend(tested, layer, query, key, value, options)
             expected = attend(reference, layer, query.float(), key.float(), value.float(), options)
             assert (found - expected).abs().max() < 0.03, f"layer {layer}"
+
+
+CAPPED = AttentionOptions(0.2, window=300, softcap=3.0)
+PLAIN = AttentionOptions(0.09)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype", "lengths"),
+    [
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [1]),
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [255]),
+        (LayerShape(8, 128, 128, 32), PLAIN, torch.bfloat16, [9000]),
+        (LayerShape(8, 128, 128, 64), CAPPED, torch.bfloat16, [6000, 1, 300, 301, 299]),
+        (LayerShape(3, 64, 64, 9), PLAIN, torch.bfloat16, [*range(1, 140, 5), 1024, 80, 81, 64, 65, 3000]),
+        (LayerShape(2, 256, 256, 10), CAPPED, torch.float16, [17, 1000, 16]),
+        (LayerShape(1, 128, 128, 48), PLAIN, torch.float16, [700, 20]),
+        (LayerShape(16, 128, 128, 16), AttentionOptions(0.1, window=1), torch.bfloat16, [500, 3]),
+    ],
+)
+def test_a_decode_step_attends_as_the_reference(
+    shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int]
+) -> None:
+    spans, used = shuffled(lengths)
+    kinds = [AttentionOptions(1.0, window=77), options]
+    decode = DecodeAttention([shape, shape], kinds, BLOCK, len(lengths), max(len(s.blocks) for s in spans), DEVICE)
+    reference = SdpaBackend([shape], used, BLOCK, torch.float32, DEVICE)
+    # What is not yet written is not a number, here and in memory that the kernel uses for itself.
+    cache = torch.full((used, 2, BLOCK, shape.kv_heads, shape.key_dim), torch.nan, dtype=dtype, device=DEVICE)
+    partials = decode._partials
+    for buffer in (partials.sums, partials.weights):
+        buffer.fill_(torch.nan)
+    for span in spans:
+        for place in range(span.start):
+            cache[span.blocks[place // BLOCK], :, place % BLOCK].normal_()
+    reference._keys[0].copy_(cache[:, 0].nan_to_num())
+    reference._values[0].copy_(cache[:, 1].nan_to_num())
+    count = len(lengths)
+    # Of different strides, as views of what a projection gave.
+    heads = shape.heads + 2 * shape.kv_heads
+    rows = torch.randn(count, heads, shape.key_dim, device=DEVICE).to(dtype)
+    query, key, value = rows.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+    slots = torch.tensor([s.blocks[-1] * BLOCK + s.start % BLOCK for s in spans], device=DEVICE)
+    reference.begin(Batch(slots, slots, slots, slots, tuple(spans), count))
+    expected = reference.attend(0, query.float(), key.float(), value.float(), options)
+    decode.plan(spans)
+    found = decode.attend(cache, query, key, value, options)
+    assert (found - expected).abs().max() < (0.03 if dtype is torch.bfloat16 else 0.005)
+    assert torch.equal(cache.transpose(1, 2).flatten(0, 1)[slots], torch.stack((key, value), 1))
+    assert not partials.arrived.any()
+    for _ in range(20):
+        assert torch.equal(decode.attend(cache, query, key, value, options), found)
+
+
+def shuffled(lengths: list[int]) -> tuple[list[Span], int]:
+    """Decode steps of sequences of so many tokens in blocks of no order, and how many blocks there are."""
+    counts = [-(-length // BLOCK) for length in lengths]
+    blocks = list(range(sum(counts)))
+    random.Random(2).shuffle(blocks)
+    free = iter(blocks)
+    return [
+        Span(row, length - 1, 1, tuple(itertools.islice(free, count)))
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
+    ], len(blocks)
+
+
+def test_a_decode_kernel_that_differs_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes = [LayerShape(2, 128, 128, 8)] * 2
+    backend = FlashInferBackend(shapes, OPTIONS, 40, BLOCK, torch.bfloat16, DEVICE)
+    backend.set_up_graphs(640, 4, split_keys=True)
+    assert backend._decode is not None
+    backend = FlashInferBackend(shapes, OPTIONS, 40, BLOCK, torch.bfloat16, DEVICE)
+    monkeypatch.setattr(flashinfer, "disagreement", lambda *_: "outputs are off by 1.0")
+    backend.set_up_graphs(640, 4, split_keys=True)
+    assert backend._decode is None
+    assert "decode steps attend by FlashInfer's kernels, more slowly" in caplog.text
+    backend.plan_graph([Span(0, 5, 1, (0,))], 4)
+    backend.begin_graph(torch.zeros(4, dtype=torch.int64, device=DEVICE))
+    assert backend._parts
 
 
 def attend(

@@ -114,11 +114,9 @@ class ModelRunner:
                     self._clock,
                     self.adapters.slots if self.adapters else 0,
                 )
-                self._backend.set_up_graphs(self.limits.max_model_len, split_keys=not config.batch_invariant)
-                self._graphs.capture(
-                    [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, self._device)),
-                    progress,
-                )
+                sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, self._device))
+                self._backend.set_up_graphs(self.limits.max_model_len, max(sizes), not config.batch_invariant)
+                self._graphs.capture(sizes, progress)
             if isinstance(self._backend, FlashInferBackend | PagedCpuBackend):
                 compiled = self._compile_layers(progress)
                 if compiled and self._graphs is not None and not config.batch_invariant:

@@ -1,36 +1,37 @@
 """FlashInfer's paged attention for CUDA: a plan per step and kind of layer, a launch per layer.
 
-FA2 kernels; prompts' chunks may go to others (FA3), in a launch beside that of the one-token sequences.
+FA2 kernels; prompts' chunks may go to others (FA3), in a launch beside that of the one-token sequences. Graphs of decode
+steps attend by our own kernel (decode.py).
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
-from server.engine.runtime.attention.flashinfer_graphs import MixedWrappers
+from server.engine.runtime.attention.decode import DecodeAttention, disagreement
+from server.engine.runtime.attention.flashinfer_graphs import (
+    QUERIES_PER_BLOCK,
+    DecodeWrappers,
+    Kind,
+    MixedWrappers,
+    partial_bytes,
+    workspace,
+)
 from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.trials import failure
 
-# FlashInfer's launches fill the device with two blocks a processor, of at most this many queries each.
+logger = logging.getLogger(__name__)
+
+# FlashInfer's launches fill the device with two blocks a processor.
 _BLOCKS_PER_PROCESSOR = 2
-_QUERIES_PER_BLOCK = 128
-_SLACK_BYTES = 16 * 2**20
 LONG_CHUNKS = 256
 """From so many tokens in a step's chunks on they are worth a launch of their own, by other kernels."""
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Layers that attend alike share a plan."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    options: AttentionOptions
 
 
 @dataclass
@@ -82,16 +83,17 @@ class FlashInferBackend(AttentionBackend):
             torch.zeros(num_blocks + 1, 2, block_size, s.kv_heads, s.key_dim, dtype=dtype, device=device)
             for s in shapes
         ]
-        self._kinds = [_Kind(s.heads, s.kv_heads, s.key_dim, o) for s, o in zip(shapes, options, strict=True)]
+        self._kinds = [Kind(s.heads, s.kv_heads, s.key_dim, o) for s, o in zip(shapes, options, strict=True)]
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._workspace = self._room(
+        self._workspace = workspace(
             max(
-                _partial_bytes(kind, max(1, _BLOCKS_PER_PROCESSOR * processors // kind.kv_heads) * _QUERIES_PER_BLOCK)
+                partial_bytes(kind, max(1, _BLOCKS_PER_PROCESSOR * processors // kind.kv_heads) * QUERIES_PER_BLOCK)
                 for kind in self._kinds
-            )
+            ),
+            device,
         )
 
-        def wrappers(kinds: list[_Kind], backend: str) -> dict[_Kind, Any]:
+        def wrappers(kinds: list[Kind], backend: str) -> dict[Kind, Any]:
             return {
                 kind: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend) for kind in kinds
             }
@@ -99,12 +101,14 @@ class FlashInferBackend(AttentionBackend):
         kinds = list(dict.fromkeys(self._kinds))
         self._mixed = wrappers(kinds, "fa2")
         self._long = wrappers([kind for kind in kinds if is_plain(kind.options)], long_chunks) if long_chunks else {}
-        self._graphs: dict[int, dict[_Kind, Any]] = {}
+        self._shapes, self._options = shapes, options
+        self._decode: DecodeAttention | None = None
+        self._decode_graphs = DecodeWrappers(kinds, self._workspace, num_blocks)
         self._mixed_graphs = MixedWrappers(kinds, self._workspace, block_size)
         self._split_keys = True
-        self._most_blocks = num_blocks
-        self._parts: dict[_Kind, list[_Part]] = {}
+        self._parts: dict[Kind, list[_Part]] = {}
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._newest_only: DecodeAttention | None = None
         self._next_layer = 0
 
     def begin(self, batch: Batch) -> None:
@@ -127,13 +131,13 @@ class FlashInferBackend(AttentionBackend):
                 parts.append((slice(singles, None), self._plan_chunks(kind, chunks, pages(singles, count))))
         self._write_to(batch.slots)
 
-    def _plan_chunks(self, kind: _Kind, wrapper: Any, pages: _Pages, split_keys: bool = True) -> Any:
+    def _plan_chunks(self, kind: Kind, wrapper: Any, pages: _Pages, split_keys: bool = True) -> Any:
         tables = pages.rows, pages.starts, pages.blocks, pages.last
         self._plan(kind, wrapper, tables, split_keys, causal=True)
         return wrapper
 
     def _plan(
-        self, kind: _Kind, wrapper: Any, tables: tuple[torch.Tensor, ...], split_keys: bool, **others: Any
+        self, kind: Kind, wrapper: Any, tables: tuple[torch.Tensor, ...], split_keys: bool, **others: Any
     ) -> None:
         wrapper.plan(
             *tables,
@@ -150,22 +154,41 @@ class FlashInferBackend(AttentionBackend):
             **others,
         )
 
-    def set_up_graphs(self, max_model_len: int, split_keys: bool) -> None:
-        """Before the first plan_graph(): how long sequences get, in tokens; whether a sequence's keys may be shared out.
+    def set_up_graphs(self, max_model_len: int, sequences: int, split_keys: bool) -> None:
+        """Before the first plan_graph(): how long sequences get, in tokens; how many a graph has at most.
 
-        Sharing keys out among blocks of the device goes by how many and how long the step's sequences are.
+        split_keys: whether a sequence's keys may be shared out among blocks of the device, which goes by how many and how
+        long the step's sequences are. Then our own kernel attends, if it computes what FlashInfer's compute.
         """
-        self._most_blocks = -(-max_model_len // self._block_size)
+        most_blocks = -(-max_model_len // self._block_size)
         self._split_keys = split_keys
+        self._decode_graphs = DecodeWrappers(list(self._mixed), self._workspace, most_blocks)
+        if split_keys:
+            failed = failure(lambda: self._load_decode(sequences, most_blocks))
+            if failed is not None:
+                logger.warning("decode steps attend by FlashInfer's kernels, more slowly: our own fails: %s", failed)
+
+    def _load_decode(self, sequences: int, most_blocks: int) -> None:
+        """Use our own kernel for graphs; raises what it raises, and ValueError if it computes something else."""
+        decode = DecodeAttention(self._shapes, self._options, self._block_size, sequences, most_blocks, self._device)
+        for kind in self._mixed:
+            layer = self._kinds.index(kind)
+            wrong = disagreement(decode, self, self._cache[layer], layer, self._shapes[layer], kind.options)
+            if wrong is not None:
+                raise ValueError(wrong)
+        self._decode = decode
 
     def begin_graph(self, slots: torch.Tensor, wrappers: dict[Any, Any] | None = None) -> None:
         """Make attend() use a graph's plan: that for len(slots) one-token sequences, or what plan_mixed_graph() gave.
 
         slots is the buffer the graph will read.
         """
-        wrappers = self._graphs[slots.shape[0]] if wrappers is None else wrappers
-        self._parts = {kind: [(slice(None), wrapper)] for kind, wrapper in wrappers.items()}
         self._write_to(slots)
+        if wrappers is None and self._decode is not None:
+            self._newest_only = self._decode
+            return
+        wrappers = self._decode_graphs.of(slots.shape[0]) if wrappers is None else wrappers
+        self._parts = {kind: [(slice(None), wrapper)] for kind, wrapper in wrappers.items()}
 
     def plan_mixed_graph(self, spans: list[Span], size: int, sequences: int) -> dict[Any, Any]:
         """Lay out a step for the graph of size tokens and so many sequences; gives begin_graph()'s wrappers.
@@ -181,15 +204,19 @@ class FlashInferBackend(AttentionBackend):
 
     def plan_graph(self, spans: list[Span], size: int) -> None:
         """Lay out a step of one-token sequences for the graph of size sequences; the rest are padding."""
+        if self._decode is not None:
+            self._decode.plan(self._padded(spans, size, 1))
+            return
         pages = self._padded_pages(spans, size, 1)
-        wrappers = self._graphs.get(size) or self._new_graph_wrappers(size)
-        for kind, wrapper in wrappers.items():
+        for kind, wrapper in self._decode_graphs.of(size).items():
             self._plan(kind, wrapper, (pages.starts, pages.blocks, pages.last), self._split_keys)
 
+    def _padded(self, spans: list[Span], sequences: int, tokens: int) -> list[Span]:
+        """So many sequences, those beyond spans of so many tokens in the scratch block."""
+        return spans + [Span(0, 0, tokens, (self.scratch_block,))] * (sequences - len(spans))
+
     def _padded_pages(self, spans: list[Span], sequences: int, tokens: int) -> _Pages:
-        """Pages of so many sequences, those beyond spans of so many tokens in the scratch block."""
-        padding = Span(0, 0, tokens, (self.scratch_block,))
-        pages = _pages(spans + [padding] * (sequences - len(spans)), self._block_size)
+        pages = _pages(self._padded(spans, sequences, tokens), self._block_size)
         # From other memory than this, or from the host, FlashInfer's copies would wait for the step that is running.
         pages.starts, pages.last = pages.starts.pin_memory(), pages.last.pin_memory()
         pages.blocks = pages.blocks.pin_memory().to(self._device, non_blocking=True)
@@ -199,6 +226,9 @@ class FlashInferBackend(AttentionBackend):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         cache = self._cache[layer]
+        if self._newest_only is not None:
+            self._next_layer = layer + 1
+            return self._newest_only.attend(cache, query, key, value, self._kinds[layer].options)
         self._write_kv(cache, key, value, self._slots)
         self._next_layer = layer + 1
         query = query.contiguous()
@@ -211,51 +241,10 @@ class FlashInferBackend(AttentionBackend):
         layer = self._next_layer
         return self.attend(layer, query, key, value, self._kinds[layer].options)
 
-    def _room(self, partial_bytes: int) -> torch.Tensor:
-        return torch.zeros(partial_bytes + _SLACK_BYTES, dtype=torch.uint8, device=self._device)
-
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots
+        self._newest_only = None
         self._next_layer = 0
-
-    def _new_graph_wrappers(self, size: int) -> dict[_Kind, Any]:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
-        def buffer(length: int) -> torch.Tensor:
-            return torch.zeros(length, dtype=torch.int32, device=self._device)
-
-        # The largest graph comes first; the others share what it needed.
-        need = max(_partial_bytes(kind, _graph_rows(kind, size)) for kind in self._kinds)
-        if need > self._workspace.numel():
-            self._workspace = self._room(need)
-        tables = buffer(size * self._most_blocks)
-        self._graphs[size] = {
-            kind: BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
-                "NHD",
-                use_cuda_graph=True,
-                use_tensor_cores=True,
-                paged_kv_indptr_buffer=buffer(size + 1),
-                # Sequences share blocks, so their tables together may name more than there are.
-                paged_kv_indices_buffer=tables,
-                paged_kv_last_page_len_buffer=buffer(size),
-                backend="fa2",
-            )
-            for kind in self._mixed
-        }
-        return self._graphs[size]
-
-
-def _partial_bytes(kind: _Kind, rows: int) -> int:
-    """What rows of queries need whose keys are shared out: float32 outputs and a sum for each head."""
-    return rows * kind.heads * (kind.dim + 1) * 4
-
-
-def _graph_rows(kind: _Kind, size: int) -> int:
-    """Rows of queries for which a graph of size sequences makes room; its blocks take 16, 64 or 128 of them."""
-    group = kind.heads // kind.kv_heads
-    tile = 16 if group <= 16 else 64 if group <= 64 else _QUERIES_PER_BLOCK
-    return (-(-size * group // tile) + size) * tile
 
 
 def is_plain(options: AttentionOptions) -> bool:

@@ -1,0 +1,270 @@
+"""One launch that attends for one new token of each sequence, and puts its key and value into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from server.engine.runtime.attention.base import AttentionOptions
+
+# Keys that a program has in hand at once, its warps, how many such tiles are on their way.
+_TILE = 64
+_WARPS = 4
+_STAGES = 2
+
+
+class Partials:
+    """Device memory for what the parts of a sequence's keys give, until the last of them has added it up."""
+
+    def __init__(self, items: int, kv_heads: int, heads: int, dim: int, device: torch.device) -> None:
+        self.sums = torch.empty(items * heads * dim, dtype=torch.float32, device=device)
+        self.weights = torch.empty(items * heads * 2, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(items * kv_heads, dtype=torch.int32, device=device)
+
+
+def attend_newest(
+    cache: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    numbers: torch.Tensor,
+    first: int,
+    counted: int,
+    items: int,
+    partials: Partials,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Attention [T, heads, dim] of T sequences' newest tokens, whose keys and values go to cache.
+
+    cache [blocks, 2, block_size, kv_heads, dim], contiguous; query [T, heads, dim], key and value [T, kv_heads, dim] of
+    its dtype, any strides with a contiguous last dimension; numbers int32, decode.Plan's: how many of at most so many
+    items there are is at counted, they are from first on.
+    """
+    tokens, heads, dim = query.shape
+    kv_heads, block_size = key.shape[1], cache.shape[2]
+    out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
+    overlap = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
+    _attend[(items, kv_heads)](
+        cache,
+        query,
+        key,
+        value,
+        out,
+        numbers,
+        numbers[first:],
+        partials.sums,
+        partials.weights,
+        partials.arrived,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        options.scaling * _LOG2_E,
+        counted,
+        kv_heads,
+        heads // kv_heads,
+        max(16, triton.next_power_of_2(heads // kv_heads)),
+        triton.next_power_of_2(heads // kv_heads),
+        dim,
+        block_size,
+        0.0 if options.softcap is None else options.softcap * _LOG2_E,
+        _TILE,
+        _STAGES,
+        overlap,
+        num_warps=_WARPS,
+        launch_pdl=overlap,
+    )
+    return out
+
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    cache,
+    query,
+    key,
+    value,
+    out,
+    numbers,
+    items,
+    sums,
+    weights,
+    arrived,
+    query_token,
+    query_head,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    scale,
+    counted: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    rows: tl.constexpr,
+    few: tl.constexpr,
+    dim: tl.constexpr,
+    block_size: tl.constexpr,
+    cap: tl.constexpr,
+    tile: tl.constexpr,
+    stages: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    # One program a part of a sequence's keys and a key head, with all query heads that share it.
+    if overlap:  # see server/engine/runtime/launches.py
+        tl.extra.cuda.gdc_launch_dependents()
+    item, head = tl.program_id(0), tl.program_id(1)
+    row, begin, end, newest = _four(items + item * 8)
+    first, parts, blocks, _ = _four(items + item * 8 + 4)
+    blocks += tl.load(numbers)
+    if item >= tl.load(numbers + counted):
+        return
+    # The newest key may not be in the cache yet.
+    old = tl.minimum(end, newest)
+    column = tl.arange(0, dim)
+    width: tl.constexpr = kv_heads * dim
+    pages = cache + head * dim
+    table = numbers + blocks
+    # Older keys lie there since earlier steps: the first come before the launch in front has ended.
+    k, v, inside = _tile(pages, table, begin, old, width, dim, block_size, tile)
+    if overlap:
+        tl.extra.cuda.gdc_wait()
+    line = tl.arange(0, rows)
+    real = line < group
+    heads = head * group + line
+    at_query = row.to(tl.int64) * query_token + heads[:, None] * query_head + column[None, :]
+    q = tl.load(query + at_query, mask=real[:, None], other=0.0)
+    k_new = tl.load(key + row.to(tl.int64) * key_token + head * key_head + column)
+    v_new = tl.load(value + row.to(tl.int64) * value_token + head * value_head + column)
+    last = end > newest
+    block = tl.load(table + newest // block_size).to(tl.int64)
+    place = pages + (block * 2 * block_size + newest % block_size) * width + column
+    tl.store(place, k_new, mask=(column < dim) & last)
+    tl.store(place + block_size * width, v_new, mask=(column < dim) & last)
+    own = _scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap)
+    best = tl.where(last, own, -1e38)
+    weight = tl.zeros([rows], tl.float32) + tl.where(last, 1.0, 0.0)
+    acc = tl.zeros([rows, dim], tl.float32) + tl.where(last, v_new.to(tl.float32), 0.0)[None, :]
+    acc, best, weight = _taken(acc, best, weight, q, k, v, inside, scale, cap)
+    for start in tl.range(begin + tile, old, tile, num_stages=stages):
+        k, v, inside = _tile(pages, table, start, old, width, dim, block_size, tile)
+        acc, best, weight = _taken(acc, best, weight, q, k, v, inside, scale, cap)
+    to_out = out + (row.to(tl.int64) * kv_heads + head) * group * dim
+    if parts == 1:
+        result = (acc / weight[:, None]).to(out.dtype.element_ty)
+        tl.store(to_out + line[:, None] * dim + column[None, :], result, mask=real[:, None])
+    else:
+        each = (item * kv_heads + head) * group + line
+        tl.store(sums + each[:, None] * dim + column[None, :], acc, mask=real[:, None])
+        tl.store(weights + each * 2, best, mask=real)
+        tl.store(weights + each * 2 + 1, weight, mask=real)
+        tl.debug_barrier()
+        counter = arrived + first * kv_heads + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            tl.store(counter, 0)
+            _add_up(to_out, sums, weights, first, parts, head, kv_heads, group, few, dim)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(  # type: ignore[no-untyped-def]
+    pages,
+    table,
+    begin,
+    end,
+    width: tl.constexpr,
+    dim: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Keys and values from begin on, zeros from end on, and which are in front of end."""
+    at = begin + tl.arange(0, tile)
+    inside = at < end
+    block = tl.load(table + at // block_size, mask=inside, other=0).to(tl.int64)
+    place = pages + ((block * 2 * block_size + at % block_size) * width)[:, None] + tl.arange(0, dim)[None, :]
+    k = tl.load(place, mask=inside[:, None], other=0.0)
+    v = tl.load(place + block_size * width, mask=inside[:, None], other=0.0)
+    return k, v, inside
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _taken(acc, best, weight, q, k, v, inside, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weighted sums, greatest scores and sums of weights with a tile of keys added."""
+    scores = _scores(tl.dot(q, tl.trans(k)), scale, cap)
+    scores = tl.where(inside[None, :], scores, -float("inf"))
+    higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e38)
+    shrink = tl.exp2(best - higher)
+    p = tl.exp2(scores - higher[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    return acc, higher, weight * shrink + tl.sum(p, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up(  # type: ignore[no-untyped-def]
+    out,
+    sums,
+    weights,
+    first,
+    parts,
+    head,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    few: tl.constexpr,
+    dim: tl.constexpr,
+):
+    """Add up all parts of a sequence's keys, in their order."""
+    line = tl.arange(0, few)
+    place = (first * kv_heads + head) * group + line
+    sums += place[:, None] * dim + tl.arange(0, dim)[None, :]
+    weights += place * 2
+    real = line < group
+    step: tl.constexpr = kv_heads * group
+    acc, best, weight = _part(sums, weights, 0, 0, real, step, dim)
+    for part in tl.range(0, parts, 8):
+        # Eight at once, which wait for the memory together.
+        part_0 = _part(sums, weights, part, parts, real, step, dim)
+        part_1 = _part(sums, weights, part + 1, parts, real, step, dim)
+        part_2 = _part(sums, weights, part + 2, parts, real, step, dim)
+        part_3 = _part(sums, weights, part + 3, parts, real, step, dim)
+        part_4 = _part(sums, weights, part + 4, parts, real, step, dim)
+        part_5 = _part(sums, weights, part + 5, parts, real, step, dim)
+        part_6 = _part(sums, weights, part + 6, parts, real, step, dim)
+        part_7 = _part(sums, weights, part + 7, parts, real, step, dim)
+        four = _both(_both(part_0, part_1), _both(part_2, part_3))
+        eight = _both(four, _both(_both(part_4, part_5), _both(part_6, part_7)))
+        acc, best, weight = _both((acc, best, weight), eight)
+    result = (acc / tl.where(real, weight, 1.0)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + line[:, None] * dim + tl.arange(0, dim)[None, :], result, mask=real[:, None])
+
+
+@triton.jit
+def _both(a, b):  # type: ignore[no-untyped-def]
+    """Two parts of the same keys' weighted sums, greatest scores and sums of weights as one."""
+    best = tl.maximum(a[1], b[1])
+    of_a, of_b = tl.exp2(a[1] - best), tl.exp2(b[1] - best)
+    return a[0] * of_a[:, None] + b[0] * of_b[:, None], best, a[2] * of_a + b[2] * of_b
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _part(sums, weights, part, parts, real, step: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a part gave; nothing beyond the last one."""
+    real = real & (part < parts)
+    acc = tl.load(sums + part * step * dim, mask=real[:, None], other=0.0, cache_modifier=".cg")
+    best = tl.load(weights + part * step * 2, mask=real, other=-1e38, cache_modifier=".cg")
+    weight = tl.load(weights + part * step * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+    return acc, best, weight
+
+
+@triton.jit
+def _four(place):  # type: ignore[no-untyped-def]
+    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(products, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores times log2(e), capped where cap is not 0: the cap times log2(e)."""
+    scores = products * scale
+    if cap != 0:
+        # tanh
+        scores = cap - 2 * cap / (tl.exp2(2 * 1.4426950408889634 / cap * scores) + 1)
+    return scores
