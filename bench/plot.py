@@ -1,6 +1,7 @@
-"""Plots bench/results/kernels-*.json: python -m bench.plot [FILE]; the PNG goes into docs/. Needs the extra "plots".
+"""Plots bench/results/kernels-*.json and e2e-*.json: python -m bench.plot [FILE ...]; PNGs go into docs/. Extra "plots".
 
-Time of a linear layer over the floor, by the number of tokens, for the large projections of three models.
+Time of a linear layer over the floor, by the number of tokens, for the large projections of three models; tokens per
+second of whole models, by the number of sequences.
 """
 
 from __future__ import annotations
@@ -23,8 +24,39 @@ SERIES = (
 )
 
 
-def plot(report: dict[str, Any], target: Path) -> None:
-    """Write the PNG, a panel a projection."""
+ENGINES = (
+    ("ours_tok_s", "nf4-server", "tab:blue"),
+    ("hf_generate_batch_tok_s", "transformers generate_batch + bitsandbytes", "tab:orange"),
+    ("hf_generate_tok_s", "transformers generate + bitsandbytes", "tab:red"),
+)
+
+
+def plot_engines(report: dict[str, Any], target: Path) -> None:
+    """Write the PNG of tokens per second in decode steps, a panel a model."""
+    rows = [r for r in report["rows"] if r["mode"] == "decode"]
+    models = sorted({r["model"] for r in rows})
+    figure, axes = plt.subplots(1, len(models), figsize=(13, 3.6), sharex=True, sharey=True, squeeze=False)
+    for axis, model in zip(axes.flat, models, strict=True):
+        chosen = sorted((r for r in rows if r["model"] == model), key=lambda r: r["batch"])
+        for key, name, color in ENGINES:
+            points = [(r["batch"], r[key]) for r in chosen if r.get(key)]
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=name)
+        axis.set_title(model, fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1, 8, 32, 128], labels=["1", "8", "32", "128"])
+        axis.set_yscale("log")
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    figure.supxlabel("sequences", y=0.1, fontsize=10)
+    figure.supylabel("tokens per second", fontsize=10)
+    figure.suptitle(f"Decoding with random NF4 weights on {report['device']}, 128 tokens in and out", fontsize=11)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=len(ENGINES), frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(target, dpi=110)
+
+
+def plot_kernels(report: dict[str, Any], target: Path) -> None:
+    """Write the PNG of linear layers, a panel a projection."""
     rows = [r for r in report["rows"] if r["op"] == "linear" and r["N"] * r["K"] >= LARGE]
     shapes = sorted({(r["model"], r["N"], r["K"]) for r in rows})
     figure, axes = plt.subplots(2, -(-len(shapes) // 2), figsize=(13, 6), sharex=True, sharey=True)
@@ -52,12 +84,13 @@ def plot(report: dict[str, Any], target: Path) -> None:
 
 
 def main() -> int:
-    """Plot the file given, or the H200's; returns the exit status."""
+    """Plot the files given, or the H200's; returns the exit status."""
     mpl.use("Agg")
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "kernels-nvidia-h200.json"
-    target = ROOT / "docs" / source.with_suffix(".png").name
-    plot(json.loads(source.read_text()), target)
-    print(target)
+    for source in map(Path, sys.argv[1:] or (RESULTS / f"{name}-nvidia-h200.json" for name in ("kernels", "e2e"))):
+        target = ROOT / "docs" / source.with_suffix(".png").name
+        draw = plot_engines if source.name.startswith("e2e-") else plot_kernels
+        draw(json.loads(source.read_text()), target)
+        print(target)
     return 0
 
 
