@@ -25,7 +25,7 @@ def test_sigterm_lets_all_streams_end() -> None:
 
 
 def test_overload_is_refused_and_does_not_slow_the_accepted() -> None:
-    found = overload(10.0)
+    found = overload(5.0, slots=4)
     # The ratio of waiting times needs quiet cores: bench.faults judges it.
     assert found["refused"] > found["accepted"] > 0, found
     assert not found["other_endings"], found
