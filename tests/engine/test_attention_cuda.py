@@ -14,6 +14,7 @@ from server.engine.runtime.attention.base import AttentionBackend, AttentionOpti
 from server.engine.runtime.attention.decode import DecodeAttention
 from server.engine.runtime.attention.factory import long_chunks_kernels
 from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
+from server.engine.runtime.attention.flashinfer_graphs import Kind
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span
 
@@ -101,8 +102,8 @@ def test_a_decode_step_attends_as_the_reference(
     shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int]
 ) -> None:
     spans, used = shuffled(lengths)
-    kinds = [AttentionOptions(1.0, window=77), options]
-    decode = DecodeAttention([shape, shape], kinds, BLOCK, len(lengths), max(len(s.blocks) for s in spans), DEVICE)
+    kinds = [Kind(shape.heads, shape.kv_heads, shape.key_dim, o) for o in (AttentionOptions(1.0, window=77), options)]
+    decode = DecodeAttention(kinds, len(lengths), max(len(s.blocks) for s in spans), DEVICE)
     reference = SdpaBackend([shape], used, BLOCK, torch.float32, DEVICE)
     # What is not yet written is not a number, here and in memory that the kernel uses for itself.
     cache = torch.full((used, 2, BLOCK, shape.kv_heads, shape.key_dim), torch.nan, dtype=dtype, device=DEVICE)

@@ -41,7 +41,7 @@ from server.engine.runtime.projections import replace_projections, weight_bytes
 from server.engine.runtime.prompt_scores import score_prompts
 from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits, sample
 from server.engine.runtime.succession import link_products
-from server.engine.runtime.trials import failure
+from server.engine.runtime.trials import failure, relative_error
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence
 from server.types import GenerateRequest, SamplingParams
@@ -173,7 +173,7 @@ class ModelRunner:
 
     def _difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
         """How logits of a step of count tokens differ from those expected by more than rounding, in words."""
-        error = float((logits - expected).norm() / expected.norm())
+        error = relative_error(logits, expected)
         return None if error < TRIAL_TOLERANCES[self._dtype] else f"are off by {error:.1e} with {count} tokens"
 
     @torch.inference_mode()

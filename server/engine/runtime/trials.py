@@ -25,6 +25,11 @@ def failure(attempt: Callable[[], object]) -> str | None:
     return None
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far found is from expected in the norm of all elements, in times expected's."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
 def summary(error: BaseException) -> str:
     """The line of an error's message that says most: a compiler's first error, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -6,12 +6,14 @@ these are bound by nothing but latency.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
+from server.engine.runtime.attention.flashinfer_graphs import Kind
 from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.trials import relative_error
 
 SMALLEST_PART = 64
 """A sequence's keys are shared out only in parts of at least so many: adding parts up takes longer than these few."""
@@ -77,21 +79,19 @@ class DecodeAttention:
 
     def __init__(
         self,
-        shapes: list[LayerShape],
-        options: list[AttentionOptions],
-        block_size: int,
+        kinds: Collection[Kind],
         largest: int,
         most_blocks: int,
         device: torch.device,
     ) -> None:
-        """largest: the most sequences of a step; most_blocks: of each."""
+        """kinds: the layers'. largest: the most sequences of a step; most_blocks: of each."""
         # Triton is not there without CUDA.
         from server.engine.runtime.attention.decode_kernel import Partials, attend_newest
 
         self._attend: Callable[..., torch.Tensor] = attend_newest
-        self._windows = list(dict.fromkeys(option.window for option in options))
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-        self._spare = -(-_SPARE * processors // min(shape.kv_heads for shape in shapes))
+        self._windows = list(dict.fromkeys(kind.options.window for kind in kinds))
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._spare = -(-_SPARE * processors // min(kind.kv_heads for kind in kinds))
         if len(self._windows) >= HEADER:
             raise ValueError(f"layers have {len(self._windows)} different windows")
         items = largest + self._spare
@@ -99,18 +99,16 @@ class DecodeAttention:
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
         self._partials = Partials(
             items,
-            max(shape.kv_heads for shape in shapes),
-            max(shape.heads for shape in shapes),
-            max(shape.key_dim for shape in shapes),
+            max(kind.kv_heads for kind in kinds),
+            max(kind.heads for kind in kinds),
+            max(kind.dim for kind in kinds),
             device,
         )
 
     def plan(self, spans: Sequence[Span]) -> None:
         """Lay out a step; spans are as many as the graph's sequences."""
         # From other memory than this the copy would wait for the step that is running.
-        numbers = torch.tensor(
-            layout(spans, self._windows, self._spare), dtype=torch.int32, pin_memory=self._numbers.is_cuda
-        )
+        numbers = torch.tensor(layout(spans, self._windows, self._spare), dtype=torch.int32, pin_memory=True)
         self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
 
     def attend(
@@ -136,8 +134,7 @@ def disagreement(
     reference: AttentionBackend,
     cache: torch.Tensor,
     layer: int,
-    shape: LayerShape,
-    options: AttentionOptions,
+    kind: Kind,
 ) -> str | None:
     """How a step in reference's cache differs from what reference computes there, in words; leaves zeros in the cache.
 
@@ -154,18 +151,18 @@ def disagreement(
             used = own.stop
 
     def made(heads: int) -> torch.Tensor:
-        return torch.randn(len(spans), heads, shape.key_dim, dtype=cache.dtype, device=cache.device)
+        return torch.randn(len(spans), heads, kind.dim, dtype=cache.dtype, device=cache.device)
 
-    query, key, value = made(shape.heads), made(shape.kv_heads), made(shape.kv_heads)
+    query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
     cache[:used].normal_()
     decode.plan(spans)
-    found = decode.attend(cache, query, key, value, options)
+    found = decode.attend(cache, query, key, value, kind.options)
     slots = torch.tensor([s.blocks[-1] * block_size + s.start % block_size for s in spans], device=cache.device)
     written = cache.transpose(1, 2).flatten(0, 1)[slots]
     reference.begin(Batch(slots, slots, slots, slots, tuple(spans), len(spans)))
-    expected = reference.attend(layer, query, key, value, options)
+    expected = reference.attend(layer, query, key, value, kind.options)
     cache[:used].zero_()
     if not torch.equal(written, torch.stack((key, value), 1)):
         return "other keys and values are in the cache"
-    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    error = relative_error(found, expected)
     return None if error < _TOLERANCE else f"outputs are off by {error:.1e}"

@@ -38,13 +38,13 @@ def attend_newest(
     """Attention [T, heads, dim] of T sequences' newest tokens, whose keys and values go to cache.
 
     cache [blocks, 2, block_size, kv_heads, dim], contiguous; query [T, heads, dim], key and value [T, kv_heads, dim] of
-    its dtype, any strides with a contiguous last dimension; numbers int32, decode.Plan's: how many of at most so many
+    its dtype, any strides with a contiguous last dimension; numbers int32, decode.layout(): how many of at most so many
     items there are is at counted, they are from first on.
     """
     tokens, heads, dim = query.shape
     kv_heads, block_size = key.shape[1], cache.shape[2]
     out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
-    overlap = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
+    overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
     _attend[(items, kv_heads)](
         cache,
         query,

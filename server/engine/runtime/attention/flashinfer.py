@@ -101,7 +101,6 @@ class FlashInferBackend(AttentionBackend):
         kinds = list(dict.fromkeys(self._kinds))
         self._mixed = wrappers(kinds, "fa2")
         self._long = wrappers([kind for kind in kinds if is_plain(kind.options)], long_chunks) if long_chunks else {}
-        self._shapes, self._options = shapes, options
         self._decode: DecodeAttention | None = None
         self._decode_graphs = DecodeWrappers(kinds, self._workspace, num_blocks)
         self._mixed_graphs = MixedWrappers(kinds, self._workspace, block_size)
@@ -170,10 +169,10 @@ class FlashInferBackend(AttentionBackend):
 
     def _load_decode(self, sequences: int, most_blocks: int) -> None:
         """Use our own kernel for graphs; raises what it raises, and ValueError if it computes something else."""
-        decode = DecodeAttention(self._shapes, self._options, self._block_size, sequences, most_blocks, self._device)
+        decode = DecodeAttention(self._mixed, sequences, most_blocks, self._device)
         for kind in self._mixed:
             layer = self._kinds.index(kind)
-            wrong = disagreement(decode, self, self._cache[layer], layer, self._shapes[layer], kind.options)
+            wrong = disagreement(decode, self, self._cache[layer], layer, kind)
             if wrong is not None:
                 raise ValueError(wrong)
         self._decode = decode

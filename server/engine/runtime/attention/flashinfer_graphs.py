@@ -97,13 +97,13 @@ class MixedWrappers:
     results of every tile that there could be, hundreds of MB.
     """
 
-    def __init__(self, kinds: list[Kind], workspace: torch.Tensor, block_size: int) -> None:
-        """kinds: for each size there is a wrapper of each."""
-        self._workspace = workspace
+    def __init__(self, kinds: list[Kind], room: torch.Tensor, block_size: int) -> None:
+        """kinds: for each size there is a wrapper of each. room: workspace()."""
+        self._room = room
         self._block_size = block_size
         self._wrappers: dict[int, dict[Kind, Any]] = {}
         # One for all sizes: replays follow one another, each behind its own plan.
-        self._plans = {kind: torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=workspace.device) for kind in kinds}
+        self._plans = {kind: torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=room.device) for kind in kinds}
 
     def of(self, size: int, sequences: int) -> dict[Kind, Any]:
         """Those of the graph of size tokens, always with as many sequences; their first plan must have all its tokens."""
@@ -115,13 +115,13 @@ class MixedWrappers:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         def buffer(length: int) -> torch.Tensor:
-            return torch.zeros(length, dtype=torch.int32, device=self._workspace.device)
+            return torch.zeros(length, dtype=torch.int32, device=self._room.device)
 
         tables = buffer(sequences * -(-LONGEST // self._block_size))
         wrappers = {}
         for kind, plan in self._plans.items():
             wrappers[kind] = BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace,
+                self._room,
                 "NHD",
                 use_cuda_graph=True,
                 qo_indptr_buf=buffer(sequences + 1),
@@ -130,5 +130,5 @@ class MixedWrappers:
                 paged_kv_last_page_len_buf=buffer(sequences),
                 backend="fa2",
             )
-            wrappers[kind].reset_workspace_buffer(self._workspace, plan)
+            wrappers[kind].reset_workspace_buffer(self._room, plan)
         return wrappers
