@@ -41,12 +41,7 @@ def plot_engines(report: dict[str, Any], target: Path) -> None:
         for key, name, color in ENGINES:
             points = [(r["batch"], r[key]) for r in chosen if r.get(key)]
             axis.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=name)
-        axis.set_title(model, fontsize=10)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([1, 8, 32, 128], labels=["1", "8", "32", "128"])
-        axis.set_yscale("log")
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
+        _scale(axis, model, [1, 8, 32, 128])
     figure.supxlabel("sequences", y=0.1, fontsize=10)
     figure.supylabel("tokens per second", fontsize=10)
     figure.suptitle(f"Decoding with random NF4 weights on {report['device']}, 128 tokens in and out", fontsize=11)
@@ -66,13 +61,8 @@ def plot_kernels(report: dict[str, Any], target: Path) -> None:
             points = [(r["M"], r[key] / r["floor_us"]) for r in chosen if r.get(key)]
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=name)
         axis.axhline(1, color="gray", linewidth=0.8)
-        axis.set_title(f"{model}, {n} x {k}", fontsize=9)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([4**i for i in range(7)], labels=[str(4**i) for i in range(7)])
-        axis.set_yscale("log")
+        _scale(axis, f"{model}, {n} x {k}", [4**i for i in range(7)])
         axis.set_yticks([1, 2, 4, 8, 16], labels=["1", "2", "4", "8", "16"])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
     for axis in axes.flat[len(shapes) :]:
         axis.axis("off")
         axis.legend(*axes.flat[0].get_legend_handles_labels(), loc="center", frameon=False)
@@ -81,6 +71,16 @@ def plot_kernels(report: dict[str, Any], target: Path) -> None:
     figure.suptitle(f"NF4 linear layers on {report['device']}", fontsize=11)
     figure.tight_layout()
     figure.savefig(target, dpi=110)
+
+
+def _scale(axis: Any, title: str, ticks: list[int]) -> None:
+    """Logarithmic both ways, ticks along x."""
+    axis.set_title(title, fontsize=9)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+    axis.set_yscale("log")
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
 
 
 def main() -> int:
