@@ -1,7 +1,7 @@
 """Which kernel multiplies a shape, as a pure function: (M, N, K, arch) -> a choice that prints itself.
 
     >>> print(plan(8, 25600, 5120, 90, 132))
-    rows: 16 warps x 5 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132
+    rows: 8 warps x 10 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132
 
 The costs are fitted to measurements on an H200; bench/results/ holds what each choice reaches.
 """
@@ -24,15 +24,17 @@ PREFETCH_BYTES = 8 << 20
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 # (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/linear_rows.cu.
 INSTANCES = (
+    (8, 9, 1),
+    (8, 10, 1),
+    (12, 7, 1),
     *((16, blocks, 1) for blocks in range(1, 9)),
-    (14, 6, 1),
     *((16, blocks, 2) for blocks in range(1, 5)),
     (14, 6, 2),
     (16, 1, 4),
     (16, 2, 4),
 )
-# Token tile -> warpgroups: the instances of csrc/cuda/linear_wgmma_sm90.cu.
-WGMMA_GROUPS = {16: 3, 32: 3, 64: 3, 128: 2, 256: 2}
+# (tokens of a tile, warpgroups): the instances of csrc/cuda/linear_wgmma_sm90.cu.
+WGMMA_INSTANCES = ((16, 2), (16, 3), (32, 2), (32, 3), (64, 2), (64, 3), (128, 2), (256, 2))
 WGMMA_TOKENS = range(9, 1025)
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _WHOLE_ROWS = 12288
@@ -118,11 +120,14 @@ def plan(
 # beyond the first (of 256 tokens: for any); of a cut tile whose parts are there when its owner comes to them, and of
 # one all of whose parts are done at the same time; of each of its parts beyond two.
 _WGMMA_COSTS = {
-    16: (4.58, 1.060, 0.0, 2.44, 4.89, 0.134),
-    32: (6.10, 1.231, 0.03, 2.27, 4.34, 0.143),
-    64: (7.11, 1.587, 0.0, 2.57, 5.30, 0.298),
-    128: (5.95, 1.726, 0.0986, 4.13, 7.00, 0.495),
-    256: (2.29, 3.040, 0.2841, 9.23, 13.53, 1.129),
+    (16, 2): (5.43, 0.738, 0.0, 2.31, 4.01, 0.183),
+    (16, 3): (7.08, 1.072, 0.0, 0.24, 2.55, 0.393),
+    (32, 2): (5.56, 0.860, 0.03, 2.16, 4.12, 0.291),
+    (32, 3): (7.30, 1.252, 0.03, 0.72, 3.07, 0.390),
+    (64, 2): (5.97, 1.152, 0.0, 2.44, 4.74, 0.529),
+    (64, 3): (7.57, 1.658, 0.0, 1.26, 3.97, 0.765),
+    (128, 2): (5.95, 1.726, 0.0986, 4.13, 7.00, 0.495),
+    (256, 2): (2.29, 3.040, 0.2841, 9.23, 13.53, 1.129),
 }
 # Of 256 tokens, where blocks are at different k: what a unit takes longer for each MB of activations beyond those that
 # stay in L2.
@@ -133,7 +138,7 @@ _STAYING = 16e6
 def _wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Wgmma]:
     """The instances, on all multiprocessors or on so many that every tile is cut into as many parts."""
     steps = -(-k // 256)
-    for tokens, groups in WGMMA_GROUPS.items():
+    for tokens, groups in WGMMA_INSTANCES:
         tiles = -(-n // (groups * 64)) * -(-m // tokens)
         if tiles * groups > COUNTERS:
             continue
@@ -154,8 +159,8 @@ def _wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[
 
 
 def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int, multiprocessors: int) -> float:
-    """Microseconds, within 5 % (rms) of what was measured for 13 shapes and 16 to 512 rows, 4 shapes and 1024."""
-    launch, unit, more, early, late, part = _WGMMA_COSTS[wgmma.tokens]
+    """Microseconds, within 3 to 5 % (rms) of what was measured for 13 to 19 shapes and 16 to 512 rows, 4 shapes and 1024."""
+    launch, unit, more, early, late, part = _WGMMA_COSTS[wgmma.tokens, wgmma.groups]
     token_tiles, steps = math.ceil(m / wgmma.tokens), math.ceil(k / 256)
     tiles = math.ceil(n / (wgmma.groups * 64)) * token_tiles
     unit += more * (token_tiles > 1 if wgmma.tokens == 256 else token_tiles - 1)
@@ -240,7 +245,7 @@ def _rows_cost(rows: Rows, m: int, n: int) -> float:
         blocks = (rows.blocks + rows.part_blocks / rows.warps) / 2
     long = rows.blocks >= 4
     unit = 0.215 + 0.237 * blocks * rows.warps / 16 * {1: 1.0, 2: 1.4 if long else 1.6, 4: 3.1}[rows.tiles]
-    unit *= (1.15 if rows.stages < 3 else 1.0) * (1.13 if rows.warps < 16 and rows.tiles == 1 else 1.0)
+    unit *= 1.15 if rows.stages < 3 else 1.0
     if rows.tiles == 4:
         unit *= 1.25 if rows.blocks == 1 else 1.7  # registers run short
     launch = 4.0

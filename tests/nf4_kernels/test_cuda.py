@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, reference
-from nf4_kernels.plan import WGMMA_GROUPS, Wgmma, rows_candidates
+from nf4_kernels.plan import WGMMA_INSTANCES, Wgmma, rows_candidates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,8 +157,10 @@ def test_every_rows_instance_however_its_work_is_cut(
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's wgmma"
 )
-@pytest.mark.parametrize("tokens", WGMMA_GROUPS)
-def test_every_wgmma_instance_however_its_work_is_cut(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "groups"), WGMMA_INSTANCES)
+def test_every_wgmma_instance_however_its_work_is_cut(
+    tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for n, k, m, blocksize, nested, blocks, owner_steps in [
         (1000, 4160, tokens, 64, True, 132, 0),
         (193, 448, 2 * tokens + 1, 128, False, 5, 0),
@@ -173,9 +175,9 @@ def test_every_wgmma_instance_however_its_work_is_cut(tokens: int, monkeypatch: 
         (514, 2304, tokens, 64, False, 3, 4),
         (193, 2304, tokens - 1, 128, True, 9, 1),
     ]:
-        tiles = -(-n // (WGMMA_GROUPS[tokens] * 64)) * -(-m // tokens)
+        tiles = -(-n // (groups * 64)) * -(-m // tokens)
         grid = tiles * blocks if owner_steps else min(blocks, tiles * -(-k // 256))
-        choice = Wgmma(tokens, WGMMA_GROUPS[tokens], grid, owner_steps)
+        choice = Wgmma(tokens, groups, grid, owner_steps)
         monkeypatch.setattr(cuda, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for dtype in HALVES:

@@ -11,7 +11,7 @@ from nf4_kernels import cuda, cuda_library
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
-    WGMMA_GROUPS,
+    WGMMA_INSTANCES,
     WGMMA_TOKENS,
     WORKSPACE_BYTES,
     Rows,
@@ -62,7 +62,7 @@ def test_wgmma_plans_fit_the_workspace(n: int, k: int) -> None:
         choice = plan(m, n, k, 90, 132)
         if not isinstance(choice, Wgmma):
             continue
-        assert choice.groups == WGMMA_GROUPS[choice.tokens]
+        assert (choice.tokens, choice.groups) in WGMMA_INSTANCES
         assert m > 256 or choice.workspace_bytes(m, n, k) <= WORKSPACE_BYTES
         tiles = -(-n // (choice.groups * 64)) * -(-m // choice.tokens)
         assert tiles * choice.groups <= COUNTERS
@@ -87,9 +87,9 @@ def test_large_weights_and_tens_of_rows_go_to_wgmma_on_hopper_alone() -> None:
 def test_owners_of_cut_tiles_end_last_where_all_would_end_together() -> None:
     choice = plan(64, 8192, 8192, 90, 132)
     assert isinstance(choice, Wgmma)
-    assert choice.grid == 129
-    assert choice.owner_steps > 32 / 3
-    assert str(choice) == "wgmma: 64 tokens x 192 rows, grid 129, 12 steps in a tile's first part"
+    assert choice.grid == 128
+    assert choice.owner_steps > 32 / 2
+    assert str(choice) == "wgmma: 64 tokens x 128 rows, grid 128, 17 steps in a tile's first part"
     # Runs that go from tile to tile: parts are there before their owners come to them.
     choice = plan(64, 25600, 5120, 90, 132)
     assert isinstance(choice, Wgmma)
@@ -124,7 +124,7 @@ def test_slices_cover_small_and_large_weights() -> None:
 
 def test_a_plan_prints_itself() -> None:
     assert str(plan(8, 25600, 5120, 90, 132)) == (
-        "rows: 16 warps x 5 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132"
+        "rows: 8 warps x 10 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132"
     )
     assert str(plan(4096, 512, 4160, 90, 132)) == "slices: dequantize 512 rows, then cuBLAS"
 
@@ -137,7 +137,7 @@ def test_the_instances_are_those_compiled() -> None:
 def test_the_wgmma_instances_are_those_compiled() -> None:
     source = SOURCE.with_name("linear_wgmma_sm90.cu").read_text()
     compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), \d", source)
-    assert {int(tokens): int(groups) for tokens, groups in compiled} == WGMMA_GROUPS
+    assert {(int(tokens), int(groups)) for tokens, groups in compiled} == set(WGMMA_INSTANCES)
 
 
 def test_every_instance_has_stages_on_hopper() -> None:

@@ -101,6 +101,9 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   if (plan->warps == WARPS && plan->blocks == BLOCKS && plan->tiles == TILES) {            \
     return nf4::launch<WARPS, BLOCKS, TILES>(args, linear->dtype, plan->grid, stream);     \
   }
+  NF4_INSTANCE(8, 9, 1)
+  NF4_INSTANCE(8, 10, 1)
+  NF4_INSTANCE(12, 7, 1)
   NF4_INSTANCE(16, 1, 1)
   NF4_INSTANCE(16, 2, 1)
   NF4_INSTANCE(16, 3, 1)
@@ -109,7 +112,6 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   NF4_INSTANCE(16, 6, 1)
   NF4_INSTANCE(16, 7, 1)
   NF4_INSTANCE(16, 8, 1)
-  NF4_INSTANCE(14, 6, 1)
   NF4_INSTANCE(16, 1, 2)
   NF4_INSTANCE(16, 2, 2)
   NF4_INSTANCE(16, 3, 2)

@@ -150,8 +150,11 @@ NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) 
 #ifdef NF4_WGMMA_INSTANCES
   NF4_WGMMA_INSTANCES
 #else
+  NF4_INSTANCE(16, 2, 5, 5, 2, false)
   NF4_INSTANCE(16, 3, 4, 5, 2, false)
+  NF4_INSTANCE(32, 2, 5, 4, 2, false)
   NF4_INSTANCE(32, 3, 4, 3, 2, false)
+  NF4_INSTANCE(64, 2, 4, 5, 2, false)
   NF4_INSTANCE(64, 3, 4, 3, 1, false)
   NF4_INSTANCE(128, 2, 4, 5, 1, true)
   NF4_INSTANCE(256, 2, 3, 3, 0, false)

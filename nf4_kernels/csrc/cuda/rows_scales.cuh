@@ -198,7 +198,7 @@ __device__ __forceinline__ float2 outer_scale(const Nf4Weight& weight, int64_t g
 // Lane l does row l % 16. All decoders take part in every unit: a barrier's waiter must see each of its phases.
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsRun run, int decoder) {
-  static_assert(Layout::kStageBlocks % 2 == 0, "two k blocks share a slot row");
+  static_assert(Layout::kStageBlocks % 4 == 0, "a run of four scales would end in the next stage's slots");
   unsigned base = shared_address(shared);
   int lane = threadIdx.x % 32, row = lane % 16;
   RowScales scales{};
