@@ -143,28 +143,34 @@ def _multiply_fused(
         if scratch is None or needed > scratch.numel():
             scratch = torch.empty(needed, dtype=torch.uint8, device=x.device)
     words, timed = _clock_words(x.device, "wgmma" if isinstance(choice, Wgmma) else "rows")
-    linear_ = Linear(
-        weight,
-        x.data_ptr(),
-        None if bias is None else bias.contiguous().data_ptr(),
-        out.data_ptr(),
-        None if scratch is None else scratch.data_ptr(),
-        None if counters is None else counters.data_ptr(),
-        x.shape[0],
-        DTYPES[x.dtype],
-        capturing,
-        torch.cuda.current_stream(x.device).cuda_stream,
-        words,
-        _next(x.device, x.shape[0], weight.packed) if capturing else Next(),
-    )
+    bias = None if bias is None else bias.contiguous()
+
+    def operands(first: int, count: int) -> Linear:
+        return Linear(
+            weight,
+            x.data_ptr() + first * weight.k * x.element_size(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr() + first * weight.n * out.element_size(),
+            None if scratch is None else scratch.data_ptr(),
+            None if counters is None else counters.data_ptr(),
+            count,
+            DTYPES[x.dtype],
+            capturing,
+            torch.cuda.current_stream(x.device).cuda_stream,
+            words,
+            _next(x.device, x.shape[0], weight.packed) if capturing and first + count == x.shape[0] else Next(),
+        )
+
     if isinstance(choice, Wgmma):
         wgmma = WgmmaPlan(**dataclasses.asdict(choice))
         multiply = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
-        raise_for(loaded, multiply(linear_, wgmma), str(choice))
+        raise_for(loaded, multiply(operands(0, x.shape[0]), wgmma), str(choice))
         return
     rows = RowsPlan(**dataclasses.asdict(choice))
     multiply = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
-    raise_for(loaded, multiply(linear_, rows), str(choice))
+    for first in range(0, x.shape[0], choice.tiles * 8):
+        count = min(choice.tiles * 8, x.shape[0] - first)
+        raise_for(loaded, multiply(operands(first, count), rows), str(choice))
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:

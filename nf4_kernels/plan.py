@@ -33,11 +33,18 @@ INSTANCES = (
     (16, 1, 4),
     (16, 2, 4),
 )
+# The same for devices whose blocks have 99 KB of shared memory.
+SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
 # (tokens of a tile, warpgroups): the instances of csrc/cuda/linear_wgmma_sm90.cu.
 WGMMA_INSTANCES = ((16, 2), (16, 3), (32, 2), (32, 3), (64, 2), (64, 3), (128, 2), (256, 2))
 WGMMA_TOKENS = range(9, 1025)
-_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+_SMALL_SHARED_BYTES = 99 << 10
 _WHOLE_ROWS = 12288
+# By how much memory and tensor cores are slower than an H200's, by data sheets (A100; RTX 3090, 4090; RTX 5090): between a
+# weight read once for each few rows and one dequantized. Not measured.
+_SLOWER = {80: 2.5, 86: 5.0, 89: 5.0, 120: 3.0}
+# More rows than one launch of linear_rows takes are several launches up to here, where there is no linear_wgmma.
+_MANY_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,18 @@ def plan(
 ) -> Rows | Wgmma | Slices:
     """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability."""
     choice: Rows | Wgmma | Slices = Slices(_slice_rows(n, multiprocessors))
-    cost = _slices_cost(m, n, k)
-    if k % 64 or blocksize < 64:
+    slower = _SLOWER.get(arch, 1.0)
+    cost = _slices_cost(m, n, k) * slower
+    if k % 64 or blocksize < 64 or arch < 80:
         return choice
-    if 1 <= m <= MAX_ROWS_TOKENS and arch in _SHARED_BYTES:
+    if 1 <= m <= (MAX_ROWS_TOKENS if arch == 90 else _MANY_ROWS):
         tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-        rows = rows_candidates(n, k, tiles, arch, multiprocessors, nested)
-        if rows:
-            choice = min(rows, key=lambda candidate: _rows_cost(candidate, m, n))
-            cost = _rows_cost(choice, m, n)
+        for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
+            rows_cost = max(_rows_cost(rows, min(m, tiles * 8), n), n * k * _WEIGHT_COST * slower) * -(
+                -m // (tiles * 8)
+            )
+            if rows_cost < cost or (m <= MAX_ROWS_TOKENS and isinstance(choice, Slices)):
+                choice, cost = rows, rows_cost
     if arch == 90 and m in WGMMA_TOKENS:
         for wgmma in _wgmma_candidates(m, n, k, multiprocessors):
             wgmma_cost = _wgmma_cost(wgmma, m, n, k, multiprocessors)
@@ -181,6 +191,10 @@ def _wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int, multiprocessors: int) -> f
     return cost + late + part * max(0, parts - 2)
 
 
+# Microseconds that 4 bits are on their way from an H200's memory.
+_WEIGHT_COST = 0.5 / 4.2e6
+
+
 def _slices_cost(m: int, n: int, k: int) -> float:
     """Microseconds, roughly: two launches, the weight written and read, the product (slower where power is short)."""
     many, large = max(0, m - 512), max(0.0, n * k - 30e6)
@@ -193,6 +207,13 @@ def _slice_rows(n: int, multiprocessors: int) -> int:
     Slices bound the buffer too. Such that they fit in L2 they would lose more to small products than they save.
     """
     return n if n <= _WHOLE_ROWS else 64 * multiprocessors
+
+
+def shared_bytes(arch: int) -> int:
+    """Shared memory that a block can have."""
+    if arch in (80, 87):
+        return 163 << 10
+    return 227 << 10 if 90 <= arch < 120 else _SMALL_SHARED_BYTES
 
 
 def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
@@ -209,12 +230,13 @@ def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes:
 def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
     """Every linear_rows launch that a device can do for a weight [n, k] and tiles of 8 rows of x."""
     k_blocks, groups = k // 64, -(-n // GROUP_ROWS)
-    found = []
-    for warps, blocks, instance_tiles in INSTANCES:
+    found, shared = [], shared_bytes(arch)
+    small = shared == _SMALL_SHARED_BYTES
+    for warps, blocks, instance_tiles in SMALL_INSTANCES if small else INSTANCES:
         if instance_tiles != tiles:
             continue
         for cluster, share in CLUSTERS.items():
-            if cluster > 1 and arch < 90:
+            if cluster > 1 and (arch < 90 or small):
                 continue
             runs = min(int(multiprocessors * share), groups)
             fewest = -(-k_blocks // (cluster * warps * blocks))
@@ -227,8 +249,12 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
                 if not warps * (blocks - 1) < part_blocks <= warps * blocks or (parts - 1) * part_blocks >= k_blocks:
                     continue
                 chunk = min(-(-groups // runs), 16 // tiles) if passes > 1 else -(-groups // runs)
+                while (
+                    small and passes > 1 and chunk > 1 and rows_stages(warps, blocks, tiles, nested, shared, chunk) < 2
+                ):
+                    chunk -= 1
                 slots = 2 * (cluster - 1) + (chunk if passes > 1 else 0)
-                stages = rows_stages(warps, blocks, tiles, nested, _SHARED_BYTES[arch], slots)
+                stages = rows_stages(warps, blocks, tiles, nested, shared, slots)
                 if stages >= 2:
                     grid = runs * cluster
                     found.append(Rows(warps, blocks, tiles, stages, cluster, passes, part_blocks, chunk, grid))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,3 +60,34 @@ def test_a_build_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest
     assert [future.result() for future in built] == [tmp_path / "lib" / "libnf4_cpu.so"] * 2
     written = (tmp_path / "written").read_text().split()
     assert len(written) == len(set(written)) == len(list((build.SOURCES / "cpu").glob("*.cpp"))) + 1
+
+
+def test_linear_rows_is_more_than_a_trap_on_every_gpu(tmp_path: Path) -> None:
+    """The kernel traps where shared memory does not begin where it should; the compiler knows, and drops the rest."""
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc here")
+    source, archs = tmp_path / "one.cu", build.CUDA_ARCHS.split(";")
+    source.write_text(
+        '#include "linear_rows.cuh"\n'
+        "template __global__ void\n"
+        "nf4::linear_rows<__nv_bfloat16, 8, 2, 1, true, false>(const __grid_constant__ nf4::RowsArgs);\n"
+    )
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    include = ["-I", str(build.SOURCES), "-I", str(build.SOURCES / "cuda")]
+    command = [
+        nvcc,
+        "-std=c++17",
+        *include,
+        *targets,
+        "-Xptxas",
+        "-v",
+        "-c",
+        str(source),
+        "-o",
+        str(tmp_path / "one.o"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    registers = re.findall(r"Used (\d+) registers", done.stdout + done.stderr)
+    assert len(registers) == len(archs)
+    assert all(int(count) > 40 for count in registers), registers

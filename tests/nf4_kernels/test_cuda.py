@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, reference
-from nf4_kernels.plan import WGMMA_INSTANCES, Wgmma, rows_candidates
+from nf4_kernels.plan import WGMMA_INSTANCES, Rows, Wgmma, plan, rows_candidates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,6 +16,8 @@ pytestmark = [
 ]
 DEVICE = torch.device("cuda")
 HALVES = (torch.bfloat16, torch.float16)
+# A capability whose blocks have 99 KB of shared memory: what is planned for it runs anywhere.
+LITTLE_SHARED_MEMORY = 89
 # bfloat16 and float16: rounding of codes and outputs; far above it lies any wrong index.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}
 
@@ -142,16 +144,30 @@ def test_every_rows_instance_however_its_work_is_cut(
 ) -> None:
     """Runs that begin and end within a row group, parts that do not fill their block, in one block or several."""
     w = random_weight(n, k, 64, nested, offsets=nested)
-    exact, arch = w.exact(), 10 * torch.cuda.get_device_capability()[0]
-    for tiles, m in ((1, 1), (1, 2), (1, 7), (2, 13), (4, 32)):
-        for choice in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
-            monkeypatch.setattr(cuda, "_plan", lambda *_, choice=choice: choice)
-            for dtype in HALVES:
-                x = torch.randn(m, k, device=DEVICE, dtype=dtype)
-                torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)
-                got = w.linear(x)
-                assert relative_error(got, x.double() @ exact.T) < TOLERANCE[dtype], (str(choice), m)
-                assert torch.equal(w.linear(x), got), (str(choice), m)
+    exact, own = w.exact(), 10 * torch.cuda.get_device_capability()[0]
+    for arch in (own, LITTLE_SHARED_MEMORY):
+        for tiles, m in ((1, 1), (1, 2), (1, 7), (2, 13), (4, 32)):
+            for choice in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
+                monkeypatch.setattr(cuda, "_plan", lambda *_, choice=choice: choice)
+                for dtype in HALVES:
+                    x = torch.randn(m, k, device=DEVICE, dtype=dtype)
+                    torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)
+                    got = w.linear(x)
+                    assert relative_error(got, x.double() @ exact.T) < TOLERANCE[dtype], (str(choice), m)
+                    assert torch.equal(w.linear(x), got), (str(choice), m)
+
+
+@pytest.mark.parametrize("m", [33, 64, 75])
+def test_several_launches_for_more_rows_than_one_takes(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = random_weight(1000, 4160)
+    choice = plan(m, 1000, 4160, LITTLE_SHARED_MEMORY, 64)
+    assert isinstance(choice, Rows)
+    monkeypatch.setattr(cuda, "_plan", lambda *_: choice)
+    for dtype in HALVES:
+        x, bias = torch.randn(m, 4160, device=DEVICE, dtype=dtype), torch.randn(1000, device=DEVICE, dtype=dtype)
+        torch.full((m, 1000), float("nan"), device=DEVICE, dtype=dtype)
+        got = w.linear(x, bias)
+        assert relative_error(got, x.double() @ w.exact().T + bias.double()) < TOLERANCE[dtype]
 
 
 @pytest.mark.skipif(

@@ -11,6 +11,7 @@ from nf4_kernels import cuda, cuda_library
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
+    SMALL_INSTANCES,
     WGMMA_INSTANCES,
     WGMMA_TOKENS,
     WORKSPACE_BYTES,
@@ -19,6 +20,7 @@ from nf4_kernels.plan import (
     Wgmma,
     plan,
     rows_stages,
+    shared_bytes,
 )
 
 SOURCE = Path(cuda.__file__).parent / "csrc" / "cuda" / "linear_rows.cu"
@@ -35,22 +37,23 @@ SHAPES = (
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested: bool) -> None:
     for m in range(1, 33):
         choice = plan(m, n, k, arch, 132, nested=nested)
-        if arch == 90 and m in WGMMA_TOKENS and isinstance(choice, Wgmma):
+        small = shared_bytes(arch) < 128 << 10
+        if (arch == 90 and isinstance(choice, Wgmma)) or (small and m > 8 and k <= 256):
             continue
         assert isinstance(choice, Rows)
         assert m <= choice.tiles * 8
-        assert (choice.warps, choice.blocks, choice.tiles) in INSTANCES
+        assert (choice.warps, choice.blocks, choice.tiles) in (SMALL_INSTANCES if small else INSTANCES)
         assert choice.part_blocks <= choice.warps * choice.blocks
         parts = choice.cluster * choice.passes
         assert (parts - 1) * choice.part_blocks < k // 64 <= parts * choice.part_blocks
         assert 1 <= choice.grid <= min(132, -(-n // 16) * choice.cluster)
         assert choice.grid % choice.cluster == 0
-        assert choice.cluster == 1 or arch >= 90
+        assert choice.cluster == 1 or arch in (90, 100, 103)
         assert choice.passes == 1 or choice.chunk * choice.tiles <= 16
         assert 2 <= choice.stages <= 7
 
@@ -106,13 +109,21 @@ def test_a_thousand_tokens_of_many_k_go_tile_by_tile() -> None:
 
 def test_what_rows_cannot_do_goes_to_slices() -> None:
     for m, k, arch, blocksize in [
-        (64, 5120, 80, 64),
+        (500, 5120, 80, 64),
         (1000, 5120, 90, 64),
         (1, 5000, 90, 64),
-        (1, 5120, 86, 64),
+        (1, 5120, 75, 64),
         (1, 5120, 90, 32),
     ]:
         assert isinstance(plan(m, 1024, k, arch, 132, blocksize), Slices)
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 120])
+def test_without_wgmma_a_weight_is_read_again_rather_than_dequantized_for_some_more_rows(arch: int) -> None:
+    several = plan(48, 25600, 5120, arch, 128)
+    assert isinstance(several, Rows)
+    assert several.tiles == 4
+    assert isinstance(plan(300, 25600, 5120, arch, 128), Slices)
 
 
 def test_slices_cover_small_and_large_weights() -> None:
@@ -131,7 +142,7 @@ def test_a_plan_prints_itself() -> None:
 
 def test_the_instances_are_those_compiled() -> None:
     compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), (\d+)\)", SOURCE.read_text())
-    assert {tuple(map(int, numbers)) for numbers in compiled} == set(INSTANCES)
+    assert {tuple(map(int, numbers)) for numbers in compiled} == {*INSTANCES, *SMALL_INSTANCES}
 
 
 def test_the_wgmma_instances_are_those_compiled() -> None:
@@ -140,10 +151,11 @@ def test_the_wgmma_instances_are_those_compiled() -> None:
     assert {(int(tokens), int(groups)) for tokens, groups in compiled} == set(WGMMA_INSTANCES)
 
 
-def test_every_instance_has_stages_on_hopper() -> None:
-    for warps, blocks, tiles in INSTANCES:
-        for nested in (False, True):
-            assert rows_stages(warps, blocks, tiles, nested, 227 << 10) >= 2
+def test_every_instance_has_stages() -> None:
+    for instances, arch in ((INSTANCES, 90), (SMALL_INSTANCES, 89)):
+        for warps, blocks, tiles in instances:
+            for nested in (False, True):
+                assert rows_stages(warps, blocks, tiles, nested, shared_bytes(arch)) >= 2
 
 
 def test_the_cuda_library_loads_where_it_was_built() -> None:

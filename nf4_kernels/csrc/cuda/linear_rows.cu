@@ -66,8 +66,11 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32) return cudaErrorInvalidValue;
   if (linear->m > plan->tiles * 8 || plan->blocks * plan->warps < plan->part_blocks) return cudaErrorInvalidValue;
   if (plan->cluster < 1 || plan->cluster > nf4::kMaxCluster || plan->grid % plan->cluster) return cudaErrorInvalidValue;
-  // What the system keeps at the start of a block's shared memory.
-  if (nf4::device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != nf4::kSharedBase) return cudaErrorNotSupported;
+  // From sm_90 on, what the system keeps at the start of a block's shared memory.
+  bool hopper = nf4::device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  if (hopper && nf4::device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != nf4::kSharedBase) {
+    return cudaErrorNotSupported;
+  }
   nf4::RowsArgs args{};
   args.weight = w;
   args.x = linear->x;
@@ -119,6 +122,11 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   NF4_INSTANCE(14, 6, 2)
   NF4_INSTANCE(16, 1, 4)
   NF4_INSTANCE(16, 2, 4)
+  NF4_INSTANCE(8, 1, 1)
+  NF4_INSTANCE(8, 2, 1)
+  NF4_INSTANCE(4, 2, 2)
+  NF4_INSTANCE(4, 4, 2)
+  NF4_INSTANCE(4, 2, 4)
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;
 }

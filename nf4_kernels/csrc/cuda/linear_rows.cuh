@@ -235,11 +235,12 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed>
 __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32, 1)
     linear_rows(const __grid_constant__ RowsArgs args) {
-#if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)  // the others' shared memory is too small
+#if __CUDA_ARCH__ >= 800
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   extern __shared__ __align__(128) char shared[];
   unsigned base = shared_address(shared);
-  if ((base & 0xffffff) != kSharedBase) __trap();
+  // Where no plan fits either, nothing is compiled.
+  if ((base & 0xffffff) != kSharedBase || Layout::total(2, 1, 0) > kSharedBytes) __trap();
   int warp = threadIdx.x / 32;
   // Launched ahead of the kernel before, this one begins when that one has ended. Ahead of all that has to be fetched.
   // A cluster's other blocks must not wait with it.

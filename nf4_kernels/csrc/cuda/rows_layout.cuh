@@ -25,10 +25,24 @@ constexpr int kOthersReady = 4;
 // of each entry; the second halves hold the decoded scales.
 constexpr int kTableStride = 256;
 constexpr int kTableBytes = 256 * kTableStride;
-// Where dynamic shared memory starts from sm_80 on: the system's first KB lies before it. As a constant it goes into
-// the table lookups' immediate offsets; the kernel checks it. In a cluster a block's rank comes on top, in the highest
-// byte of every address.
+// Where dynamic shared memory starts: from sm_90 on behind the system's first KB. As a constant it goes into the table
+// lookups' immediate offsets; the kernel checks it. In a cluster a block's rank comes on top, in the highest byte of every
+// address. (NF4_SHARED_BASE: for older code compiled by a newer device's driver.)
+#if defined(NF4_SHARED_BASE)
+constexpr int kSharedBase = NF4_SHARED_BASE;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kSharedBase = 0;
+#else
 constexpr int kSharedBase = 1024;
+#endif
+// What a block can have of it.
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+constexpr int kSharedBytes = 227 << 10;
+#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
+constexpr int kSharedBytes = 163 << 10;
+#else
+constexpr int kSharedBytes = 99 << 10;
+#endif
 
 // Arrivals at a stage's `full` barrier: of the one lane that issues bulk copies, or of the warp that copies pieces.
 #if __CUDA_ARCH__ >= 900
@@ -90,11 +104,11 @@ struct RowsLayout {
   static constexpr int kStageLimit = kSlots < kLimit ? kSlots : kLimit;
 
   // Behind the ring: two slots for what each other block of the cluster sends, then sums that wait for the next pass.
-  __host__ __device__ static int parts(int stages) { return kRing + stages * kStageBytes; }
-  __host__ __device__ static int held(int stages, int cluster) {
+  __host__ __device__ static constexpr int parts(int stages) { return kRing + stages * kStageBytes; }
+  __host__ __device__ static constexpr int held(int stages, int cluster) {
     return parts(stages) + 2 * (cluster - 1) * kTiles * 512;
   }
-  __host__ __device__ static int total(int stages, int cluster, int held_groups) {
+  __host__ __device__ static constexpr int total(int stages, int cluster, int held_groups) {
     return held(stages, cluster) + held_groups * kTiles * 512;
   }
   __device__ static unsigned barrier(unsigned base, int index) { return base + kBarriers + index * 8; }
