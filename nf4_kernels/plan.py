@@ -112,10 +112,9 @@ def plan(
         return choice
     if 1 <= m <= (MAX_ROWS_TOKENS if arch == 90 else _MANY_ROWS):
         tiles = 1 if m <= 8 else 2 if m <= 16 else 4
+        launches, least = math.ceil(m / (tiles * 8)), n * k * _WEIGHT_COST * slower
         for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
-            rows_cost = max(_rows_cost(rows, min(m, tiles * 8), n), n * k * _WEIGHT_COST * slower) * -(
-                -m // (tiles * 8)
-            )
+            rows_cost = launches * max(least, _rows_cost(rows, min(m, tiles * 8), n))
             if rows_cost < cost or (m <= MAX_ROWS_TOKENS and isinstance(choice, Slices)):
                 choice, cost = rows, rows_cost
     if arch == 90 and m in WGMMA_TOKENS:
@@ -210,8 +209,8 @@ def _slice_rows(n: int, multiprocessors: int) -> int:
 
 
 def shared_bytes(arch: int) -> int:
-    """Shared memory that a block can have."""
-    if arch in (80, 87):
+    """Shared memory that a block can have, as far as what is compiled uses it: 8.7 runs what is compiled for 8.6."""
+    if arch == 80:
         return 163 << 10
     return 227 << 10 if 90 <= arch < 120 else _SMALL_SHARED_BYTES
 
@@ -249,10 +248,9 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
                 if not warps * (blocks - 1) < part_blocks <= warps * blocks or (parts - 1) * part_blocks >= k_blocks:
                     continue
                 chunk = min(-(-groups // runs), 16 // tiles) if passes > 1 else -(-groups // runs)
-                while (
-                    small and passes > 1 and chunk > 1 and rows_stages(warps, blocks, tiles, nested, shared, chunk) < 2
-                ):
-                    chunk -= 1
+                if small and passes > 1:
+                    while chunk > 1 and rows_stages(warps, blocks, tiles, nested, shared, chunk) < 2:
+                        chunk -= 1
                 slots = 2 * (cluster - 1) + (chunk if passes > 1 else 0)
                 stages = rows_stages(warps, blocks, tiles, nested, shared, slots)
                 if stages >= 2:

@@ -37,7 +37,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("arch", [80, 86, 87, 89, 90, 100, 103, 120])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested: bool) -> None:
     for m in range(1, 33):

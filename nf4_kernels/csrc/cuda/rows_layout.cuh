@@ -38,7 +38,7 @@ constexpr int kSharedBase = 1024;
 // What a block can have of it.
 #if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 constexpr int kSharedBytes = 227 << 10;
-#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
+#elif __CUDA_ARCH__ == 800
 constexpr int kSharedBytes = 163 << 10;
 #else
 constexpr int kSharedBytes = 99 << 10;
