@@ -18,7 +18,7 @@ int device_attribute(cudaDeviceAttr attribute) {
 }
 
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
-cudaError_t launch(const RowsArgs& args, int grid, cudaStream_t stream) {
+cudaError_t launch(const RowsArgs& args, int grid, bool hopper, cudaStream_t stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   if (args.stages < 1 || args.stages > Layout::kStageLimit) return cudaErrorInvalidValue;
   auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED>;
@@ -26,7 +26,6 @@ cudaError_t launch(const RowsArgs& args, int grid, cudaStream_t stream) {
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
   // Both are Hopper's: blocks that start under the kernel before, and blocks that reach each other's shared memory.
-  bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
   if (args.cluster > 1 && !hopper) return cudaErrorInvalidValue;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -45,16 +44,16 @@ cudaError_t launch(const RowsArgs& args, int grid, cudaStream_t stream) {
 }
 
 template <int kWarps, int kBlocks, int kTiles>
-cudaError_t launch(const RowsArgs& args, int dtype, int grid, cudaStream_t stream) {
+cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaStream_t stream) {
   bool nested = args.weight.absmax_8bit != nullptr;
 #ifndef NF4_BF16_ONLY
   if (dtype == NF4_FLOAT16) {
-    return nested ? launch<__half, kWarps, kBlocks, kTiles, true>(args, grid, stream)
-                  : launch<__half, kWarps, kBlocks, kTiles, false>(args, grid, stream);
+    return nested ? launch<__half, kWarps, kBlocks, kTiles, true>(args, grid, hopper, stream)
+                  : launch<__half, kWarps, kBlocks, kTiles, false>(args, grid, hopper, stream);
   }
 #endif
-  return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true>(args, grid, stream)
-                : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false>(args, grid, stream);
+  return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true>(args, grid, hopper, stream)
+                : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false>(args, grid, hopper, stream);
 }
 
 }  // namespace
@@ -102,7 +101,7 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
 // nf4_kernels/plan.py lists the same instances.
 #define NF4_INSTANCE(WARPS, BLOCKS, TILES)                                                 \
   if (plan->warps == WARPS && plan->blocks == BLOCKS && plan->tiles == TILES) {            \
-    return nf4::launch<WARPS, BLOCKS, TILES>(args, linear->dtype, plan->grid, stream);     \
+    return nf4::launch<WARPS, BLOCKS, TILES>(args, linear->dtype, plan->grid, hopper, stream); \
   }
   NF4_INSTANCE(8, 9, 1)
   NF4_INSTANCE(8, 10, 1)
