@@ -294,7 +294,8 @@ def _write(path: Path, device: str, rows: list[Row]) -> None:
 
 def _with_earlier(row: Row, earlier: Row) -> Row:
     """row with transformers' speeds and the weights' size from earlier where it has none, and our speed beside them."""
-    missing = {key: value for key, value in earlier.items() if key.startswith(BESIDE) and key not in row}
+    kept = "weights_gib" if "hf_generate_tok_s" in row else BESIDE
+    missing = {key: value for key, value in earlier.items() if key.startswith(kept) and key not in row}
     if "hf_generate_tok_s" in missing:
         missing["ours_beside_hf_tok_s"] = earlier.get("ours_beside_hf_tok_s", earlier["ours_tok_s"])
     return {**row, **missing}

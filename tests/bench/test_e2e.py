@@ -35,3 +35,6 @@ def test_speeds_of_transformers_stay_when_a_row_is_measured_again_without_them(t
     assert measured(*again) == [kept, {**start, "ready_s": 2.0, "weights_gib": 9.0}]
     assert measured({**decode, "ours_tok_s": 7.0})[0] == {**kept, "ours_tok_s": 7.0}
     assert measured({**both, "ours_tok_s": 8.0})[0] == {**both, "ours_tok_s": 8.0}
+    failed = {**decode, "ours_tok_s": 9.0, "hf_generate_tok_s": None, "hf_generate_error": "OutOfMemoryError: "}
+    assert measured(failed)[0] == failed
+    assert measured(both)[0] == both
