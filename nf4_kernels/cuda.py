@@ -7,30 +7,29 @@ a product reads its weight before the kernel in front of it has ended: nothing i
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda_library import (
-    KernelError,
-    Linear,
-    Next,
-    RowsPlan,
-    WgmmaPlan,
-    load_error,
-    raise_for,
-    usable,
-)
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda_launches import Around, dequantize_into, multiply, plan_on, start_clock, stop_clock
+from nf4_kernels.cuda_library import KernelError, load_error
 from nf4_kernels.format import offset_stride
 from nf4_kernels.params import DTYPES, Nf4Weight
-from nf4_kernels.plan import COUNTERS, HALF_ROWS, PREFETCH_BYTES, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
-from nf4_kernels.successors import successor
+from nf4_kernels.plan import NORM_K, Slices
 
-__all__ = ("BLOCKSIZES", "KernelError", "dequantize", "linear", "load_error", "plan_on", "start_clock", "stop_clock")
+__all__ = (
+    "BLOCKSIZES",
+    "KernelError",
+    "dequantize",
+    "fused_linear",
+    "fuses",
+    "linear",
+    "load_error",
+    "plan_on",
+    "start_clock",
+    "stop_clock",
+)
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -59,7 +58,7 @@ def dequantize(
     with torch.cuda.device(packed.device):
         weight = _weight(packed, 1, count, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
         out = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
-        _dequantize_into(out, weight, 0, count)
+        dequantize_into(out, weight, 0, count)
     return out
 
 
@@ -78,6 +77,28 @@ def linear(
 
     The weight's arguments are those of dequantize(). ValueError and KernelError likewise.
     """
+    return fused_linear(x, packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset)
+
+
+def fused_linear(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> Tensor:
+    """residual + linear() of x's rows, which are normalised first: x / sqrt(mean(x^2) + norm_eps) * norm_weight.
+
+    residual [..., N] and norm_weight [K] are of x's dtype; without either it is linear(). In the product's own launches
+    where fuses() says so, else in some of torch's before and after it. ValueError and KernelError as of linear().
+    """
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     n, k = _matrix(shape)
@@ -87,171 +108,36 @@ def linear(
         raise ValueError(f"x is on {x.device}, the weight on {packed.device}")
     if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype or bias.device != x.device):
         raise ValueError(f"bias must be {x.dtype} of shape ({n},) on {x.device}")
+    for name, tensor, size in (("residual", residual, (*x.shape[:-1], n)), ("norm_weight", norm_weight, (k,))):
+        if tensor is not None and (tensor.shape != size or tensor.dtype != x.dtype or tensor.device != x.device):
+            raise ValueError(f"{name} must be {x.dtype} of shape {tuple(size)} on {x.device}")
     with torch.cuda.device(x.device):
         weight = _weight(packed, n, k, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
         rows = x.reshape(-1, k)
+        around = Around(bias, None if residual is None else residual.reshape(-1, n), norm_weight, norm_eps)
         out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
         if rows.shape[0] and n:
-            _multiply(out, rows, weight, bias)
+            multiply(out, rows, weight, around)
     return out.view(*x.shape[:-1], n)
 
 
-def _multiply(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | None) -> None:
-    m, n, k = x.shape[0], weight.n, weight.k
-    choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None)
-    if not isinstance(choice, Slices) and x.dtype != torch.float32:
-        workspace = _workspace(x.device)
-        aligned = all(
-            p % 16 == 0 for p in (weight.packed, weight.absmax, weight.absmax_8bit or 0, weight.absmax_code or 0)
-        )
-        if aligned and (isinstance(choice, Rows) or workspace is not None):
-            _multiply_fused(out, _aligned(x), weight, bias, choice, workspace)
-            return
-    _multiply_slices(out, x, weight, bias, choice.rows if isinstance(choice, Slices) else n)
-
-
-def plan_on(
-    device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True
-) -> Rows | Wgmma | Slices:
-    """plan() for a CUDA device of this machine (16-bit types)."""
-    arch, multiprocessors = _properties(device.index if device.index is not None else torch.cuda.current_device())
-    return _plan(m, n, k, arch, multiprocessors, blocksize, nested)
-
-
-_plan = functools.lru_cache(maxsize=4096)(plan)
-
-
-@functools.cache
-def _properties(index: int) -> tuple[int, int]:
-    properties = torch.cuda.get_device_properties(index)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count
-
-
-def _multiply_fused(
-    out: Tensor,
-    x: Tensor,
-    weight: Nf4Weight,
-    bias: Tensor | None,
-    choice: Rows | Wgmma,
-    workspace: tuple[Tensor, Tensor] | None,
-) -> None:
-    loaded = usable()
-    capturing = torch.cuda.is_current_stream_capturing()
-    scratch, counters = workspace or (None, None)
-    if isinstance(choice, Wgmma):
-        needed = choice.workspace_bytes(x.shape[0], weight.n, weight.k)
-        if scratch is None or needed > scratch.numel():
-            scratch = torch.empty(needed, dtype=torch.uint8, device=x.device)
-    words, timed = _clock_words(x.device, "wgmma" if isinstance(choice, Wgmma) else "rows")
-    bias = None if bias is None else bias.contiguous()
-
-    def operands(first: int, count: int) -> Linear:
-        return Linear(
-            weight,
-            x.data_ptr() + first * weight.k * x.element_size(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr() + first * weight.n * out.element_size(),
-            None if scratch is None else scratch.data_ptr(),
-            None if counters is None else counters.data_ptr(),
-            count,
-            DTYPES[x.dtype],
-            capturing,
-            torch.cuda.current_stream(x.device).cuda_stream,
-            words,
-            _next(x.device, x.shape[0], weight.packed) if capturing and first + count == x.shape[0] else Next(),
-        )
-
-    if isinstance(choice, Wgmma):
-        wgmma = WgmmaPlan(**dataclasses.asdict(choice))
-        multiply = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
-        raise_for(loaded, multiply(operands(0, x.shape[0]), wgmma), str(choice))
-        return
-    rows = RowsPlan(**dataclasses.asdict(choice))
-    multiply = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
-    for first in range(0, x.shape[0], choice.tiles * 8):
-        count = min(choice.tiles * 8, x.shape[0] - first)
-        raise_for(loaded, multiply(operands(first, count), rows), str(choice))
-
-
-def _next(device: torch.device, m: int, packed: int) -> Next:
-    """What to bring into L2 of the weight that is multiplied next, by as many rows."""
-    following = successor(packed)
-    if following is None:
-        return Next()
-    n, k = _matrix(following.shape)
-    choice = plan_on(device, m, n, k, following.blocksize, following.nested)
-    addresses = following.packed, following.scales[0], following.absmax[0], following.offsets[0]
-    if not isinstance(choice, Rows) or any(address % 16 for address in addresses):
-        return Next()
-    runs, halves = choice.grid // choice.cluster, -(-n // HALF_ROWS)
-    run_halves, longer_runs = divmod(halves, runs)
-    half_bytes = HALF_ROWS * k // 2
-    # Of the last run, too, which fewer rows may end.
-    last = n * k // 2 - (halves - run_halves) * half_bytes
-    share = min(PREFETCH_BYTES // runs, last) & ~15
-    codes_per_scale = following.blocksize // 2 // (1 if following.nested else 4)
-    return Next(
-        *addresses,
-        runs,
-        run_halves,
-        longer_runs,
-        half_bytes,
-        half_bytes // codes_per_scale,
-        share,
-        share // codes_per_scale & ~15,
-        following.absmax[1],
-        following.offsets[1],
-    )
-
-
-def _multiply_slices(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | None, rows: int) -> None:
-    n, k = weight.n, weight.k
-    buffer = torch.empty((min(rows, n), k), dtype=x.dtype, device=x.device)
-    whole, _ = _clock_words(x.device, "slices")
-    for first in range(0, n, rows):
-        last = min(first + rows, n)
-        dense = buffer[: last - first]
-        _dequantize_into(dense, weight, first * k, (last - first) * k, whole if first == 0 else None)
-        if bias is None:
-            torch.mm(x, dense.t(), out=out[:, first:last])
-        else:
-            torch.addmm(bias[first:last], x, dense.t(), out=out[:, first:last])
-    if whole is not None:
-        loaded = usable()
-        status = loaded.nf4_cuda_clock_end(whole, torch.cuda.current_stream(x.device).cuda_stream)
-        raise_for(loaded, status, "clock")
-
-
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-_workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-_CAPTURE = -1
-
-
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Partial sums and zeroed counters of the current stream. Captured graphs of a device share one of their own.
-
-    None while capturing on a device where no product has run yet: nothing can be zeroed then.
-    """
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    capturing = torch.cuda.is_current_stream_capturing()
-    if not capturing and (index, _CAPTURE) not in _workspaces:
-        _workspaces[index, _CAPTURE] = _new_workspace(device)
-        torch.cuda.current_stream(device).synchronize()
-    key = (index, _CAPTURE if capturing else torch.cuda.current_stream(device).cuda_stream)
-    if key not in _workspaces and not capturing:
-        _workspaces[key] = _new_workspace(device)
-    return _workspaces.get(key)
-
-
-def _new_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    # Not inference tensors, whoever makes the first product: they outlive it.
-    with torch.inference_mode(False):
-        partial = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+def fuses(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    shape: Sequence[int],
+    blocksize: int,
+    nested: bool,
+    normalised: bool,
+) -> bool:
+    """Whether fused_linear() of x [rows, K] on a device of this machine needs no launches of torch's."""
+    n, k = _matrix(shape)
+    if load_error() is not None or dtype == torch.float32:
+        return False
+    # x times norm_weight, before its row is divided, may be too large for float16.
+    if normalised and (dtype != torch.bfloat16 or k > NORM_K):
+        return False
+    return not isinstance(plan_on(device, rows, n, k, blocksize, nested, normalised), Slices)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
@@ -297,32 +183,3 @@ def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, 
         raise ValueError(f"{name} has {tensor.numel()} elements, the weight needs {elements}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous")
-
-
-def _dequantize_into(out: Tensor, weight: Nf4Weight, first: int, count: int, whole: int | None = None) -> None:
-    """whole: the words of the product that it is the beginning of."""
-    stream = torch.cuda.current_stream(out.device).cuda_stream
-    loaded = usable()
-    words, _ = _clock_words(out.device, "dequantize")
-    status = loaded.nf4_cuda_dequantize(weight, first, count, out.data_ptr(), DTYPES[out.dtype], stream, words, whole)
-    raise_for(loaded, status, "dequantize")
-
-
-_clocks: dict[int, DeviceClock] = {}
-
-
-def start_clock(device: torch.device) -> DeviceClock:
-    """From here on every launch on device leaves its time with the clock returned; whoever starts it collects."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    _clocks[index] = DeviceClock(device, usable())
-    return _clocks[index]
-
-
-def stop_clock(device: torch.device) -> None:
-    """Undo start_clock(). Graphs captured in between keep writing their times: keep their clock as long as they live."""
-    _clocks.pop(device.index if device.index is not None else torch.cuda.current_device(), None)
-
-
-def _clock_words(device: torch.device, kind: str) -> tuple[int | None, bool]:
-    clock = _clocks.get(device.index or 0) if _clocks else None
-    return (None, False) if clock is None else clock.take(kind)

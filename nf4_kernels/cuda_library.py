@@ -41,6 +41,9 @@ class Linear(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("clock", ctypes.c_void_p),
         ("next", Next),
+        ("residual", ctypes.c_void_p),
+        ("norm_weight", ctypes.c_void_p),
+        ("norm_eps", ctypes.c_float),
     )
 
 

@@ -1,4 +1,4 @@
-"""The torch.library ops nf4::linear, nf4::dequantize and nf4::linear_bf16w, for CPU and CUDA, with fake implementations.
+"""The torch.library ops nf4::linear, nf4::fused_linear, nf4::dequantize and nf4::linear_bf16w, for CPU and CUDA, with fakes.
 
 Argument conventions: docs/architecture.md. Where a compiled library cannot be used, the oracle runs instead, and a warning
 says so once with the reason.
@@ -22,6 +22,10 @@ _NESTED = "Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_of
 _library = torch.library.Library("nf4", "DEF")
 _library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}) -> Tensor")
 _library.define(f"dequantize({_WEIGHT}, ScalarType dtype, {_NESTED}) -> Tensor")
+_library.define(
+    f"fused_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None, Tensor? norm_weight=None,"
+    " float norm_eps=0.0) -> Tensor"
+)
 _library.define("linear_bf16w(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _warned: set[str] = set()
 
@@ -55,6 +59,40 @@ def _linear(
     return out
 
 
+def _fused_linear(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> Tensor:
+    weight = packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
+    if backend(x.device.type) is cuda:
+        return cuda.fused_linear(x, *weight, residual, norm_weight, norm_eps)
+    out = _linear(x if norm_weight is None else reference.rms_norm(x, norm_weight, norm_eps), *weight)
+    return out if residual is None else residual + out
+
+
+def fuses(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    shape: Sequence[int],
+    blocksize: int,
+    nested: bool,
+    normalised: bool,
+) -> bool:
+    """Whether nf4::fused_linear of x [rows, K], with a norm or without, needs no launches of torch's on that device."""
+    return device.type == "cuda" and cuda.fuses(device, dtype, rows, shape, blocksize, nested, normalised)
+
+
 def _dequantize(
     packed: Tensor,
     shape: Sequence[int],
@@ -79,24 +117,18 @@ def _linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 for _key in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _key)
+    _library.impl("fused_linear", _fused_linear, _key)
     _library.impl("dequantize", _dequantize, _key)
     _library.impl("linear_bf16w", _linear_bf16w, _key)
 
 
-@torch.library.register_fake("nf4::linear")
-def _(
-    x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
+def _linear_shape(x: Tensor, packed: Tensor, shape: Sequence[int], *_: object) -> Tensor:
     torch._check(x.shape[-1] == shape[1], lambda: f"x ends in {x.shape[-1]}, the weight is {list(shape)}")
     return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+for _name in ("linear", "fused_linear"):
+    torch.library.register_fake(f"nf4::{_name}", _linear_shape)
 
 
 @torch.library.register_fake("nf4::dequantize")

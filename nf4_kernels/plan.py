@@ -38,6 +38,8 @@ SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
 # (tokens of a tile, warpgroups): the instances of csrc/cuda/linear_wgmma_sm90.cu.
 WGMMA_INSTANCES = ((16, 2), (16, 3), (32, 2), (32, 3), (64, 2), (64, 3), (128, 2), (256, 2))
 WGMMA_TOKENS = range(9, 1025)
+# The longest rows that products normalise: NF4_NORM_K of csrc/params.h.
+NORM_K = 16384
 _SMALL_SHARED_BYTES = 99 << 10
 _WHOLE_ROWS = 12288
 # By how much memory and tensor cores are slower than an H200's, by data sheets (A100; RTX 3090, 4090; RTX 5090): between a
@@ -102,9 +104,19 @@ class Slices:
 
 
 def plan(
-    m: int, n: int, k: int, arch: int, multiprocessors: int, blocksize: int = 64, nested: bool = True
+    m: int,
+    n: int,
+    k: int,
+    arch: int,
+    multiprocessors: int,
+    blocksize: int = 64,
+    nested: bool = True,
+    normalised: bool = False,
 ) -> Rows | Wgmma | Slices:
-    """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability."""
+    """The choice for x [m, k] times a weight [n, k] in 16-bit types; arch is 10 * major + minor compute capability.
+
+    normalised: x is normalised in the launch, which linear_rows does in the first pass only.
+    """
     choice: Rows | Wgmma | Slices = Slices(_slice_rows(n, multiprocessors))
     slower = _SLOWER.get(arch, 1.0)
     cost = _slices_cost(m, n, k) * slower
@@ -114,6 +126,8 @@ def plan(
         tiles = 1 if m <= 8 else 2 if m <= 16 else 4
         launches, least = math.ceil(m / (tiles * 8)), n * k * _WEIGHT_COST * slower
         for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
+            if normalised and rows.passes > 1:
+                continue
             rows_cost = launches * max(least, _rows_cost(rows, min(m, tiles * 8), n))
             if rows_cost < cost or (m <= MAX_ROWS_TOKENS and isinstance(choice, Slices)):
                 choice, cost = rows, rows_cost
@@ -220,7 +234,8 @@ def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes:
     stage_blocks = warps * blocks
     scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
     stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)
-    fixed = 65536 + 1024 + 2 * warps * tiles * 512 + 256 + slots * tiles * 512
+    codes_squares = 1024 + warps * tiles * 32 if nested else max(1024, warps * tiles * 32)
+    fixed = 65536 + codes_squares + 2 * warps * tiles * 512 + 256 + slots * tiles * 512
     decoded = 65536 // ((stage_blocks + 1) // 2 * 256)
     limit = 4 if (blocks, tiles) == (4, 1) else 7  # their codes come in two pieces, each with its barriers
     return max(0, min(limit, decoded, (shared_bytes - fixed) // stage))

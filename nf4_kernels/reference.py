@@ -42,3 +42,9 @@ def linear(
     """x [..., K] times the transposed weight plus bias, [..., N] in x's dtype: dequantize to x's dtype, then torch."""
     weight = dequantize(packed, shape, absmax, blocksize, x.dtype, absmax_8bit, absmax_code, absmax_offset)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., K] by the root of (its squares' mean + eps), rounded, times weight [K]; in float32, as models do it."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from nf4_kernels import cuda, reference
+from nf4_kernels import cuda, cuda_launches, reference
 from nf4_kernels.plan import WGMMA_INSTANCES, Rows, Wgmma, plan, rows_candidates
+from tests.nf4_kernels.cuda_weights import DEVICE, TOLERANCE, random_weight, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}"),
 ]
-DEVICE = torch.device("cuda")
 HALVES = (torch.bfloat16, torch.float16)
 # A capability whose blocks have 99 KB of shared memory: what is planned for it runs anywhere.
 LITTLE_SHARED_MEMORY = 89
-# bfloat16 and float16: rounding of codes and outputs; far above it lies any wrong index.
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Random:
-    """Random codes and scales: any bit pattern is a valid NF4 weight."""
-
-    n: int
-    k: int
-    blocksize: int
-    packed: torch.Tensor
-    absmax: torch.Tensor
-    nested: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-    def exact(self) -> torch.Tensor:
-        """The weight in float64."""
-        shape = (self.n, self.k)
-        return reference.dequantize(
-            self.packed, shape, self.absmax, self.blocksize, torch.float32, *self.nested
-        ).double()
-
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return cuda.linear(x, self.packed, (self.n, self.k), self.absmax, self.blocksize, bias, *self.nested)
-
-
-def random_weight(n: int, k: int, blocksize: int = 64, nested: bool = True, offsets: bool = False) -> Random:
-    """A fresh weight on the GPU; offsets: every 256 blocks have one of their own."""
-    blocks = -(-n * k // blocksize)
-    packed = torch.randint(0, 256, ((n * k + 1) // 2, 1), dtype=torch.uint8, device=DEVICE)
-    if not nested:
-        return Random(n, k, blocksize, packed, torch.rand(blocks, device=DEVICE) + 0.01, (None, None, None))
-    codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=DEVICE)
-    table = torch.randn(256, device=DEVICE).sort().values
-    absmax = torch.rand(-(-blocks // 256), device=DEVICE)
-    offset = torch.randn_like(absmax) * 3 if offsets else torch.tensor(3.0, device=DEVICE)
-    return Random(n, k, blocksize, packed, absmax, (codes, table, offset))
-
-
-def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((got.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -148,7 +105,7 @@ def test_every_rows_instance_however_its_work_is_cut(
     for arch in (own, LITTLE_SHARED_MEMORY):
         for tiles, m in ((1, 1), (1, 2), (1, 7), (2, 13), (4, 32)):
             for choice in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
-                monkeypatch.setattr(cuda, "_plan", lambda *_, choice=choice: choice)
+                monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
                 for dtype in HALVES:
                     x = torch.randn(m, k, device=DEVICE, dtype=dtype)
                     torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)
@@ -162,7 +119,7 @@ def test_several_launches_for_more_rows_than_one_takes(m: int, monkeypatch: pyte
     w = random_weight(1000, 4160)
     choice = plan(m, 1000, 4160, LITTLE_SHARED_MEMORY, 64)
     assert isinstance(choice, Rows)
-    monkeypatch.setattr(cuda, "_plan", lambda *_: choice)
+    monkeypatch.setattr(cuda_launches, "_plan", lambda *_: choice)
     for dtype in HALVES:
         x, bias = torch.randn(m, 4160, device=DEVICE, dtype=dtype), torch.randn(1000, device=DEVICE, dtype=dtype)
         torch.full((m, 1000), float("nan"), device=DEVICE, dtype=dtype)
@@ -194,11 +151,11 @@ def test_every_wgmma_instance_however_its_work_is_cut(
         tiles = -(-n // (groups * 64)) * -(-m // tokens)
         grid = tiles * blocks if owner_steps else min(blocks, tiles * -(-k // 256))
         choice = Wgmma(tokens, groups, grid, owner_steps)
-        monkeypatch.setattr(cuda, "_plan", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for dtype in HALVES:
             x = torch.randn(m, k, device=DEVICE, dtype=dtype)
-            workspace = cuda._workspace(DEVICE)
+            workspace = cuda_launches._workspace(DEVICE)
             assert workspace is not None
             workspace[0].fill_(0xFF)
             torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)

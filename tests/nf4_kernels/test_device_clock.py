@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from nf4_kernels import cuda, device_clock
 from nf4_kernels.device_clock import KINDS, DeviceClock
 from nf4_kernels.timing import reader_of
-from tests.nf4_kernels.test_cuda import Random, random_weight
+from tests.nf4_kernels.cuda_weights import Random, random_weight
 
 pytestmark = [
     pytest.mark.gpu,

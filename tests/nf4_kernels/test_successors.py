@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from nf4_kernels import Weight, cuda, prefetch_next
+from nf4_kernels import Weight, cuda, cuda_launches, prefetch_next
 from nf4_kernels.plan import HALF_ROWS, Rows, plan
 from nf4_kernels.successors import successor
 
@@ -73,13 +73,13 @@ def test_what_is_prefetched_lies_inside_the_weight(
     n: int, k: int, blocksize: int, nested: bool, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As csrc/cuda/prefetch.cuh goes about it: every run's beginning, of codes and scales alike."""
-    monkeypatch.setattr(cuda, "_properties", lambda _: (90, 132))
-    monkeypatch.setattr(cuda, "PREFETCH_BYTES", budget)
+    monkeypatch.setattr(cuda_launches, "_properties", lambda _: (90, 132))
+    monkeypatch.setattr(cuda_launches, "PREFETCH_BYTES", budget)
     first, second = random_weight(64, 64), random_weight(n, k, nested, blocksize)
     prefetch_next(first, second)
     choice = plan(1, n, k, 90, 132, blocksize, nested)
     assert isinstance(choice, Rows)
-    told = cuda._next(torch.device("cuda", 0), 1, first.packed.data_ptr())
+    told = cuda_launches._next(torch.device("cuda", 0), 1, first.packed.data_ptr())
     assert told.codes == second.packed.data_ptr()
     scales = second.absmax if second.absmax_8bit is None else second.absmax_8bit
     assert told.scales == scales.data_ptr()
@@ -99,13 +99,13 @@ def test_what_is_prefetched_lies_inside_the_weight(
 
 
 def test_a_weight_that_another_kernel_multiplies_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_properties", lambda _: (90, 132))
+    monkeypatch.setattr(cuda_launches, "_properties", lambda _: (90, 132))
     first, second = random_weight(64, 64), random_weight(512, 4096)
     device = torch.device("cuda", 0)
-    assert cuda._next(device, 1, first.packed.data_ptr()).codes is None
+    assert cuda_launches._next(device, 1, first.packed.data_ptr()).codes is None
     prefetch_next(first, second)
-    assert cuda._next(device, 1, first.packed.data_ptr()).codes == second.packed.data_ptr()
-    assert cuda._next(device, 512, first.packed.data_ptr()).codes is None
+    assert cuda_launches._next(device, 1, first.packed.data_ptr()).codes == second.packed.data_ptr()
+    assert cuda_launches._next(device, 512, first.packed.data_ptr()).codes is None
 
 
 def _linear(x: torch.Tensor, w: Weight) -> torch.Tensor:

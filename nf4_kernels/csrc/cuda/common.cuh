@@ -51,6 +51,25 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 
+__device__ __forceinline__ float2 to_floats(__half, unsigned pair) {
+  return __half22float2(*reinterpret_cast<__half2*>(&pair));
+}
+__device__ __forceinline__ float2 to_floats(__nv_bfloat16, unsigned pair) {
+  return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
+}
+
+// Two T of a register as floats, the low half first.
+template <typename T>
+__device__ __forceinline__ float2 unpack2(unsigned pair) {
+  return to_floats(T{}, pair);
+}
+
+// What a kernel before this one may have written while this one had already started: from L2, never an older copy.
+template <typename T>
+__device__ __forceinline__ T load_fresh(const T* from) {
+  return __ldcg(from);
+}
+
 // Two floats as one register of two T, the first in the low half.
 template <typename T>
 __device__ __forceinline__ unsigned pack2(float low, float high);

@@ -17,11 +17,11 @@ int device_attribute(cudaDeviceAttr attribute) {
   return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : -1;
 }
 
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
+template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kNormalises>
 cudaError_t launch(const RowsArgs& args, int grid, bool hopper, cudaStream_t stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   if (args.stages < 1 || args.stages > Layout::kStageLimit) return cudaErrorInvalidValue;
-  auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED>;
+  auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED, kNormalises>;
   int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
@@ -48,12 +48,16 @@ cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaS
   bool nested = args.weight.absmax_8bit != nullptr;
 #ifndef NF4_BF16_ONLY
   if (dtype == NF4_FLOAT16) {
-    return nested ? launch<__half, kWarps, kBlocks, kTiles, true>(args, grid, hopper, stream)
-                  : launch<__half, kWarps, kBlocks, kTiles, false>(args, grid, hopper, stream);
+    return nested ? launch<__half, kWarps, kBlocks, kTiles, true, false>(args, grid, hopper, stream)
+                  : launch<__half, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
   }
 #endif
-  return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true>(args, grid, hopper, stream)
-                : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false>(args, grid, hopper, stream);
+  if (args.norm_weight) {
+    return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true>(args, grid, hopper, stream)
+                  : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true>(args, grid, hopper, stream);
+  }
+  return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, false>(args, grid, hopper, stream)
+                : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
 }
 
 }  // namespace
@@ -63,6 +67,7 @@ cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaS
 NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   const Nf4Weight& w = linear->weight;
   if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32) return cudaErrorInvalidValue;
+  if (linear->norm_weight && (linear->dtype != NF4_BFLOAT16 || plan->passes > 1)) return cudaErrorInvalidValue;
   if (linear->m > plan->tiles * 8 || plan->blocks * plan->warps < plan->part_blocks) return cudaErrorInvalidValue;
   if (plan->cluster < 1 || plan->cluster > nf4::kMaxCluster || plan->grid % plan->cluster) return cudaErrorInvalidValue;
   // From sm_90 on, what the system keeps at the start of a block's shared memory.
@@ -74,6 +79,9 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   args.weight = w;
   args.x = linear->x;
   args.bias = linear->bias;
+  args.residual = linear->residual;
+  args.norm_weight = linear->norm_weight;
+  args.norm_eps = linear->norm_eps;
   args.out = linear->out;
   args.m = static_cast<int>(linear->m);
   args.n = static_cast<int>(w.n);

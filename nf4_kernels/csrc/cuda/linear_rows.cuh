@@ -17,27 +17,10 @@
 // bytes); the activations are picked to match, so the product sees every k once, in an order of its own.
 #pragma once
 
+#include "rows_activations.cuh"
 #include "rows_sums.cuh"
 
 namespace nf4 {
-
-template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
-                                         const float (&c)[4]);
-template <>
-__device__ __forceinline__ void multiply<__half>(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
-                                                 const float (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-template <>
-__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
-                                                        const float (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
 
 // The A register of one byte: the byte's entry in this lane's copy of the table; anything where it is not wanted.
 __device__ __forceinline__ unsigned lookup(unsigned word, int byte, unsigned lane_offset, bool wanted) {
@@ -66,28 +49,6 @@ __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], const un
   for (int tile = 0; tile < kTiles; ++tile) {
     const uint4& four = activations[tile][step / 2];
     multiply<T>(sums[tile], a, step % 2 ? four.z : four.x, step % 2 ? four.w : four.y, sums[tile]);
-  }
-}
-
-// The activations of one part that a consumer warp needs, as B registers. Not __ldg: the kernel in front may write them
-// after this one has started, and the compiler takes such reads for constant and moves them before the wait. Nor __ldcg:
-// the two reads are halves of the same 32 bytes, which L1 so brings once.
-template <typename T, int kWarps, int kBlocks, int kTiles>
-__device__ __forceinline__ void load_activations(const RowsArgs& args, int part, uint4 (&b)[kBlocks][kTiles][2]) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int begin = part * args.part_blocks, end = min(begin + args.part_blocks, args.k_blocks);
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    int block = begin + i * kWarps + warp;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      int token = tile * 8 + g;
-      const uint4* from =
-          reinterpret_cast<const uint4*>(static_cast<const T*>(args.x) + int64_t{token} * args.k + block * 64 + t * 16);
-      bool valid = block < end && token < args.m;
-      b[i][tile][0] = valid ? *from : make_uint4(0, 0, 0, 0);
-      b[i][tile][1] = valid ? from[1] : make_uint4(0, 0, 0, 0);
-    }
   }
 }
 
@@ -232,7 +193,8 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
 
 // kTimed: one warp takes the times of its decoding. A kernel of its own: a second loop beside the first, though no warp
 // enters it, makes the first one up to 50 % slower (registers).
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed>
+// kNormalises: x's rows are normalised (one pass only); code for it beside the other costs up to 7 % in the same way.
+template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises>
 __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32, 1)
     linear_rows(const __grid_constant__ RowsArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -263,7 +225,7 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
     barrier_signal(3, kThreads);
     if (!args.constant_weights) wait_for_previous();
     if constexpr (Layout::kDecoders == 1) {
-      reduce<T, kWarps, kTiles, Layout, kNested, true>(args, shared, run);
+      reduce<T, kWarps, kTiles, Layout, kNested, true, kNormalises>(args, shared, run);
     } else {
       produce<Layout, kNested>(args, base, run);
     }
@@ -273,12 +235,17 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
     };
     // Many activations compete with the weights for their way in, so they go first; a few can wait behind the table,
     // which needs nothing of the kernel before.
-    bool table_first = args.constant_weights && args.m <= 2;
+    bool table_first = !kNormalises && args.constant_weights && args.m <= 2;
     if (table_first) build();
+    if (kNormalises && args.constant_weights) ask_for_norm<T, kWarps, kBlocks>(args, run.part);
     uint4 b[kBlocks][kTiles][2];
     wait_for_previous();
-    load_activations<T, kWarps, kBlocks, kTiles>(args, run.part, b);
-    if (!table_first) build();
+    if constexpr (kNormalises) {
+      load_normalised<T, kWarps, kBlocks, kTiles, Layout>(args, shared, run.part, b, build);
+    } else {
+      load_activations<T, kWarps, kBlocks, kTiles>(args, run.part, b);
+      if (!table_first) build();
+    }
     barrier_sync(3, kThreads);
     if (threadIdx.x == 0) barrier_arrive(Layout::activations(base));
     if (kTimed && blockIdx.x == 0 && warp == 0) {
@@ -290,7 +257,7 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
     if (warp == kWarps + 1) barrier_signal(kOthersReady, 64);
     if (warp < kFirstDecoder) {
       barrier_sync(3, kThreads);
-      if constexpr (Layout::kDecoders == 2) reduce<T, kWarps, kTiles, Layout, kNested, false>(args, shared, run);
+      if constexpr (Layout::kDecoders == 2) reduce<T, kWarps, kTiles, Layout, kNested, false, kNormalises>(args, shared, run);
       return;
     }
     if (!args.constant_weights) wait_for_previous();

@@ -237,6 +237,10 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
       hand_over<kCount, kGroups>(args, run.tile, group, total);
       continue;
     }
+    Residual<kTokens> rest;
+    if (Residual<kTokens>::kAhead && args.residual && is_whole<kTokens>(args, row, token)) {
+      rest.template load<T>(args, int64_t{token} * args.n + row, 0);
+    }
     if (run.steps < args.steps) {
       if constexpr (PartRing<Layout, kTokens, kGroups>::kOfTokens) {
         add_parts<kTokens, kGroups, Layout, kTokenStages>(args, run.tile, shared, layout, tokens, total);
@@ -244,7 +248,11 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
         add_parts<kTokens, kGroups, Layout, kStages>(args, run.tile, shared, layout, ring, total);
       }
     }
-    write_tile<T, kTokens, kSums == 0>(args, row, token, total);
+    if (args.residual) {
+      write_tile<T, kTokens, kSums == 0, true>(args, row, token, total, rest);
+    } else {
+      write_tile<T, kTokens, kSums == 0, false>(args, row, token, total, rest);
+    }
   }
   if (threadIdx.x % 128 == 0) clock_end(args.clock);
   decoding.end(args.clock);

@@ -60,6 +60,15 @@ cudaError_t arrange(const Nf4Linear& linear, const WgmmaSizes& sizes, int tokens
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = linear.constant_weights ? 1 : 0;
+  if (linear.norm_weight) {
+    config.gridDim = dim3(static_cast<unsigned>(sizes.token_tiles * tokens));
+    config.blockDim = dim3(kNormThreads);
+    return cudaLaunchKernelEx(&config, arrange_normalised<T>, static_cast<const T*>(linear.x),
+                              static_cast<const T*>(linear.norm_weight), linear.norm_eps,
+                              static_cast<uint4*>(linear.workspace), static_cast<int>(linear.m),
+                              static_cast<int>(linear.weight.k / 64), static_cast<int>(sizes.steps * 4), tokens,
+                              linear.clock);
+  }
   return cudaLaunchKernelEx(&config, arrange_tokens<T>, static_cast<const T*>(linear.x),
                             static_cast<uint4*>(linear.workspace), static_cast<int>(linear.m),
                             static_cast<int>(linear.weight.k / 64), static_cast<int>(sizes.steps * 4), tokens,
@@ -112,10 +121,12 @@ NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) 
   if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32 || !nf4::aligned(w.packed, 16)) {
     return cudaErrorInvalidValue;
   }
+  if (linear->norm_weight && (linear->dtype != NF4_BFLOAT16 || w.k > NF4_NORM_K)) return cudaErrorInvalidValue;
   nf4::WgmmaSizes sizes(linear->m, w.n, w.k, *plan);
   nf4::WgmmaArgs args{};
   args.weight = w;
   args.bias = linear->bias;
+  args.residual = linear->residual;
   args.clock = linear->clock;
   args.out = linear->out;
   args.tiles = static_cast<const char*>(linear->workspace);

@@ -71,6 +71,9 @@ struct RowsArgs {
   // ns before the first copy; between those that fill the ring as long as the activations are not there; and always.
   unsigned first_nap, nap, later_nap;
   uint64_t* clock;
+  const void* residual;
+  const void* norm_weight;
+  float norm_eps;
   Nf4Next next;
 };
 
@@ -92,7 +95,9 @@ struct RowsLayout {
   static constexpr int kScales = kGroupRows * kWeightPitch;
   static constexpr int kStageBytes = kScales + kGroupRows * kScalePitch;
   static constexpr int kCode = kTableBytes;
-  static constexpr int kSums = kCode + 1024;
+  // The consumers' sums of squares, [warp][token]. Plain scales leave the codes' place free.
+  static constexpr int kSquares = kCode + (kNested ? 1024 : 0), kSquaresBytes = kWarps * kTiles * 32;
+  static constexpr int kSums = kCode + (kNested || kSquaresBytes > 1024 ? kSquares - kCode + kSquaresBytes : 1024);
   static constexpr int kBarriers = kSums + 2 * kWarps * kTiles * 512;
   // One barrier more than stages for each of their purposes: decoded's is that of the activations.
   static constexpr int kStageSlots = kMaxStages + 1, kBarrierCount = 3 * kStageSlots + 8;

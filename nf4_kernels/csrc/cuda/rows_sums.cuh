@@ -12,27 +12,60 @@ __device__ __forceinline__ void add(float4& sum, float4 value) {
   sum.w += value.w;
 }
 
-// Adds bias, rounds once and writes the 16 rows x 8 tokens that a warp's accumulators hold, as far as before row `last`.
+// What is added to the 16 rows x 8 tokens that a warp's accumulators hold: bias and residual, as far as before row `last`.
 template <typename T>
-__device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, int token_tile, float4 sum) {
+__device__ __forceinline__ float4 load_addend(const RowsArgs& args, int first, int last, int token_tile) {
   int lane = threadIdx.x % 32, row = first + lane / 4, token = token_tile * 8 + lane % 4 * 2;
-  T* out = static_cast<T*>(args.out);
   const T* bias = static_cast<const T*>(args.bias);
+  const T* residual = static_cast<const T*>(args.residual);
+  float addend[2][2] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int r = row + half * 8;
     if (r >= last) continue;
-    float add = bias ? to_float(bias[r]) : 0.0f;
+    if (bias) addend[half][0] = addend[half][1] = to_float(bias[r]);
+#pragma unroll
+    for (int i = 0; residual && i < 2; ++i) {
+      if (token + i < args.m) addend[half][i] += to_float(load_fresh(residual + int64_t{token + i} * args.n + r));
+    }
+  }
+  return make_float4(addend[0][0], addend[0][1], addend[1][0], addend[1][1]);
+}
+
+// Scales the sums, adds, rounds once and writes.
+template <typename T>
+__device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, int token_tile, float4 sum,
+                                              float2 scale, float4 addend) {
+  int lane = threadIdx.x % 32, row = first + lane / 4, token = token_tile * 8 + lane % 4 * 2;
+  T* out = static_cast<T*>(args.out);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int r = row + half * 8;
+    if (r >= last) continue;
     int64_t at = int64_t{token} * args.n + r;
-    if (token < args.m) out[at] = from_float<T>(fmaf(half ? sum.z : sum.x, kShrink<T>, add));
-    if (token + 1 < args.m) out[at + args.n] = from_float<T>(fmaf(half ? sum.w : sum.y, kShrink<T>, add));
+    float even = fmaf(half ? sum.z : sum.x, scale.x, half ? addend.z : addend.x);
+    float odd = fmaf(half ? sum.w : sum.y, scale.y, half ? addend.w : addend.y);
+    if (token < args.m) out[at] = from_float<T>(even);
+    if (token + 1 < args.m) out[at + args.n] = from_float<T>(odd);
   }
 }
 
-template <typename T, int kTiles>
-__device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, const float4 (&sum)[kTiles]) {
+// Puts one over the root mean square of the two tokens of a lane on what the sums are multiplied by. The consumers'
+// squares are there once their first sums are.
+template <int kWarps, int kTiles, typename Layout>
+__device__ __forceinline__ void normalise(const RowsArgs& args, const char* shared, float2 (&scale)[kTiles]) {
+  const float2* squares = reinterpret_cast<const float2*>(shared + Layout::kSquares) + threadIdx.x % 4;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) write_outputs<T>(args, first, last, tile, sum[tile]);
+  for (int tile = 0; tile < kTiles; ++tile) {
+    float2 sum = make_float2(0.0f, 0.0f);
+    for (int warp = 0; warp < kWarps; ++warp) {
+      float2 more = squares[(warp * kTiles + tile) * 4];
+      sum.x += more.x;
+      sum.y += more.y;
+    }
+    scale[tile].x *= rsqrtf(sum.x / args.k + args.norm_eps);
+    scale[tile].y *= rsqrtf(sum.y / args.k + args.norm_eps);
+  }
 }
 
 // The reducing warp's place in its rings and, in the first block of a cluster, the sums of the row group before: they
@@ -40,7 +73,7 @@ __device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, i
 template <int kTiles>
 struct Reduction {
   RingPosition sums, parts;
-  float4 sum[kTiles], waiting[kTiles];
+  float4 sum[kTiles], waiting[kTiles], addend[kTiles];
   int waiting_row = -1;
 };
 
@@ -109,7 +142,7 @@ __device__ __forceinline__ void add_parts(const RowsArgs& args, char* shared, co
 }
 
 // kCopies: the same warp fills a stage again as soon as it is empty, and then adds the sums that came of it.
-template <typename T, int kWarps, int kTiles, typename Layout, bool kNested, bool kCopies>
+template <typename T, int kWarps, int kTiles, typename Layout, bool kNested, bool kCopies, bool kNormalises>
 __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsRun run) {
   unsigned base = shared_address(shared);
   int rank = blockIdx.x % args.cluster;
@@ -128,8 +161,18 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
   if (args.cluster > 1) cluster_wait();
   RingPosition ring;
   Reduction<kTiles> at;
+  float2 scale[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) scale[tile] = make_float2(kShrink<T>, kShrink<T>);
+  bool normalised = false;
   for (;; run.next()) {
     bool more = !run.done();
+    // Asked for before the row group's sums are waited for.
+    float4 addend[kTiles] = {};
+    if (more && rank == 0 && (args.bias || args.residual) && run.last_pass()) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) addend[tile] = load_addend<T>(args, run.row, run.last, tile);
+    }
     if (more) {
       if constexpr (kCopies) {
         barrier_wait(Layout::empty(base, ring.stage), ring.parity);
@@ -142,6 +185,8 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
         ring.advance(args.stages);
       }
       gather<kWarps, kTiles, Layout>(shared, at);
+      if (kNormalises && !normalised) normalise<kWarps, kTiles, Layout>(args, shared, scale);
+      normalised = true;
       if (hold<kTiles, Layout>(args, shared, run, at)) continue;
       if (rank > 0) {
         send<kTiles, Layout>(args, base, rank, at);
@@ -150,16 +195,25 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
     }
     if (args.cluster == 1) {
       if (!more) break;
-      write_outputs<T>(args, run.row, run.last, at.sum);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        write_outputs<T>(args, run.row, run.last, tile, at.sum[tile], scale[tile], addend[tile]);
+      }
       continue;
     }
     if (at.waiting_row >= 0) {
       add_parts<kTiles, Layout>(args, shared, run, at);
-      write_outputs<T>(args, at.waiting_row, run.last, at.waiting);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        write_outputs<T>(args, at.waiting_row, run.last, tile, at.waiting[tile], scale[tile], at.addend[tile]);
+      }
     }
     if (!more) break;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) at.waiting[tile] = at.sum[tile];
+    for (int tile = 0; tile < kTiles; ++tile) {
+      at.waiting[tile] = at.sum[tile];
+      at.addend[tile] = addend[tile];
+    }
     at.waiting_row = run.row;
   }
   if (threadIdx.x % 32 == 0) clock_end(args.clock);

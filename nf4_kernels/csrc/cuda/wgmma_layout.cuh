@@ -16,6 +16,7 @@ constexpr int kTableBase = 1024;
 struct WgmmaArgs {
   Nf4Weight weight;
   const void* bias;
+  const void* residual;
   void* out;
   const char* tiles;  // arranged activations
   float4* partial;

@@ -26,6 +26,72 @@ __global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, in
   tiles[(tile * tokens + row) * 8 + (chunk ^ row % 8)] = words;
 }
 
+// The same of normalised activations: a block a token, whose chunks its threads keep in registers.
+constexpr int kNormThreads = 512;
+template <typename T>
+__global__ void __launch_bounds__(kNormThreads)
+    arrange_normalised(const T* x, const T* weight, float eps, uint4* tiles, int m, int k_blocks, int padded_blocks,
+                       int tokens, uint64_t* clock) {
+  constexpr int kChunks = NF4_NORM_K / 8 / kNormThreads;
+  let_next_start();
+  int token = blockIdx.x, thread = threadIdx.x;
+  auto word_of = [&](const T* row, int i) {
+    int at = thread + i * kNormThreads;
+    return reinterpret_cast<const unsigned*>(row + at / 8 * 64) + at % 8;
+  };
+  unsigned words[kChunks][4] = {}, weights[kChunks][4] = {};
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (token >= m || thread + i * kNormThreads >= k_blocks * 8) break;
+    const unsigned* from = word_of(weight, i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) weights[i][j] = __ldg(from + j * 8);
+  }
+  wait_for_previous();
+  if (token == 0 && thread == 0) clock_start(clock);
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    if (token >= m || thread + i * kNormThreads >= k_blocks * 8) break;
+    const unsigned* from = word_of(x + int64_t{token} * k_blocks * 64, i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[i][j] = load_fresh(from + j * 8);
+  }
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float2 pair = unpack2<T>(words[i][j]);
+      squares += pair.x * pair.x + pair.y * pair.y;
+    }
+  }
+  __shared__ float warps[kNormThreads / 32];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+  if (thread % 32 == 0) warps[thread / 32] = squares;
+  __syncthreads();
+  squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kNormThreads / 32; ++i) squares += warps[i];
+  float by = rsqrtf(squares / (k_blocks * 64) + eps);
+  int row = token % tokens;
+  int64_t tile = int64_t{token / tokens} * padded_blocks;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    int at = thread + i * kNormThreads, block = at / 8;
+    if (block >= padded_blocks) break;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // Rounded before and after the weight, as models do it.
+      float2 pair = unpack2<T>(words[i][j]), scale = unpack2<T>(weights[i][j]);
+      pair = unpack2<T>(pack2<T>(pair.x * by, pair.y * by));
+      words[i][j] = pack2<T>(pair.x * scale.x, pair.y * scale.y);
+    }
+    tiles[((tile + block) * tokens + row) * 8 + (at % 8 ^ row % 8)] =
+        make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+  }
+}
+
 template <int kTokens, int kGroups, typename Layout, int kStages>
 __device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUtensorMap* map, Layout layout) {
   WgmmaRun run(args);

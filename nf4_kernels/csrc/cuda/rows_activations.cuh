@@ -1,0 +1,154 @@
+// What linear_rows.cuh multiplies weights with: a part's activations as B registers, normalised where a launch does that.
+#pragma once
+
+#include "rows_layout.cuh"
+
+namespace nf4 {
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                                         const float (&c)[4]);
+template <>
+__device__ __forceinline__ void multiply<__half>(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                                                 const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+template <>
+__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                                                        const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+__device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
+  __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<unsigned*>(&product);
+}
+
+// The activations of one part that a consumer warp needs, as B registers. Not __ldg: the kernel in front may write them
+// after this one has started, and the compiler takes such reads for constant and moves them before the wait. Nor __ldcg:
+// the two reads are halves of the same 32 bytes, which L1 so brings once.
+template <typename T, int kWarps, int kBlocks, int kTiles>
+__device__ __forceinline__ void load_activations(const RowsArgs& args, int part, uint4 (&b)[kBlocks][kTiles][2]) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int begin = part * args.part_blocks, end = min(begin + args.part_blocks, args.k_blocks);
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    int block = begin + i * kWarps + warp;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      int token = tile * 8 + g;
+      const uint4* from =
+          reinterpret_cast<const uint4*>(static_cast<const T*>(args.x) + int64_t{token} * args.k + block * 64 + t * 16);
+      bool valid = block < end && token < args.m;
+      b[i][tile][0] = valid ? *from : make_uint4(0, 0, 0, 0);
+      b[i][tile][1] = valid ? from[1] : make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// Of a norm's weight, before the activations are there, the sectors that this warp reads, into L1.
+template <typename T, int kWarps, int kBlocks>
+__device__ __forceinline__ void ask_for_norm(const RowsArgs& args, int part) {
+  int begin = part * args.part_blocks, end = min(begin + args.part_blocks, args.k_blocks);
+  for (int i = threadIdx.x % 32; i < kBlocks * 4; i += 32) {
+    int block = begin + i / 4 * kWarps + threadIdx.x / 32;
+    if (block >= end) continue;
+    const T* from = static_cast<const T*>(args.norm_weight) + block * 64 + i % 4 * 16;
+    unsigned any;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(any) : "l"(from));
+  }
+}
+
+// Adds the squares of activations, as diagonals of their products with themselves: thread (g, t) of a tile holds token g's
+// in element g % 2 where t is g / 2.
+// Several chains of them: one after another 40 products take as long as their input's way.
+template <int kTiles>
+constexpr int kChains = kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1;
+template <typename T, int kBlocks, int kTiles>
+__device__ __forceinline__ void add_squares(float (&squares)[kChains<kTiles>][kTiles][4],
+                                            const uint4 (&b)[kBlocks][kTiles][2]) {
+  __syncwarp();  // so that all are asked for before the first is used
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4& four = b[i][tile][half];
+        unsigned first[4] = {four.x, 0, four.y, 0}, second[4] = {four.z, 0, four.w, 0};
+        float(&one)[4] = squares[half * 2 % kChains<kTiles>][tile];
+        float(&other)[4] = squares[(half * 2 + 1) % kChains<kTiles>][tile];
+        multiply<T>(one, first, four.x, four.y, one);
+        multiply<T>(other, second, four.z, four.w, other);
+      }
+    }
+  }
+}
+
+// The activations times the norm's weight; the root of their squares' mean is put on the sums.
+template <typename T, int kWarps, int kBlocks, int kTiles>
+__device__ __forceinline__ void weigh(const RowsArgs& args, int part, uint4 (&b)[kBlocks][kTiles][2]) {
+  constexpr int kAtOnce = kWarps < 14 && kBlocks < 10 ? 4 : 2;  // k blocks, as far as registers go
+  int begin = part * args.part_blocks, last = min(begin + args.part_blocks, args.k_blocks) - 1;
+  const T* weight = static_cast<const T*>(args.norm_weight) + threadIdx.x % 4 * 16;
+#pragma unroll
+  for (int first = 0; first < kBlocks; first += kAtOnce) {
+    uint4 by[kAtOnce][2];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      // Of a block that the warp does not have, any: its activations are zeros.
+      int block = min(begin + (first + i) * kWarps + static_cast<int>(threadIdx.x) / 32, last);
+      const uint4* from = reinterpret_cast<const uint4*>(weight + block * 64);
+      by[i][0] = from[0];
+      by[i][1] = from[1];
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kAtOnce && first + i < kBlocks; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint4 &four = b[first + i][tile][half], times = by[i][half];
+          four = make_uint4(multiply_pairs(four.x, times.x), multiply_pairs(four.y, times.y),
+                            multiply_pairs(four.z, times.z), multiply_pairs(four.w, times.w));
+        }
+      }
+    }
+  }
+}
+
+// The first part's activations, normalised but for the root of their squares' mean. The sums of squares are those of all of
+// k; each warp leaves its own in shared memory. meanwhile() runs while the activations are on their way.
+template <typename T, int kWarps, int kBlocks, int kTiles, typename Layout, typename Meanwhile>
+__device__ __forceinline__ void load_normalised(const RowsArgs& args, char* shared, int part,
+                                                uint4 (&b)[kBlocks][kTiles][2], Meanwhile meanwhile) {
+  float squares[kChains<kTiles>][kTiles][4] = {};
+  for (int other = args.cluster - 1; other >= 0; --other) {
+    if (other == part) continue;
+    load_activations<T, kWarps, kBlocks, kTiles>(args, other, b);
+    add_squares<T, kBlocks, kTiles>(squares, b);
+  }
+  load_activations<T, kWarps, kBlocks, kTiles>(args, part, b);
+  __syncwarp();
+  meanwhile();
+  add_squares<T, kBlocks, kTiles>(squares, b);
+  int lane = threadIdx.x % 32, g = lane / 4;
+  float* mine = reinterpret_cast<float*>(shared + Layout::kSquares) + threadIdx.x / 32 * kTiles * 8 + g;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int chain = 0; chain < kChains<kTiles>; ++chain) {
+      sum += g % 2 ? squares[chain][tile][1] : squares[chain][tile][0];
+    }
+    if (lane % 4 == g / 2) mine[tile * 8] = sum;
+  }
+  weigh<T, kWarps, kBlocks, kTiles>(args, part, b);
+}
+
+}  // namespace nf4
