@@ -19,9 +19,11 @@ from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.draws import draw
+from server.engine.runtime.fusion import fused_products
 from server.engine.runtime.launches import overlapping_launches
 from server.engine.runtime.lora import adding_masked, others_of
 from server.engine.runtime.sampling import Sampled
+from server.engine.runtime.small_kernels import small_kernels_by_rule
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import UNKNOWN
 
@@ -258,7 +260,7 @@ def _compiled_layers(model: PreTrainedModel) -> Iterator[None]:
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=False)
     try:
-        with overlapping_launches():
+        with overlapping_launches(), small_kernels_by_rule(), fused_products():
             yield
     finally:
         for layer in layers:
