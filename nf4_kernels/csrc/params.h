@@ -41,9 +41,11 @@ typedef struct {
   int32_t offset_bytes;
 } Nf4Next;
 
+enum { NF4_NORM_K = 16384 };
+
 /* out[m, n] = x[m, k] weight^T + bias + residual; x, bias, residual and out are of dtype, dense and 16-byte aligned. bias
  * and residual [m, n] may be null. Where norm_weight [k] is not null, x's rows are normalised first: divided by the root of
- * (their squares' mean + norm_eps), times norm_weight (bfloat16 only; linear_wgmma: k up to NF4_NORM_K).
+ * (their squares' mean + norm_eps), times norm_weight (bfloat16 only; linear_wgmma: k up to NF4_NORM_K). Both on CUDA only.
  * workspace: fp32 partial sums; counters: int32, all zero before and after every launch. */
 typedef struct {
   Nf4Weight weight;
@@ -62,8 +64,6 @@ typedef struct {
   const void* norm_weight;
   float norm_eps;
 } Nf4Linear;
-
-enum { NF4_NORM_K = 16384 };
 
 /* Such times, in ns of the device's clock: when the launch began, when its last instruction ran, and of the launches that
  * take the times of their decoding how long one warp decoded, else 0; the fourth word is the launch's own.

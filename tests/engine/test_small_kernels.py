@@ -33,7 +33,11 @@ def launcher(num_warps: int, **blocks: int) -> Any:
 
 @pytest.mark.parametrize("kind", [HeuristicType.POINTWISE, HeuristicType.PERSISTENT_REDUCTION])
 def test_the_smallest_blocks_are_taken(kind: HeuristicType) -> None:
-    offered = [launcher(4, XBLOCK=32), launcher(4, XBLOCK=8, YBLOCK=2), launcher(2, XBLOCK=8, YBLOCK=2)]
+    offered = [
+        launcher(4, XBLOCK=32),
+        launcher(4, XBLOCK_0=8, XBLOCK_1=2),
+        launcher(2, XBLOCK=8, YBLOCK=2, R0_BLOCK=64),
+    ]
     kernel = _Kernel(kind, offered)
     with small_kernels_by_rule():
         tune: Callable[..., None] = CachingAutotuner.autotune_to_one_config

@@ -7,6 +7,7 @@ two products. A whole decode step so became up to 4 % slower, differently from s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 _LONGEST_ROW = 16384
 # Compiled code is cached on disk by what is compiled; what is chosen here goes into the name.
 _CACHE_TAG = "small kernels by rule"
+# How the names of blocks begin that are not along what is reduced; in joint kernels each part may have its own.
+_BLOCKS = ("XBLOCK", "YBLOCK", "ZBLOCK")
 
 
 @contextmanager
@@ -75,8 +78,8 @@ def _take_smallest_blocks(kernel: Any) -> bool:
         return False
 
     def size(launcher: Any) -> tuple[int, int]:
-        blocks = launcher.config.kwargs
-        return blocks.get("XBLOCK", 1) * blocks.get("YBLOCK", 1) * blocks.get("ZBLOCK", 1), launcher.config.num_warps
+        blocks = (size for name, size in launcher.config.kwargs.items() if name.startswith(_BLOCKS))
+        return math.prod(blocks), launcher.config.num_warps
 
     kernel.launchers = [min(kernel.launchers, key=size)]
     return True
