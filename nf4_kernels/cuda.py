@@ -2,7 +2,7 @@
 
 Source: csrc/cuda/*.cu behind the C interface of csrc/params.h. load_error() says why when they cannot be used.
 The first product on a device allocates its workspaces; let it run once before capturing a CUDA graph. In a captured graph
-a product reads its weight before the kernel in front of it has ended: nothing in the graph may write the weight.
+a product reads its weight and its norm's before the kernel in front of it has ended: nothing in the graph may write them.
 """
 
 from __future__ import annotations

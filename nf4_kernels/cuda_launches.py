@@ -1,7 +1,7 @@
 """Launches of the CUDA kernels: which of them makes a product, its workspace, its times. cuda.py has checked the arguments.
 
 The first product on a device allocates its workspaces; let it run once before capturing a CUDA graph. In a captured graph
-a product reads its weight before the kernel in front of it has ended: nothing in the graph may write the weight.
+a product reads its weight and its norm's before the kernel in front of it has ended: nothing in the graph may write them.
 """
 
 from __future__ import annotations

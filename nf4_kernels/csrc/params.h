@@ -56,7 +56,7 @@ typedef struct {
   int32_t* counters;
   int64_t m;
   int32_t dtype;
-  int32_t constant_weights; /* nothing under way on the stream writes the weight: it may be read at once */
+  int32_t constant_weights; /* nothing under way on the stream writes the weight or norm_weight: both may be read at once */
   void* stream;
   uint64_t* clock; /* null, or NF4_CLOCK_WORDS words where the launch leaves its times */
   Nf4Next next;

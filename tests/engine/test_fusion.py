@@ -309,6 +309,10 @@ def _wide_weight(m: Any, h: torch.Tensor) -> Any:
     return m.first((m.norm.weight.float() * _rms(h)).to(h.dtype))
 
 
+def _computed_weight(m: Any, h: torch.Tensor) -> Any:
+    return m.first((1 + m.norm.weight) * _rms(h))
+
+
 def _written_between(m: Any, h: torch.Tensor) -> Any:
     residual = h * 2
     y = m.first(h)
@@ -341,7 +345,7 @@ def _written_between(m: Any, h: torch.Tensor) -> Any:
         (_not_contiguous, {"plain": 1}),
         (_x_not_contiguous, {"plain": 1}),
         *((form, {"plain": 1, "rsqrt": 1}) for form in (_over_rows, _of_another, _other_power, _one_weight, _part)),
-        *((form, {"plain": 1, "rsqrt": 1}) for form in (_heads, _wide_weight)),
+        *((form, {"plain": 1, "rsqrt": 1}) for form in (_heads, _wide_weight, _computed_weight)),
         (_written_between, {"residual": 1}),
     ],
 )

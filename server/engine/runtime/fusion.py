@@ -128,13 +128,16 @@ def _residual_sum(node: Node, products: list[Node]) -> tuple[Node, Node] | None:
 
 
 def _norm(node: Any) -> tuple[Node, Node, float] | None:
-    """(h, weight, eps) where the node is weight * (h / root mean square of h, in float32, rounded to bfloat16)."""
+    """(h, weight, eps) where the node is weight * (h / root mean square of h, in float32, rounded to bfloat16).
+
+    The weight is the model's own: in a CUDA graph products read it before the kernel in front of them has ended.
+    """
     for weight, rounded in _operands(node, aten.mul.Tensor):
         for wide, scale in _operands(_converted(rounded, torch.bfloat16), aten.mul.Tensor):
             h = _converted(wide, torch.float32)
             for mean, eps in _operands(_argument(scale, aten.rsqrt.default), aten.add.Tensor):
                 square = _argument(mean, aten.mean.dim)
-                if h is None or square is None or not isinstance(eps, float) or not isinstance(weight, Node):
+                if h is None or square is None or not isinstance(eps, float) or not _is_given(weight):
                     continue
                 last = list(mean.args[1]) in ([-1], [h.meta["val"].dim() - 1]) and mean.args[2:] == (True,)
                 squared = square.target is aten.pow.Tensor_Scalar and square.args[1] == 2
@@ -229,6 +232,11 @@ def _converted(node: Any, dtype: torch.dtype) -> Any:
     """What a node converts to dtype; None where it does something else."""
     source = _argument(node, prims.convert_element_type.default)
     return source if source is not None and node.args[1] == dtype else None
+
+
+def _is_given(node: Any) -> bool:
+    """Whether a node is computed by none of the graph's operations."""
+    return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
 
 
 def _is_view(node: Any) -> bool:
