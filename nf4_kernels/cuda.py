@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda_launches import Around, dequantize_into, multiply, plan_on, start_clock, stop_clock
+from nf4_kernels.cuda_launches import Around, can_normalise, dequantize_into, multiply, plan_on, start_clock, stop_clock
 from nf4_kernels.cuda_library import KernelError, load_error
 from nf4_kernels.format import offset_stride
 from nf4_kernels.params import DTYPES, Nf4Weight
-from nf4_kernels.plan import NORM_K, Slices
+from nf4_kernels.plan import Slices
 
 __all__ = (
     "BLOCKSIZES",
@@ -132,10 +132,7 @@ def fuses(
 ) -> bool:
     """Whether fused_linear() of x [rows, K] on a device of this machine needs no launches of torch's."""
     n, k = _matrix(shape)
-    if load_error() is not None or dtype == torch.float32:
-        return False
-    # x times norm_weight, before its row is divided, may be too large for float16.
-    if normalised and (dtype != torch.bfloat16 or k > NORM_K):
+    if load_error() is not None or dtype == torch.float32 or (normalised and not can_normalise(dtype, k)):
         return False
     return not isinstance(plan_on(device, rows, n, k, blocksize, nested, normalised), Slices)
 

@@ -1,8 +1,4 @@
-"""Launches of the CUDA kernels: which of them makes a product, its workspace, its times. cuda.py has checked the arguments.
-
-The first product on a device allocates its workspaces; let it run once before capturing a CUDA graph. In a captured graph
-a product reads its weight and its norm's before the kernel in front of it has ended: nothing in the graph may write them.
-"""
+"""Launches of the CUDA kernels: which of them makes a product, its workspace, its times. cuda.py checks arguments."""
 
 from __future__ import annotations
 
@@ -30,10 +26,15 @@ class Around:
     norm_eps: float
 
 
+def can_normalise(dtype: torch.dtype, k: int) -> bool:
+    """Whether products' launches normalise rows of k elements. x times norm_weight may be too large for float16."""
+    return dtype == torch.bfloat16 and k <= NORM_K
+
+
 def multiply(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around) -> None:
     """out [M, N] = around.residual + x [M, K], normalised if so wanted, times the transposed weight, plus around.bias."""
     m, n, k = x.shape[0], weight.n, weight.k
-    if around.norm_weight is not None and (x.dtype != torch.bfloat16 or k > NORM_K):
+    if around.norm_weight is not None and not can_normalise(x.dtype, k):
         x = rms_norm(x, around.norm_weight, around.norm_eps)
         around = dataclasses.replace(around, norm_weight=None)
     nested, normalised = weight.absmax_8bit is not None, around.norm_weight is not None
@@ -111,14 +112,14 @@ def _multiply_fused(
 
     if isinstance(choice, Wgmma):
         wgmma = WgmmaPlan(**dataclasses.asdict(choice))
-        multiply = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
-        raise_for(loaded, multiply(operands(0, x.shape[0]), wgmma), str(choice))
+        launch = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
+        raise_for(loaded, launch(operands(0, x.shape[0]), wgmma), str(choice))
         return
     rows = RowsPlan(**dataclasses.asdict(choice))
-    multiply = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
+    launch = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
     for first in range(0, x.shape[0], choice.tiles * 8):
         count = min(choice.tiles * 8, x.shape[0] - first)
-        raise_for(loaded, multiply(operands(first, count), rows), str(choice))
+        raise_for(loaded, launch(operands(first, count), rows), str(choice))
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:

@@ -134,18 +134,24 @@ def _norm(node: Any) -> tuple[Node, Node, float] | None:
     """
     for weight, rounded in _operands(node, aten.mul.Tensor):
         for wide, scale in _operands(_converted(rounded, torch.bfloat16), aten.mul.Tensor):
-            h = _converted(wide, torch.float32)
-            for mean, eps in _operands(_argument(scale, aten.rsqrt.default), aten.add.Tensor):
-                square = _argument(mean, aten.mean.dim)
-                if h is None or square is None or not isinstance(eps, float) or not _is_given(weight):
-                    continue
-                last = list(mean.args[1]) in ([-1], [h.meta["val"].dim() - 1]) and mean.args[2:] == (True,)
-                squared = square.target is aten.pow.Tensor_Scalar and square.args[1] == 2
-                if not last or not squared or _converted(square.args[0], torch.float32) is not h:
-                    continue
-                if _alike(node, h, node.meta["val"].shape) and _alike(node, weight, h.meta["val"].shape[-1:]):
-                    return h, weight, eps
+            h, eps = _root_mean_square(scale)
+            if h is None or _converted(wide, torch.float32) is not h or not _is_given(weight):
+                continue
+            if _alike(node, h, node.meta["val"].shape) and _alike(node, weight, h.meta["val"].shape[-1:]):
+                return h, weight, eps
     return None
+
+
+def _root_mean_square(node: Any) -> tuple[Any, float]:
+    """(h, eps) where the node is 1 / sqrt(mean of h's squares + eps), in float32 along the last dimension, or (None, 0)."""
+    for mean, eps in _operands(_argument(node, aten.rsqrt.default), aten.add.Tensor):
+        square = _argument(mean, aten.mean.dim)
+        h = _converted(_argument(square, aten.pow.Tensor_Scalar), torch.float32)
+        if h is None or square.args[1] != 2 or not isinstance(eps, float):
+            continue
+        if list(mean.args[1]) in ([-1], [h.meta["val"].dim() - 1]) and mean.args[2:] == (True,):
+            return h, eps
+    return None, 0.0
 
 
 def _only_multiplied(node: Node, products: list[Node]) -> bool:
