@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nf4_kernels import cuda, reference
+from nf4_kernels.plan import Wgmma
 
 DEVICE = torch.device("cuda")
 # bfloat16 and float16: rounding of codes and outputs; far above it lies any wrong index.
@@ -50,3 +51,9 @@ def random_weight(n: int, k: int, blocksize: int = 64, nested: bool = True, offs
 
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
+
+
+def cut(tokens: int, groups: int, m: int, n: int, k: int, blocks: int, owner_steps: int) -> Wgmma:
+    """A linear_wgmma launch of so many blocks, no more than there is work, or with owner_steps of so many for each tile."""
+    tiles = -(-n // (groups * 64)) * -(-m // tokens)
+    return Wgmma(tokens, groups, tiles * blocks if owner_steps else min(blocks, tiles * -(-k // 256)), owner_steps)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, cuda_launches, reference
-from nf4_kernels.plan import WGMMA_INSTANCES, Rows, Wgmma, plan, rows_candidates
-from tests.nf4_kernels.cuda_weights import DEVICE, TOLERANCE, random_weight, relative_error
+from nf4_kernels.plan import WGMMA_INSTANCES, Rows, plan, rows_candidates
+from tests.nf4_kernels.cuda_weights import DEVICE, TOLERANCE, cut, random_weight, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,9 +148,7 @@ def test_every_wgmma_instance_however_its_work_is_cut(
         (514, 2304, tokens, 64, False, 3, 4),
         (193, 2304, tokens - 1, 128, True, 9, 1),
     ]:
-        tiles = -(-n // (groups * 64)) * -(-m // tokens)
-        grid = tiles * blocks if owner_steps else min(blocks, tiles * -(-k // 256))
-        choice = Wgmma(tokens, groups, grid, owner_steps)
+        choice = cut(tokens, groups, m, n, k, blocks, owner_steps)
         monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for dtype in HALVES:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, cuda_launches, ops, reference
-from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, Wgmma, plan, rows_candidates
-from tests.nf4_kernels.cuda_weights import DEVICE, TOLERANCE, Random, random_weight
+from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, plan, rows_candidates
+from tests.nf4_kernels.cuda_weights import DEVICE, TOLERANCE, Random, cut, random_weight
 from tests.nf4_kernels.weights import quantized
 
 EPS = 1e-2
@@ -88,7 +88,7 @@ def fused(
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_any_shape(n: int, k: int, nested: bool) -> None:
-    w = random_weight(n, k, 64, nested, False)
+    w = random_weight(n, k, 64, nested)
     for m in (*range(1, 18), 24, 31, 32, 33, 48, 64, 65, 128, 129, 200, 256, 300):
         check(w, m, (n, k))
     for dtype in (torch.float16, torch.float32):
@@ -123,9 +123,7 @@ def test_every_wgmma_instance(tokens: int, groups: int, monkeypatch: pytest.Monk
         (514, NORM_K, tokens - 1, 11, 0),
         (1000, 4160, tokens + 1, 2, 10),
     ]:
-        tiles = -(-n // (groups * 64)) * -(-m // tokens)
-        grid = tiles * blocks if owner_steps else min(blocks, tiles * -(-k // 256))
-        choice = Wgmma(tokens, groups, grid, owner_steps)
+        choice = cut(tokens, groups, m, n, k, blocks, owner_steps)
         monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
         check(random_weight(n, k), m, str(choice))
 
