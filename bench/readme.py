@@ -118,17 +118,18 @@ def fidelity(result: Result) -> str:
     """Errors of log-probabilities and memory, of whole models."""
     lines = [
         "| model | error of log-probabilities, root mean square: ours | transformers in bfloat16 | memory beside weights"
-        " and KV cache, GiB | weights, GiB | ready after, s |",
-        "| --- | --- | --- | --- | --- | --- |",
+        " and KV cache, GiB | weights, GiB | ready after, s | the server after that, s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     starts = {row["model"]: row for row in result["rows"] if row["mode"] == "start"}
     for row in (row for row in result["rows"] if row["mode"] == "fidelity"):
         start = starts[row["model"]]
         beside = start["allocated_gib"] - start["weights_gib"] - start["kv_gib"]
         weights = start["weights_gib"]
+        again = f"{start['again_s']:.0f}" if "again_s" in start else ""
         lines.append(
             f"| {row['model']} | {row['ours_rms']:.4f} | {row['hf_rms']:.4f} | {beside:.2f} ({beside / weights:.1%})"
-            f" | {weights:.1f} | {start['ready_s']:.0f} |"
+            f" | {weights:.1f} | {start['ready_s']:.0f} | {again} |"
         )
     return "\n".join(lines)
 

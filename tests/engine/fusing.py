@@ -16,7 +16,8 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch.fx import Graph, GraphModule
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from server.engine.runtime.fusion import FusedProducts, Fuses
+from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTATED
+from server.engine.runtime.fusion import FusedOperations, Fuses
 from server.engine.runtime.projections import NF4Linear
 
 BF16 = torch.bfloat16
@@ -27,23 +28,25 @@ def always(*_: object) -> bool:
 
 
 def count(graph: Graph) -> Counter[str]:
-    """The products of a graph by what they take along, and the norms."""
+    """The products of a graph by what they take along, the norms, and the attention."""
     found: Counter[str] = Counter()
     for node in graph.nodes:
         if node.target is torch.ops.nf4.fused_linear.default:
             residual, weight = node.args[9], node.args[10]
             found[" ".join(["norm"] * (weight is not None) + ["residual"] * (residual is not None))] += 1
         found["plain"] += node.target is torch.ops.nf4.linear.default
+        found["attend"] += node.target is ATTEND
+        found["rotated"] += node.target is ATTEND_ROTATED
         found["rsqrt"] += node.target is torch.ops.aten.rsqrt.default
     return +found
 
 
 @contextmanager
-def fusing(fuses: Fuses = always) -> Iterator[list[Counter[str]]]:
+def fusing(fuses: Fuses = always, rotates: bool = False) -> Iterator[list[Counter[str]]]:
     """While entered, graphs are fused; gives what is in each of them."""
     found: list[Counter[str]] = []
     hooks = {
-        "post_grad_custom_pre_pass": FusedProducts(fuses),
+        "post_grad_custom_pre_pass": FusedOperations(fuses, rotates),
         "post_grad_custom_post_pass": lambda graph: found.append(count(graph)),
         "force_disable_caches": True,
     }

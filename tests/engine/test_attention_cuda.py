@@ -15,6 +15,7 @@ from server.engine.runtime.attention.decode import DecodeAttention
 from server.engine.runtime.attention.factory import long_chunks_kernels
 from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
 from server.engine.runtime.attention.flashinfer_graphs import Kind
+from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span
 
@@ -101,6 +102,31 @@ PLAIN = AttentionOptions(0.09)
 def test_a_decode_step_attends_as_the_reference(
     shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int]
 ) -> None:
+    check_decode(shape, options, dtype, lengths, None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype", "lengths", "norms", "offset"),
+    [
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [255, 1, 9000], True, 0.0),
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [64], False, 0.0),
+        (LayerShape(16, 128, 128, 32), CAPPED, torch.bfloat16, [301, 65, 2], True, 1.0),
+        (LayerShape(3, 64, 64, 9), PLAIN, torch.float16, [*range(1, 140, 5), 3000], False, 0.0),
+        (LayerShape(2, 256, 256, 10), CAPPED, torch.float16, [17, 1000, 16], True, 1.0),
+    ],
+)
+def test_a_decode_step_normalises_and_rotates(
+    shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int], norms: bool, offset: float
+) -> None:
+    angles = torch.randn(len(lengths), shape.key_dim // 2, device=DEVICE).repeat(1, 2)
+    weights = torch.rand(2, shape.key_dim, device=DEVICE).add(0.5 - offset).to(dtype).unbind()
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    check_decode(shape, options, dtype, lengths, Rotation(cos, sin, weights if norms else None, 0.1, offset))
+
+
+def check_decode(
+    shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int], rotation: Rotation | None
+) -> None:
     spans, used = shuffled(lengths)
     kinds = [Kind(shape.heads, shape.kv_heads, shape.key_dim, o) for o in (AttentionOptions(1.0, window=77), options)]
     decode = DecodeAttention(kinds, len(lengths), max(len(s.blocks) for s in spans), DEVICE)
@@ -122,14 +148,30 @@ def test_a_decode_step_attends_as_the_reference(
     query, key, value = rows.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
     slots = torch.tensor([s.blocks[-1] * BLOCK + s.start % BLOCK for s in spans], device=DEVICE)
     reference.begin(Batch(slots, slots, slots, slots, tuple(spans), count))
-    expected = reference.attend(0, query.float(), key.float(), value.float(), options)
+    turned = (query, key) if rotation is None else [rotated(x, rotation, i) for i, x in enumerate((query, key))]
+    expected = reference.attend(0, turned[0].float(), turned[1].float(), value.float(), options)
     decode.plan(spans)
-    found = decode.attend(cache, query, key, value, options)
+    found = decode.attend(cache, query, key, value, options, rotation)
     assert (found - expected).abs().max() < (0.03 if dtype is torch.bfloat16 else 0.005)
-    assert torch.equal(cache.transpose(1, 2).flatten(0, 1)[slots], torch.stack((key, value), 1))
+    keys, values = cache.transpose(1, 2).flatten(0, 1)[slots].unbind(1)
+    assert torch.equal(values, value)
+    # Rounded once.
+    torch.testing.assert_close(keys.double(), turned[1].double(), atol=1e-6, rtol=torch.finfo(dtype).eps / 1.99)
     assert not partials.arrived.any()
     for _ in range(20):
-        assert torch.equal(decode.attend(cache, query, key, value, options), found)
+        assert torch.equal(decode.attend(cache, query, key, value, options, rotation), found)
+
+
+def rotated(x: torch.Tensor, rotation: Rotation, which: int) -> torch.Tensor:
+    """Heads [T, heads, dim] normalised and rotated, in float64."""
+    wide = x.double()
+    if rotation.norms is not None:
+        scale = (wide.square().mean(-1, keepdim=True) + rotation.eps).rsqrt()
+        wide = wide * scale * (rotation.norms[which].double() + rotation.offset)
+    half = x.shape[-1] // 2
+    pairs = torch.complex(wide[..., :half], wide[..., half:])
+    turned = pairs * torch.complex(rotation.cos.double(), rotation.sin.double())[:, None, :half]
+    return torch.cat((turned.real, turned.imag), -1)
 
 
 def shuffled(lengths: list[int]) -> tuple[list[Span], int]:

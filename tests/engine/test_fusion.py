@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import nf4_kernels.ops
 from server.engine.runtime import lora
-from server.engine.runtime.fusion import FusedProducts, Fuses, fused_products
+from server.engine.runtime.fusion import FusedOperations, Fuses, fused_operations
 from server.engine.runtime.lora import AdapterTable, adding_masked
 from server.engine.runtime.projections import replace_projections
 from tests.engine.fusing import BF16, Around, always, close, compiled, fusing, nf4
@@ -96,7 +96,7 @@ def test_kernels_say_what_has_a_launch() -> None:
     layer = model.get_decoder().layers[0]
     wanted = logits(model, 3)
     layer.forward = compiled(layer.forward)
-    with torch.inference_mode(), fusing() as graphs, config.patch(post_grad_custom_pre_pass=None), fused_products():
+    with torch.inference_mode(), fusing() as graphs, config.patch(post_grad_custom_pre_pass=None), fused_operations():
         assert close(logits(model, 3), wanted)
     assert graphs == [{"plain": 4, "rsqrt": 2}]
 
@@ -130,21 +130,21 @@ def test_code_that_inductor_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nf4_kernels.ops, "fuses", always)
     module = Around(lambda m, h: m.second(m.norm(h.transpose(0, 1) + m.first(h.transpose(0, 1)))))
     h = torch.randn(3, 1, 64, dtype=BF16)
-    with fusing() as graphs, config.patch(post_grad_custom_pre_pass=None), fused_products():
+    with fusing() as graphs, config.patch(post_grad_custom_pre_pass=None), fused_operations():
         assert close(compiled(module, backend="inductor")(h), module(h))
     assert graphs == [{"residual": 1, "norm": 1}]
 
 
 def test_the_hook_is_set_only_while_entered_and_only_if_it_is_free() -> None:
-    with fused_products():
+    with fused_operations():
         own = config.post_grad_custom_pre_pass
         # Or inductor keeps no code on disk.
         assert isinstance(own, CustomGraphPass)
-        assert own.uuid() == FusedProducts().uuid() is not None
-        with fused_products():
+        assert own.uuid() == FusedOperations().uuid() is not None
+        with fused_operations():
             assert config.post_grad_custom_pre_pass is own
     assert config.post_grad_custom_pre_pass is None
-    assert FusedProducts(always).uuid() is None
-    other = FusedProducts(always)
-    with config.patch(post_grad_custom_pre_pass=other), fused_products():
+    assert FusedOperations(always).uuid() is None
+    other = FusedOperations(always)
+    with config.patch(post_grad_custom_pre_pass=other), fused_operations():
         assert config.post_grad_custom_pre_pass is other

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from server.engine.runtime.fusion import FusedProducts
+from server.engine.runtime.fusion import FusedOperations
 from server.engine.runtime.lora import adding_masked
 from server.engine.runtime.projections import NF4Linear
 from tests.engine.fusing import BF16, Around, always, close, compiled, count, fusing, nf4
@@ -193,5 +193,5 @@ def test_nothing_is_fused_behind_a_write(between: bool) -> None:
 
     h = torch.randn(3, 64, dtype=BF16)
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(h, h.clone()).graph
-    FusedProducts(always)(graph)
+    FusedOperations(always)(graph)
     assert count(graph) == ({"plain": 1} if between else {"residual": 1})

@@ -23,9 +23,12 @@ struct Residual {
   }
 };
 
+// Whether two rows' sums of a token lie in one aligned word of the output.
+__device__ __forceinline__ bool is_paired(const WgmmaArgs& args, int row) { return row + 1 < args.n && args.n % 2 == 0; }
+
 template <int kTokens>
 __device__ __forceinline__ bool is_whole(const WgmmaArgs& args, int row, int token) {
-  return row + 1 < args.n && args.n % 2 == 0 && token / kTokens * kTokens + kTokens <= args.m;
+  return is_paired(args, row) && token / kTokens * kTokens + kTokens <= args.m;
 }
 
 // Adds bias, with kAdds the residual, rounds once and writes a warpgroup's 64 rows x kTokens tokens.
@@ -34,7 +37,7 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
                                            Residual<kTokens>& rest) {
   if (row >= args.n) return;
   const T* bias = static_cast<const T*>(args.bias);
-  bool both = row + 1 < args.n, paired = both && args.n % 2 == 0;
+  bool both = row + 1 < args.n, paired = is_paired(args, row);
   constexpr float kUnit = kScaled ? 1.0f : kShrink<T>;
   float add0 = bias ? to_float(bias[row]) : 0.0f, add1 = bias && both ? to_float(bias[row + 1]) : 0.0f;
   int64_t first = int64_t{token} * args.n + row, next = args.n, next_pair = int64_t{args.n} * 8;

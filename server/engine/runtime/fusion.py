@@ -1,7 +1,8 @@
-"""NF4 products that take along what is around them: the norm of their input before, the sum with the residual after.
+"""Small operations that launches next to them take along: products norms and sums, attention norms and rotations.
 
 torch.compile makes a kernel of each sum with its norm. Where nf4_kernels has a launch for it, the products do both: a
-pass over inductor's graphs puts nf4::fused_linear in place of these nodes.
+pass over inductor's graphs puts nf4::fused_linear in place of these nodes. Queries' and keys' norms and rotations are
+rotations.py's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,32 @@ import torch
 from torch.fx import Graph, Node
 
 from nf4_kernels import cuda, ops
+from server.engine.runtime.patterns import (
+    Norm,
+    alike,
+    arguments_of,
+    erase_unused,
+    is_view,
+    norm_of,
+    operands,
+    reshaped,
+    untouched,
+    with_value,
+)
+from server.engine.runtime.rotations import fuse_rotations
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 Fuses = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool, bool], bool]
 """Whether there is a fused launch for (device, dtype, rows, [N, K], blocksize, nested, with a norm)."""
 
-# Inductor turns views into reshapes before its passes run.
-_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-
 
 @contextmanager
-def fused_products() -> Iterator[None]:
-    """What inductor compiles while this is entered has its products fused; a pass that is there already stays alone."""
+def fused_operations(rotates: bool = False) -> Iterator[None]:
+    """What inductor compiles while this is entered goes through the pass; one that is there already stays alone.
+
+    rotates: whether the attention does norms and rotations of queries and keys.
+    """
     # Takes a second and more to import, and only those who compile need it.
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -40,12 +53,12 @@ def fused_products() -> Iterator[None]:
         yield
         return
     # As if derived from it: its uuid() is asked for only of such, and code is kept on disk only with one.
-    CustomGraphPass.register(FusedProducts)
-    with config.patch(post_grad_custom_pre_pass=FusedProducts()):
+    CustomGraphPass.register(FusedOperations)
+    with config.patch(post_grad_custom_pre_pass=FusedOperations(rotates=rotates)):
         yield
 
 
-class FusedProducts:
+class FusedOperations:
     """The pass, for torch._inductor.config.post_grad_custom_pre_pass.
 
     There the graph is functional: an operation that writes to its arguments is an auto_functionalized node, whose results
@@ -54,16 +67,18 @@ class FusedProducts:
     of the first node that does write is touched. (Writing in place again comes after this pass, and sees its nodes.)
     """
 
-    def __init__(self, fuses: Fuses | None = None) -> None:
+    def __init__(self, fuses: Fuses | None = None, rotates: bool = False) -> None:
+        """fuses: ops.fuses if None. rotates: see fused_operations()."""
         self._fuses = fuses
+        self._rotates = rotates
 
     def uuid(self) -> bytes | None:
         """What compiled code is kept by; None, and it is not kept, where something else than nf4_kernels decides."""
-        return _sources() if self._fuses is None else None
+        return _sources() + bytes([self._rotates]) if self._fuses is None else None
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place."""
-        nodes = list(takewhile(lambda node: not _writes(node), graph.nodes))
+        nodes = untouched(graph)
         products = [node for node in nodes if node.target is torch.ops.nf4.linear.default and self._fits(node, False)]
         for node in nodes:
             found = _residual_sum(node, products)
@@ -71,16 +86,18 @@ class FusedProducts:
                 product, residual = found
                 products[products.index(product)] = _fuse_residual(node, product, residual)
         for i, product in enumerate(products):
-            x = _arguments(product)["x"]
-            while _is_view(x):
+            x = arguments_of(product)["x"]
+            while is_view(x):
                 x = x.args[0]
             norm = _norm(x)
             if norm is not None and self._fits(product, True) and _only_multiplied(x, products):
-                products[i] = _fuse_norm(product, *norm)
+                products[i] = _fuse_norm(product, norm)
+        if self._rotates:
+            fuse_rotations(nodes)
 
     def _fits(self, product: Node, normalised: bool) -> bool:
         """Whether there is a fused launch for the product."""
-        arguments = _arguments(product)
+        arguments = arguments_of(product)
         x, shape = arguments["x"].meta["val"], arguments["shape"]
         # In float16, what a norm leaves times its weight may be too large. Sizes that vary are not ints.
         if x.dtype != torch.bfloat16 or not all(isinstance(size, int) for size in (*x.shape, *shape)):
@@ -93,22 +110,11 @@ class FusedProducts:
 @functools.cache
 def _sources() -> bytes:
     """A digest of everything that decides what the pass does, but for the GPU, which inductor itself asks about."""
-    paths = [Path(__file__), *sorted(Path(ops.__file__).parent.glob("*.py"))]
+    own = Path(__file__)
+    paths = [own, *(own.with_name(name) for name in ("patterns.py", "rotations.py"))]
+    paths += sorted(Path(ops.__file__).parent.glob("*.py"))
     state = cuda.load_error(), [path.read_bytes() for path in paths]
     return hashlib.sha256(repr(state).encode()).digest()
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """All arguments of a node by their names; its own list ends where only defaults follow."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = node.target._schema.arguments
-    names = [argument.name for argument in arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
 
 
 def _residual_sum(node: Node, products: list[Node]) -> tuple[Node, Node] | None:
@@ -116,42 +122,21 @@ def _residual_sum(node: Node, products: list[Node]) -> tuple[Node, Node] | None:
 
     The residual cannot depend on the product then.
     """
-    for term, residual in _operands(node, aten.add.Tensor):
+    for term, residual in operands(node, aten.add.Tensor):
         product = term
-        while _is_view(product) and len(product.users) == 1:
+        while is_view(product) and len(product.users) == 1:
             product = product.args[0]
-        if product not in products or len(product.users) != 1 or _arguments(product).get("residual") is not None:
+        if product not in products or len(product.users) != 1 or arguments_of(product).get("residual") is not None:
             continue
-        if isinstance(residual, Node) and residual is not term and _alike(term, residual, term.meta["val"].shape):
+        if isinstance(residual, Node) and residual is not term and alike(term, residual, term.meta["val"].shape):
             return product, residual
     return None
 
 
-def _norm(node: Any) -> tuple[Node, Node, float] | None:
-    """(h, weight, eps) where the node is weight * (h / root mean square of h, in float32, rounded to bfloat16).
-
-    The weight is the model's own: in a CUDA graph products read it before the kernel in front of them has ended.
-    """
-    for weight, rounded in _operands(node, aten.mul.Tensor):
-        for wide, scale in _operands(_converted(rounded, torch.bfloat16), aten.mul.Tensor):
-            h, eps = _root_mean_square(scale)
-            if h is None or _converted(wide, torch.float32) is not h or not _is_given(weight):
-                continue
-            if _alike(node, h, node.meta["val"].shape) and _alike(node, weight, h.meta["val"].shape[-1:]):
-                return h, weight, eps
-    return None
-
-
-def _root_mean_square(node: Any) -> tuple[Any, float]:
-    """(h, eps) where the node is 1 / sqrt(mean of h's squares + eps), in float32 along the last dimension, or (None, 0)."""
-    for mean, eps in _operands(_argument(node, aten.rsqrt.default), aten.add.Tensor):
-        square = _argument(mean, aten.mean.dim)
-        h = _converted(_argument(square, aten.pow.Tensor_Scalar), torch.float32)
-        if h is None or square.args[1] != 2 or not isinstance(eps, float):
-            continue
-        if list(mean.args[1]) in ([-1], [h.meta["val"].dim() - 1]) and mean.args[2:] == (True,):
-            return h, eps
-    return None, 0.0
+def _norm(node: Any) -> Norm | None:
+    """The norm that products can do in place of the node: of rows that lie one after another, with the weight as it is."""
+    norm = norm_of(node)
+    return norm if norm is not None and not norm.offset and alike(node, norm.h, node.meta["val"].shape) else None
 
 
 def _only_multiplied(node: Node, products: list[Node]) -> bool:
@@ -160,14 +145,14 @@ def _only_multiplied(node: Node, products: list[Node]) -> bool:
     Else it is computed anyway, and a product that computed it again would gain nothing.
     """
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             if not _only_multiplied(user, products):
                 return False
             continue
         # One that has a norm multiplies something else than what it reads.
-        if user not in products or _arguments(user).get("norm_weight") is not None:
+        if user not in products or arguments_of(user).get("norm_weight") is not None:
             return False
-        if any(value is node for name, value in _arguments(user).items() if name != "x"):
+        if any(value is node for name, value in arguments_of(user).items() if name != "x"):
             return False
     return True
 
@@ -176,85 +161,25 @@ def _fuse_residual(total: Node, product: Node, residual: Node) -> Node:
     """The product with its residual, at the place of their sum."""
     shape = product.meta["val"].shape
     with total.graph.inserting_before(total):
-        fused = _fused(product, residual=_reshaped(residual, shape))
-        total.replace_all_uses_with(_reshaped(fused, total.meta["val"].shape))
-    _erase_unused(total)
+        fused = _fused(product, residual=reshaped(residual, shape))
+        total.replace_all_uses_with(reshaped(fused, total.meta["val"].shape))
+    erase_unused(total)
     return fused
 
 
-def _fuse_norm(product: Node, h: Node, weight: Node, eps: float) -> Node:
-    """The product of the norm of h."""
-    x = _arguments(product)["x"]
+def _fuse_norm(product: Node, norm: Norm) -> Node:
+    """The product of what the norm is of."""
+    x = arguments_of(product)["x"]
     with product.graph.inserting_before(product):
-        fused = _fused(product, x=_reshaped(h, x.meta["val"].shape), norm_weight=weight, norm_eps=eps)
+        fused = _fused(product, x=reshaped(norm.h, x.meta["val"].shape), norm_weight=norm.weight, norm_eps=norm.eps)
     product.replace_all_uses_with(fused)
-    _erase_unused(product)
+    erase_unused(product)
     return fused
 
 
 def _fused(product: Node, **changes: Any) -> Node:
     """A node like product's with other arguments."""
     fused = torch.ops.nf4.fused_linear.default
-    given = _arguments(product) | changes
+    given = arguments_of(product) | changes
     args = tuple(given.get(argument.name, argument.default_value) for argument in fused._schema.arguments)
-    node = product.graph.call_function(fused, args)
-    node.meta["val"] = product.meta["val"]
-    # Without these inductor may give an operation its arguments in any layout.
-    node.meta["eager_input_vals"] = (torch.fx.node.map_arg(args, lambda arg: arg.meta["val"]), {})
-    return node
-
-
-def _reshaped(node: Node, shape: torch.Size) -> Node:
-    if node.meta["val"].shape == shape:
-        return node
-    reshaped = node.graph.call_function(aten.reshape.default, (node, list(shape)))
-    reshaped.meta["val"] = node.meta["val"].reshape(shape)
-    return reshaped
-
-
-def _erase_unused(node: Node) -> None:
-    """Erase a node that nothing reads any more, and the nodes that only it has read."""
-    # Two ways may lead to one: the norm reads its input twice.
-    if node.op == "call_function" and not node.users and not node._erased:
-        inputs = node.all_input_nodes
-        node.graph.erase_node(node)
-        for source in inputs:
-            _erase_unused(source)
-
-
-def _operands(node: Any, target: Any) -> Iterator[tuple[Any, Any]]:
-    """The two operands of a node that calls target, in either order; none of other nodes."""
-    if isinstance(node, Node) and node.target is target and not node.kwargs:
-        yield node.args[0], node.args[1]
-        yield node.args[1], node.args[0]
-
-
-def _argument(node: Any, target: Any) -> Any:
-    """The first argument of a node that calls target; None of other nodes."""
-    return node.args[0] if isinstance(node, Node) and node.target is target and not node.kwargs else None
-
-
-def _converted(node: Any, dtype: torch.dtype) -> Any:
-    """What a node converts to dtype; None where it does something else."""
-    source = _argument(node, prims.convert_element_type.default)
-    return source if source is not None and node.args[1] == dtype else None
-
-
-def _is_given(node: Any) -> bool:
-    """Whether a node is computed by none of the graph's operations."""
-    return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
-
-
-def _is_view(node: Any) -> bool:
-    """Whether a node is a view with the same last dimension."""
-    if not isinstance(node, Node) or node.target not in _VIEWS:
-        return False
-    source: Any = node.args[0]
-    return bool(node.meta["val"].shape[-1:] == source.meta["val"].shape[-1:])
-
-
-def _alike(node: Node, other: Node, shape: torch.Size) -> bool:
-    """Whether other is contiguous, of that shape, and of node's dtype and device."""
-    value, given = node.meta["val"], other.meta["val"]
-    same = (given.shape, given.dtype, given.device) == (shape, value.dtype, value.device)
-    return same and bool(given.is_contiguous())
+    return with_value(product.graph.call_function(fused, args), product.meta["val"])

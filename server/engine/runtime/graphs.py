@@ -19,7 +19,7 @@ from server.engine.runtime.attention.base import attending
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.draws import draw
-from server.engine.runtime.fusion import fused_products
+from server.engine.runtime.fusion import fused_operations
 from server.engine.runtime.launches import overlapping_launches
 from server.engine.runtime.lora import adding_masked, others_of
 from server.engine.runtime.sampling import Sampled
@@ -30,6 +30,9 @@ from server.engine.scheduling.sequence import UNKNOWN
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
+# From so many sequences on attention normalises and rotates queries and keys: with fewer its start, which is hidden
+# behind a kernel that does, takes longer than that kernel (docs/adr/0011-decode-attention.md).
+_ROTATED = 8
 _Results = TypeVar("_Results")
 
 
@@ -168,7 +171,7 @@ class DecodeGraphs:
             best, tokens = logits.float().max(dim=-1)
             return logits, torch.stack((best, tokens.float()))
 
-        with _compiled_layers(self._model):
+        with _compiled_layers(self._model, self._backend.rotates and size >= _ROTATED):
             graph, (logits, greedy) = self.pool.capture(forward, WARM_UPS)
         return _Graph(graph, inputs, unowned(logits), unowned(greedy), others)
 
@@ -251,8 +254,11 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation."""
+def _compiled_layers(model: PreTrainedModel, rotates: bool) -> Iterator[None]:
+    """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation.
+
+    rotates: whether the attention does norms and rotations of queries and keys.
+    """
     # One compilation for each size of the ladder and kind of layer, all of them wanted.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
     layers = list(model.get_decoder().layers)
@@ -260,7 +266,7 @@ def _compiled_layers(model: PreTrainedModel) -> Iterator[None]:
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=False)
     try:
-        with overlapping_launches(), small_kernels_by_rule(), fused_products():
+        with overlapping_launches(), small_kernels_by_rule(), fused_operations(rotates):
             yield
     finally:
         for layer in layers:

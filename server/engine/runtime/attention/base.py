@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch
 
 IMPLEMENTATION = "nf4_paged"
@@ -69,6 +70,12 @@ class AttentionBackend(ABC):
         """attend() for the layer after the last one that attended, as compiled model code calls it."""
         raise UnsupportedModelError(f"{type(self).__name__} does not run compiled layers")
 
+    def attend_rotated_next(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        """attend_next() of a query and a key that are rotated first."""
+        return self.attend_next(*rotation.rotated(query, key), value)
+
 
 class _Active:
     """The backend of the forward pass that is running; the engine runs one at a time."""
@@ -95,6 +102,32 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
 @_attend.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.custom_op("nf4_server::attend_rotated", mutates_args=())
+def _attend_rotated(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> torch.Tensor:
+    assert _Active.backend is not None
+    norms = None if query_norm is None or key_norm is None else (query_norm, key_norm)
+    return _Active.backend.attend_rotated_next(query, key, value, Rotation(cos, sin, norms, eps, offset))
+
+
+@_attend_rotated.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+# As they stand in compiled code's graphs.
+ATTEND, ATTEND_ROTATED = torch.ops.nf4_server.attend.default, torch.ops.nf4_server.attend_rotated.default
 
 
 def _paged_attention(

@@ -12,6 +12,7 @@ import torch
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
 from server.engine.runtime.attention.flashinfer_graphs import Kind
+from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch, Span
 from server.engine.runtime.trials import relative_error
 
@@ -118,11 +119,13 @@ class DecodeAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         options: AttentionOptions,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest()."""
         place, items = self._windows.index(options.window), query.shape[0] + self._spare
         first = HEADER + place * items * FIELDS
-        return self._attend(cache, query, key, value, self._numbers, first, 1 + place, items, self._partials, options)
+        numbers, partials = self._numbers, self._partials
+        return self._attend(cache, query, key, value, numbers, first, 1 + place, items, partials, options, rotation)
 
 
 # A step's outputs may differ from other kernels' by rounding, in the norm of all.
@@ -136,7 +139,9 @@ def disagreement(
     layer: int,
     kind: Kind,
 ) -> str | None:
-    """How a step in reference's cache differs from what reference computes there, in words; leaves zeros in the cache.
+    """How steps in reference's cache differ from what reference computes there, in words; leaves zeros in the cache.
+
+    One as it is, one whose queries and keys are normalised and rotated.
 
     cache: the layer's, [blocks, 2, block_size, kv_heads, dim]; its last block is not used.
     """
@@ -153,16 +158,30 @@ def disagreement(
     def made(heads: int) -> torch.Tensor:
         return torch.randn(len(spans), heads, kind.dim, dtype=cache.dtype, device=cache.device)
 
-    query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
-    cache[:used].normal_()
-    decode.plan(spans)
-    found = decode.attend(cache, query, key, value, kind.options)
     slots = torch.tensor([s.blocks[-1] * block_size + s.start % block_size for s in spans], device=cache.device)
-    written = cache.transpose(1, 2).flatten(0, 1)[slots]
+    decode.plan(spans)
     reference.begin(Batch(slots, slots, slots, slots, tuple(spans), len(spans)))
-    expected = reference.attend(layer, query, key, value, kind.options)
-    cache[:used].zero_()
-    if not torch.equal(written, torch.stack((key, value), 1)):
-        return "other keys and values are in the cache"
-    error = relative_error(found, expected)
-    return None if error < _TOLERANCE else f"outputs are off by {error:.1e}"
+    for rotation in (None, _any_rotation(cache.new_empty(len(spans), kind.dim))):
+        query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
+        cache[:used].normal_()
+        found = decode.attend(cache, query, key, value, kind.options, rotation)
+        written = cache.transpose(1, 2).flatten(0, 1)[slots]
+        if rotation is not None:
+            query, key = rotation.rotated(query, key)
+        expected = reference.attend(layer, query, key, value, kind.options)
+        cache[:used].zero_()
+        rounding = 0.0 if rotation is None else _TOLERANCE
+        if not torch.equal(written[:, 1], value) or not relative_error(written[:, 0], key) <= rounding:
+            return "other keys and values are in the cache"
+        error = relative_error(found, expected)
+        if not error < _TOLERANCE:
+            return f"outputs are off by {error:.1e}"
+    return None
+
+
+def _any_rotation(like: torch.Tensor) -> Rotation:
+    """By random angles, with norms, for as many tokens and of the same dtype as like [T, dim]."""
+    tokens, dim = like.shape
+    angles = torch.randn(tokens, dim // 2, device=like.device).repeat(1, 2)
+    cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return Rotation(cos, sin, (torch.randn_like(like[0]), torch.randn_like(like[0])), eps=1e-6, offset=1.0)

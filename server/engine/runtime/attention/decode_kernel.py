@@ -7,6 +7,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.decode_sums import add_up, put_part
+from server.engine.runtime.attention.rotation import Rotation
 
 # Keys that a program has in hand at once, its warps, how many such tiles are on their way.
 _TILE = 64
@@ -34,14 +36,16 @@ def attend_newest(
     items: int,
     partials: Partials,
     options: AttentionOptions,
+    rotation: Rotation | None,
 ) -> torch.Tensor:
     """Attention [T, heads, dim] of T sequences' newest tokens, whose keys and values go to cache.
 
     cache [blocks, 2, block_size, kv_heads, dim], contiguous; query [T, heads, dim], key and value [T, kv_heads, dim] of
     its dtype, any strides with a contiguous last dimension; numbers int32, decode.layout(): how many of at most so many
-    items there are is at counted, they are from first on.
+    items there are is at counted, they are from first on. rotation is done to query and key before.
     """
     tokens, heads, dim = query.shape
+    cos, sin, norms, eps, offset = (query, query, None, 0.0, 0.0) if rotation is None else rotation.parts()
     kv_heads, block_size = key.shape[1], cache.shape[2]
     out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
     overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
@@ -60,6 +64,13 @@ def attend_newest(
         *key.stride()[:2],
         *value.stride()[:2],
         options.scaling * _LOG2_E,
+        cos,
+        sin,
+        *(norms or (query, query)),
+        eps,
+        offset,
+        rotation is not None,
+        norms is not None,
         counted,
         kv_heads,
         heads // kv_heads,
@@ -99,6 +110,14 @@ def _attend(  # type: ignore[no-untyped-def]
     value_token,
     value_head,
     scale,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    eps,
+    offset,
+    rotates: tl.constexpr,
+    norms: tl.constexpr,
     counted: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -128,20 +147,28 @@ def _attend(  # type: ignore[no-untyped-def]
     table = numbers + blocks
     # Older keys lie there since earlier steps: the first come before the launch in front has ended.
     k, v, inside = _tile(pages, table, begin, old, width, dim, block_size, tile)
+    q_weight, q_weight_other = _weights(query_norm, offset, dim, norms)
+    k_weight, k_weight_other = _weights(key_norm, offset, dim, norms)
     if overlap:
         tl.extra.cuda.gdc_wait()
     line = tl.arange(0, rows)
     real = line < group
-    heads = head * group + line
-    at_query = row.to(tl.int64) * query_token + heads[:, None] * query_head + column[None, :]
-    q = tl.load(query + at_query, mask=real[:, None], other=0.0)
-    k_new = tl.load(key + row.to(tl.int64) * key_token + head * key_head + column)
+    queries = query + row.to(tl.int64) * query_token + (head * group + line[:, None]) * query_head
+    own_key = key + row.to(tl.int64) * key_token + head * key_head
+    q = tl.load(queries + column[None, :], mask=real[:, None], other=0.0)
+    k_new = tl.load(own_key + column)
     v_new = tl.load(value + row.to(tl.int64) * value_token + head * value_head + column)
+    if rotates:
+        # All that is read before the first sum over threads, which nothing is read ahead of.
+        q_other = tl.load(queries + _swapped(dim)[None, :], mask=real[:, None], other=0.0)
+        k_other = tl.load(own_key + _swapped(dim))[None, :]
+        cos, sin = _angles(cosines, sines, row, dim)
+        q = _rotated(q, q_other, cos, sin, q_weight, q_weight_other, eps, dim, norms)
+        k_new = tl.reshape(
+            _rotated(k_new[None, :], k_other, cos, sin, k_weight, k_weight_other, eps, dim, norms), [dim]
+        )
     last = end > newest
-    block = tl.load(table + newest // block_size).to(tl.int64)
-    place = pages + (block * 2 * block_size + newest % block_size) * width + column
-    tl.store(place, k_new, mask=(column < dim) & last)
-    tl.store(place + block_size * width, v_new, mask=(column < dim) & last)
+    _put(pages, table, newest, k_new, v_new, last, width, dim, block_size)
     own = _scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap)
     best = tl.where(last, own, -1e38)
     weight = tl.zeros([rows], tl.float32) + tl.where(last, 1.0, 0.0)
@@ -155,15 +182,12 @@ def _attend(  # type: ignore[no-untyped-def]
         result = (acc / weight[:, None]).to(out.dtype.element_ty)
         tl.store(to_out + line[:, None] * dim + column[None, :], result, mask=real[:, None])
     else:
-        each = (item * kv_heads + head) * group + line
-        tl.store(sums + each[:, None] * dim + column[None, :], acc, mask=real[:, None])
-        tl.store(weights + each * 2, best, mask=real)
-        tl.store(weights + each * 2 + 1, weight, mask=real)
+        put_part(sums, weights, (item * kv_heads + head) * group + line, acc, best, weight, real, dim)
         tl.debug_barrier()
         counter = arrived + first * kv_heads + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
-            _add_up(to_out, sums, weights, first, parts, head, kv_heads, group, few, dim)
+            add_up(to_out, sums, weights, first, parts, head, kv_heads, group, few, dim)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -188,6 +212,18 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _put(  # type: ignore[no-untyped-def]
+    pages, table, newest, k, v, wanted, width: tl.constexpr, dim: tl.constexpr, block_size: tl.constexpr
+):
+    """Write the newest key and value where they belong, if that is wanted."""
+    column = tl.arange(0, dim)
+    block = tl.load(table + newest // block_size).to(tl.int64)
+    place = pages + (block * 2 * block_size + newest % block_size) * width + column
+    tl.store(place, k, mask=(column < dim) & wanted)
+    tl.store(place + block_size * width, v, mask=(column < dim) & wanted)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _taken(acc, best, weight, q, k, v, inside, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weighted sums, greatest scores and sums of weights with a tile of keys added."""
     scores = _scores(tl.dot(q, tl.trans(k)), scale, cap)
@@ -200,59 +236,40 @@ def _taken(acc, best, weight, q, k, v, inside, scale, cap: tl.constexpr):  # typ
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_up(  # type: ignore[no-untyped-def]
-    out,
-    sums,
-    weights,
-    first,
-    parts,
-    head,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    few: tl.constexpr,
-    dim: tl.constexpr,
-):
-    """Add up all parts of a sequence's keys, in their order."""
-    line = tl.arange(0, few)
-    place = (first * kv_heads + head) * group + line
-    sums += place[:, None] * dim + tl.arange(0, dim)[None, :]
-    weights += place * 2
-    real = line < group
-    step: tl.constexpr = kv_heads * group
-    acc, best, weight = _part(sums, weights, 0, 0, real, step, dim)
-    for part in tl.range(0, parts, 8):
-        # Eight at once, which wait for the memory together.
-        part_0 = _part(sums, weights, part, parts, real, step, dim)
-        part_1 = _part(sums, weights, part + 1, parts, real, step, dim)
-        part_2 = _part(sums, weights, part + 2, parts, real, step, dim)
-        part_3 = _part(sums, weights, part + 3, parts, real, step, dim)
-        part_4 = _part(sums, weights, part + 4, parts, real, step, dim)
-        part_5 = _part(sums, weights, part + 5, parts, real, step, dim)
-        part_6 = _part(sums, weights, part + 6, parts, real, step, dim)
-        part_7 = _part(sums, weights, part + 7, parts, real, step, dim)
-        four = _both(_both(part_0, part_1), _both(part_2, part_3))
-        eight = _both(four, _both(_both(part_4, part_5), _both(part_6, part_7)))
-        acc, best, weight = _both((acc, best, weight), eight)
-    result = (acc / tl.where(real, weight, 1.0)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + line[:, None] * dim + tl.arange(0, dim)[None, :], result, mask=real[:, None])
-
-
-@triton.jit
-def _both(a, b):  # type: ignore[no-untyped-def]
-    """Two parts of the same keys' weighted sums, greatest scores and sums of weights as one."""
-    best = tl.maximum(a[1], b[1])
-    of_a, of_b = tl.exp2(a[1] - best), tl.exp2(b[1] - best)
-    return a[0] * of_a[:, None] + b[0] * of_b[:, None], best, a[2] * of_a + b[2] * of_b
+def _swapped(dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A head's columns, its halves swapped."""
+    return (tl.arange(0, dim) + dim // 2) % dim
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _part(sums, weights, part, parts, real, step: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a part gave; nothing beyond the last one."""
-    real = real & (part < parts)
-    acc = tl.load(sums + part * step * dim, mask=real[:, None], other=0.0, cache_modifier=".cg")
-    best = tl.load(weights + part * step * 2, mask=real, other=-1e38, cache_modifier=".cg")
-    weight = tl.load(weights + part * step * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-    return acc, best, weight
+def _weights(place, offset, dim: tl.constexpr, norms: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A norm's weights, as they are and swapped; ones without norms. They are the model's own: no launch writes them."""
+    if norms:
+        straight = tl.load(place + tl.arange(0, dim)).to(tl.float32) + offset
+        return straight, tl.load(place + _swapped(dim)).to(tl.float32) + offset
+    else:
+        return tl.full([dim], 1.0, tl.float32), tl.full([dim], 1.0, tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _angles(cosines, sines, row, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cosines, and sines with the first half negated."""
+    column = tl.arange(0, dim)
+    cos = tl.load(cosines + row * dim + column).to(tl.float32)
+    sin = tl.load(sines + row * dim + column).to(tl.float32)
+    return cos, tl.where(column < dim // 2, -sin, sin)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotated(  # type: ignore[no-untyped-def]
+    x, x_other, cos, sin, weight, weight_other, eps, dim: tl.constexpr, norms: tl.constexpr
+):
+    """Heads x [any, dim] normalised and rotated, see rotation.py; x_other, weight_other: with their halves swapped."""
+    wide, swapped = x.to(tl.float32), x_other.to(tl.float32)
+    result = wide * (weight * cos)[None, :] + swapped * (weight_other * sin)[None, :]
+    if norms:
+        result *= tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)[:, None]
+    return result.to(x.dtype)
 
 
 @triton.jit

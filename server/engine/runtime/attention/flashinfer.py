@@ -23,6 +23,7 @@ from server.engine.runtime.attention.flashinfer_graphs import (
     partial_bytes,
     workspace,
 )
+from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch, Span
 from server.engine.runtime.trials import failure
 
@@ -239,6 +240,21 @@ class FlashInferBackend(AttentionBackend):
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         layer = self._next_layer
         return self.attend(layer, query, key, value, self._kinds[layer].options)
+
+    def attend_rotated_next(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        if self._newest_only is None:
+            return super().attend_rotated_next(query, key, value, rotation)
+        layer = self._next_layer
+        self._next_layer = layer + 1
+        options = self._kinds[layer].options
+        return self._newest_only.attend(self._cache[layer], query, key, value, options, rotation)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether graphs of decode steps normalise and rotate queries and keys in the launch that attends."""
+        return self._decode is not None
 
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots

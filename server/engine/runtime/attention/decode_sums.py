@@ -1,0 +1,70 @@
+"""Parts of a sequence's keys added up, in the launch that attended to them."""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put_part(sums, weights, place, acc, best, weight, real, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keep what a part gave for its query heads at place."""
+    tl.store(sums + place[:, None] * dim + tl.arange(0, dim)[None, :], acc, mask=real[:, None])
+    tl.store(weights + place * 2, best, mask=real)
+    tl.store(weights + place * 2 + 1, weight, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_up(  # type: ignore[no-untyped-def]
+    out,
+    sums,
+    weights,
+    first,
+    parts,
+    head,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    few: tl.constexpr,
+    dim: tl.constexpr,
+):
+    """Add up all parts of a sequence's keys, in their order."""
+    line = tl.arange(0, few)
+    place = (first * kv_heads + head) * group + line
+    sums += place[:, None] * dim + tl.arange(0, dim)[None, :]
+    weights += place * 2
+    real = line < group
+    step: tl.constexpr = kv_heads * group
+    acc, best, weight = _part(sums, weights, 0, 0, real, step, dim)
+    for part in tl.range(0, parts, 8):
+        # Eight at once, which wait for the memory together.
+        part_0 = _part(sums, weights, part, parts, real, step, dim)
+        part_1 = _part(sums, weights, part + 1, parts, real, step, dim)
+        part_2 = _part(sums, weights, part + 2, parts, real, step, dim)
+        part_3 = _part(sums, weights, part + 3, parts, real, step, dim)
+        part_4 = _part(sums, weights, part + 4, parts, real, step, dim)
+        part_5 = _part(sums, weights, part + 5, parts, real, step, dim)
+        part_6 = _part(sums, weights, part + 6, parts, real, step, dim)
+        part_7 = _part(sums, weights, part + 7, parts, real, step, dim)
+        four = _both(_both(part_0, part_1), _both(part_2, part_3))
+        eight = _both(four, _both(_both(part_4, part_5), _both(part_6, part_7)))
+        acc, best, weight = _both((acc, best, weight), eight)
+    result = (acc / tl.where(real, weight, 1.0)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + line[:, None] * dim + tl.arange(0, dim)[None, :], result, mask=real[:, None])
+
+
+@triton.jit
+def _both(a, b):  # type: ignore[no-untyped-def]
+    """Two parts of the same keys' weighted sums, greatest scores and sums of weights as one."""
+    best = tl.maximum(a[1], b[1])
+    of_a, of_b = tl.exp2(a[1] - best), tl.exp2(b[1] - best)
+    return a[0] * of_a[:, None] + b[0] * of_b[:, None], best, a[2] * of_a + b[2] * of_b
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _part(sums, weights, part, parts, real, step: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a part gave; nothing beyond the last one."""
+    real = real & (part < parts)
+    acc = tl.load(sums + part * step * dim, mask=real[:, None], other=0.0, cache_modifier=".cg")
+    best = tl.load(weights + part * step * 2, mask=real, other=-1e38, cache_modifier=".cg")
+    weight = tl.load(weights + part * step * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+    return acc, best, weight

@@ -1,0 +1,157 @@
+"""What passes over inductor's graphs look for, and how they change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Inductor turns views into reshapes before its passes run.
+_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
+def untouched(graph: Graph) -> list[Node]:
+    """The nodes in front of the first one that writes to its arguments."""
+    return list(takewhile(lambda node: not _writes(node), graph.nodes))
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """All arguments of a node by their names; its own list ends where only defaults follow."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    names = [argument.name for argument in arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """h / root mean square of h along its last dimension, in float32, times (weight + offset)."""
+
+    h: Node
+    weight: Node
+    """[last dimension], of h's dtype; the model's own: launches read it before the one in front of them has ended."""
+    eps: float
+    """Added to the mean square."""
+    offset: float
+
+
+def norm_of(node: Any) -> Norm | None:
+    """The norm that a node of 16-bit type computes: Llama's, rounded before the multiplication, or Gemma's, after it."""
+    if not isinstance(node, Node):
+        return None
+    dtype = node.meta["val"].dtype
+    for weight, rounded in operands(node, aten.mul.Tensor):
+        found = _normalised(converted(rounded, dtype), node, weight, 0.0)
+        if found is not None:
+            return found
+    for normalised, scale in operands(converted(node, dtype), aten.mul.Tensor):
+        for weight, offset in operands(scale, aten.add.Tensor):
+            found = _normalised(normalised, node, converted(weight, torch.float32), offset)
+            if found is not None:
+                return found
+    return None
+
+
+def _normalised(node: Any, whole: Node, weight: Any, offset: Any) -> Norm | None:
+    """The norm where the node is h / its root mean square in float32, and h, weight and offset are whole's."""
+    for wide, scale in operands(node, aten.mul.Tensor):
+        h, eps = _root_mean_square(scale)
+        if (
+            h is None
+            or converted(wide, torch.float32) is not h
+            or not is_given(weight)
+            or not isinstance(offset, float)
+        ):
+            continue
+        value, size = whole.meta["val"], h.meta["val"].shape[-1:]
+        if (h.meta["val"].shape, h.meta["val"].dtype) == (value.shape, value.dtype) and alike(whole, weight, size):
+            return Norm(h, weight, eps, offset)
+    return None
+
+
+def _root_mean_square(node: Any) -> tuple[Any, float]:
+    """(h, eps) where the node is 1 / sqrt(mean of h's squares + eps), in float32 along the last dimension, or (None, 0)."""
+    for mean, eps in operands(argument(node, aten.rsqrt.default), aten.add.Tensor):
+        square = argument(mean, aten.mean.dim)
+        h = converted(argument(square, aten.pow.Tensor_Scalar), torch.float32)
+        if h is None or square.args[1] != 2 or not isinstance(eps, float):
+            continue
+        if list(mean.args[1]) in ([-1], [h.meta["val"].dim() - 1]) and mean.args[2:] == (True,):
+            return h, eps
+    return None, 0.0
+
+
+def reshaped(node: Node, shape: torch.Size) -> Node:
+    """The node, or a reshape behind it where it has another shape."""
+    if node.meta["val"].shape == shape:
+        return node
+    reshaped = node.graph.call_function(aten.reshape.default, (node, list(shape)))
+    reshaped.meta["val"] = node.meta["val"].reshape(shape)
+    return reshaped
+
+
+def with_value(node: Node, value: torch.Tensor) -> Node:
+    """A new call of an operation of ours, which gives such a tensor."""
+    node.meta["val"] = value
+    # Without these inductor may give an operation its arguments in any layout.
+    node.meta["eager_input_vals"] = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    return node
+
+
+def erase_unused(node: Node) -> None:
+    """Erase a node that nothing reads any more, and the nodes that only it has read."""
+    # Two ways may lead to one: the norm reads its input twice.
+    if node.op == "call_function" and not node.users and not node._erased:
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        for source in inputs:
+            erase_unused(source)
+
+
+def operands(node: Any, target: Any) -> Iterator[tuple[Any, Any]]:
+    """The two operands of a node that calls target, in either order; none of other nodes."""
+    if isinstance(node, Node) and node.target is target and not node.kwargs:
+        yield node.args[0], node.args[1]
+        yield node.args[1], node.args[0]
+
+
+def argument(node: Any, target: Any) -> Any:
+    """The first argument of a node that calls target; None of other nodes."""
+    return node.args[0] if isinstance(node, Node) and node.target is target and not node.kwargs else None
+
+
+def converted(node: Any, dtype: torch.dtype) -> Any:
+    """What a node converts to dtype; None where it does something else."""
+    source = argument(node, prims.convert_element_type.default)
+    return source if source is not None and node.args[1] == dtype else None
+
+
+def is_given(node: Any) -> bool:
+    """Whether a node is computed by none of the graph's operations."""
+    return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
+
+
+def is_view(node: Any) -> bool:
+    """Whether a node is a view with the same last dimension."""
+    if not isinstance(node, Node) or node.target not in _VIEWS:
+        return False
+    source: Any = node.args[0]
+    return bool(node.meta["val"].shape[-1:] == source.meta["val"].shape[-1:])
+
+
+def alike(node: Node, other: Node, shape: torch.Size) -> bool:
+    """Whether other is contiguous, of that shape, and of node's dtype and device."""
+    value, given = node.meta["val"], other.meta["val"]
+    same = (given.shape, given.dtype, given.device) == (shape, value.dtype, value.device)
+    return same and bool(given.is_contiguous())
