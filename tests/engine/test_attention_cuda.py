@@ -18,6 +18,7 @@ from server.engine.runtime.attention.flashinfer_graphs import Kind
 from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span
+from tests.engine.rotating import rotated
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,18 +161,6 @@ def check_decode(
     assert not partials.arrived.any()
     for _ in range(20):
         assert torch.equal(decode.attend(cache, query, key, value, options, rotation), found)
-
-
-def rotated(x: torch.Tensor, rotation: Rotation, which: int) -> torch.Tensor:
-    """Heads [T, heads, dim] normalised and rotated, in float64."""
-    wide = x.double()
-    if rotation.norms is not None:
-        scale = (wide.square().mean(-1, keepdim=True) + rotation.eps).rsqrt()
-        wide = wide * scale * (rotation.norms[which].double() + rotation.offset)
-    half = x.shape[-1] // 2
-    pairs = torch.complex(wide[..., :half], wide[..., half:])
-    turned = pairs * torch.complex(rotation.cos.double(), rotation.sin.double())[:, None, :half]
-    return torch.cat((turned.real, turned.imag), -1)
 
 
 def shuffled(lengths: list[int]) -> tuple[list[Span], int]:

@@ -16,6 +16,7 @@ from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.fusion import FusedOperations
 from tests.engine.fusing import BF16, always, close, compiled, fusing
+from tests.engine.rotating import rotated
 from tests.engine.test_fusion import logits, nf4_model
 
 Heads = torch.Tensor
@@ -214,13 +215,6 @@ def test_torchs_rotation_is_that_of_complex_numbers(dtype: torch.dtype, offset: 
     norms = None if offset is None else (torch.rand(16).to(dtype), torch.rand(16).to(dtype))
     rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), norms, 0.1, offset or 0.0)
     for place, (x, found) in enumerate(zip((query, key), rotation.rotated(query, key), strict=True)):
-        wide = x.double()
-        if norms is not None:
-            wide = (
-                wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * (norms[place].double() + rotation.offset)
-            )
-        turn = torch.complex(rotation.cos.double(), rotation.sin.double())[:, None, :8]
-        turned = torch.complex(wide[..., :8], wide[..., 8:]) * turn
         assert found.dtype == dtype
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(found.double(), torch.cat((turned.real, turned.imag), -1), atol=4 * eps, rtol=eps)
+        torch.testing.assert_close(found.double(), rotated(x, rotation, place), atol=4 * eps, rtol=eps)

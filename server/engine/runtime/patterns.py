@@ -96,9 +96,9 @@ def reshaped(node: Node, shape: torch.Size) -> Node:
     """The node, or a reshape behind it where it has another shape."""
     if node.meta["val"].shape == shape:
         return node
-    reshaped = node.graph.call_function(aten.reshape.default, (node, list(shape)))
-    reshaped.meta["val"] = node.meta["val"].reshape(shape)
-    return reshaped
+    view = node.graph.call_function(aten.reshape.default, (node, list(shape)))
+    view.meta["val"] = node.meta["val"].reshape(shape)
+    return view
 
 
 def with_value(node: Node, value: torch.Tensor) -> Node:

@@ -34,17 +34,15 @@ def fuse_rotations(nodes: Iterable[Node]) -> None:
     for node in nodes:
         if node.target is ATTEND:
             query, key = _rotated(node.args[0]), _rotated(node.args[1])
-            if query is not None and key is not None and _agree(query, key):
+            # One launch does both by the same angles, with the same kind of norm or without.
+            if query is not None and key is not None and _shared(query) == _shared(key):
                 _fuse(node, query, key)
 
 
-def _agree(query: _Rotated, key: _Rotated) -> bool:
-    """Whether one launch can do both."""
-    if (query.cos, query.sin) != (key.cos, key.sin) or (query.norm is None) != (key.norm is None):
-        return False
-    if query.norm is None or key.norm is None:
-        return True
-    return (query.norm.eps, query.norm.offset) == (key.norm.eps, key.norm.offset)
+def _shared(rotated: _Rotated) -> tuple[Node, Node, tuple[float, float] | None]:
+    """What queries and keys have in common in a launch."""
+    norm = rotated.norm
+    return rotated.cos, rotated.sin, None if norm is None else (norm.eps, norm.offset)
 
 
 def _fuse(attend: Node, query: _Rotated, key: _Rotated) -> None:
@@ -56,11 +54,10 @@ def _fuse(attend: Node, query: _Rotated, key: _Rotated) -> None:
         return node
 
     with graph.inserting_before(attend):
-        norms: tuple[Node | None, Node | None, float, float] = (None, None, 0.0, 0.0)
-        if query.norm is not None and key.norm is not None:
-            norms = query.norm.weight, key.norm.weight, query.norm.eps, query.norm.offset
-        args = first(query.heads), first(key.heads), attend.args[2], first(query.cos), first(query.sin), *norms
-        fused = graph.call_function(ATTEND_ROTATED, args)
+        cos, sin, constants = _shared(query)
+        weights = [None if rotated.norm is None else rotated.norm.weight for rotated in (query, key)]
+        args = first(query.heads), first(key.heads), attend.args[2], first(cos), first(sin)
+        fused = graph.call_function(ATTEND_ROTATED, (*args, *weights, *(constants or (0.0, 0.0))))
         attend.replace_all_uses_with(with_value(fused, attend.meta["val"]))
     erase_unused(attend)
 

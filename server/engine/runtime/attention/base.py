@@ -99,11 +99,6 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return _Active.backend.attend_next(query, key, value)
 
 
-@_attend.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
 @torch.library.custom_op("nf4_server::attend_rotated", mutates_args=())
 def _attend_rotated(
     query: torch.Tensor,
@@ -121,6 +116,7 @@ def _attend_rotated(
     return _Active.backend.attend_rotated_next(query, key, value, Rotation(cos, sin, norms, eps, offset))
 
 
+@_attend.register_fake
 @_attend_rotated.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])

@@ -45,7 +45,8 @@ def attend_newest(
     items there are is at counted, they are from first on. rotation is done to query and key before.
     """
     tokens, heads, dim = query.shape
-    cos, sin, norms, eps, offset = (query, query, None, 0.0, 0.0) if rotation is None else rotation.parts()
+    # Without one the kernel reads none of it.
+    turned = Rotation(query, query) if rotation is None else rotation
     kv_heads, block_size = key.shape[1], cache.shape[2]
     out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
     overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
@@ -64,13 +65,13 @@ def attend_newest(
         *key.stride()[:2],
         *value.stride()[:2],
         options.scaling * _LOG2_E,
-        cos,
-        sin,
-        *(norms or (query, query)),
-        eps,
-        offset,
+        turned.cos,
+        turned.sin,
+        *(turned.norms or (query, query)),
+        turned.eps,
+        turned.offset,
         rotation is not None,
-        norms is not None,
+        turned.norms is not None,
         counted,
         kv_heads,
         heads // kv_heads,

@@ -225,10 +225,9 @@ class FlashInferBackend(AttentionBackend):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        cache = self._cache[layer]
         if self._newest_only is not None:
-            self._next_layer = layer + 1
-            return self._newest_only.attend(cache, query, key, value, self._kinds[layer].options)
+            return self._attend_newest(self._newest_only, layer, query, key, value, None)
+        cache = self._cache[layer]
         self._write_kv(cache, key, value, self._slots)
         self._next_layer = layer + 1
         query = query.contiguous()
@@ -246,10 +245,19 @@ class FlashInferBackend(AttentionBackend):
     ) -> torch.Tensor:
         if self._newest_only is None:
             return super().attend_rotated_next(query, key, value, rotation)
-        layer = self._next_layer
+        return self._attend_newest(self._newest_only, self._next_layer, query, key, value, rotation)
+
+    def _attend_newest(
+        self,
+        decode: DecodeAttention,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
         self._next_layer = layer + 1
-        options = self._kinds[layer].options
-        return self._newest_only.attend(self._cache[layer], query, key, value, options, rotation)
+        return decode.attend(self._cache[layer], query, key, value, self._kinds[layer].options, rotation)
 
     @property
     def rotates(self) -> bool:

@@ -25,10 +25,6 @@ class Rotation:
     offset: float = 0.0
     """Added to weights: 1 in Gemma."""
 
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, float, float]:
-        """All fields."""
-        return self.cos, self.sin, self.norms, self.eps, self.offset
-
     def rotated(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """query and key normalised and rotated, by torch's operations."""
         query_norm, key_norm = self.norms or (None, None)
