@@ -64,6 +64,8 @@ class JsonToolParser:
         self._make_id = make_id
         self._held = ""
         self._inside = False
+        # What was read since a call's mark, with it, for as long as there is no call; None from then on.
+        self._unused: str | None = None
         self._at_beginning = True
         self._scanner: ObjectScanner | None = None
         self._named = False
@@ -82,11 +84,11 @@ class JsonToolParser:
     def finish(self) -> tuple[str, list[CallDelta]]:
         """See ToolParser.push."""
         text, self._held = self._held, ""
-        if self._inside and self._scanner is not None and not self._named:
-            text = self._scanner.raw + text
-            if text.strip():
-                return (self._start if not self._bare else "") + text, []
-        return ("" if self._inside else text), []
+        if not self._inside:
+            return text, []
+        if self._scanner is not None:
+            return ("" if self._named else self._before_object() + self._scanner.raw + text), []
+        return ("" if self._unused is None else self._unused + text), []
 
     def _read_outside(self, content: list[str]) -> bool:
         """Whether to go on with what is held now."""
@@ -94,7 +96,7 @@ class JsonToolParser:
             if not self._held.strip():
                 return False
             if self._held.lstrip()[0] == "{":
-                self._inside, self._at_beginning = True, False
+                self._inside, self._at_beginning, self._unused = True, False, ""
                 return True
         text, mark, self._held = split_at(self._held, (self._start,))
         if self._after_call:  # line ends between calls are no content
@@ -102,20 +104,23 @@ class JsonToolParser:
             self._after_call = not text
         content.append(text)
         self._at_beginning = self._at_beginning and not text.strip()
-        self._inside = mark is not None
-        return mark is not None
+        self._inside, self._unused = mark is not None, mark
+        return self._inside
 
     def _read_inside(self, content: list[str], calls: list[CallDelta]) -> bool:
         if self._scanner is None:
-            self._held = self._held.lstrip(" \n\r\t,;")
+            self._skip(len(self._held) - len(self._held.lstrip(" \n\r\t,;")))
             for mark, inside in ((self._end, False), (self._start, True)):
                 if mark and self._held.startswith(mark):
-                    self._held, self._inside = self._held[len(mark) :], inside
+                    self._skip(len(mark))
+                    self._inside = inside
+                    if not inside:
+                        content.append(self._unused or "")
                     return True
                 if mark and overlap(self._held, mark) == len(self._held):
                     return False
             if self._held[0] in "[]":
-                self._held = self._held[1:]
+                self._skip(1)
                 return bool(self._held)
             self._scanner, self._named = ObjectScanner(), False
         count, arguments = self._scanner.push(self._held)
@@ -127,12 +132,23 @@ class JsonToolParser:
             self._scanner, self._after_call = None, True
         return bool(self._held)
 
+    def _skip(self, count: int) -> None:
+        if self._unused is not None:
+            self._unused += self._held[:count]
+        self._held = self._held[count:]
+
+    def _before_object(self) -> str:
+        """What an object that is no call is given back with."""
+        if self._unused is None:
+            return "" if self._bare else self._start
+        return self._unused
+
     def _report(self, scanner: ObjectScanner, arguments: str, calls: list[CallDelta]) -> None:
         if self._named:
             if arguments:
                 calls.append(CallDelta(self._calls - 1, None, None, arguments))
         elif scanner.name is not None:
-            self._named = True
+            self._named, self._unused = True, None
             calls.append(CallDelta(self._calls, self._make_id(), scanner.name, arguments))
             self._calls += 1
 
@@ -149,14 +165,14 @@ class JsonToolParser:
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         calls.append(CallDelta(self._calls, self._make_id(), inner["name"], written))
         self._calls += 1
+        self._unused = None
         return True
 
     def _give_up(self) -> str:
         assert self._scanner is not None
-        raw = self._scanner.raw if not self._named else ""
-        mark = "" if self._bare else self._start
+        given_back = "" if self._named else self._before_object() + self._scanner.raw
         self._scanner, self._inside, self._at_beginning = None, False, False
-        return mark + raw if not self._named else ""
+        return given_back
 
 
 class WrittenToolParser:
