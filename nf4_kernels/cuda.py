@@ -12,23 +12,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda_launches import Around, can_normalise, dequantize_into, multiply, plan_on, start_clock, stop_clock
+from nf4_kernels.cuda_launches import (
+    Around,
+    can_normalise,
+    dequantize_into,
+    gated_tiles_into,
+    multiply,
+    multiply_tiles,
+    plan_on,
+    start_clock,
+    stop_clock,
+)
 from nf4_kernels.cuda_library import KernelError, load_error
 from nf4_kernels.format import offset_stride
-from nf4_kernels.params import DTYPES, Nf4Weight
-from nf4_kernels.plan import Slices
+from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
+from nf4_kernels.plan import Slices, Wgmma
+from nf4_kernels.reference import arranged_rows
 
 __all__ = (
     "BLOCKSIZES",
     "KernelError",
+    "arranged_linear",
     "dequantize",
     "fused_linear",
     "fuses",
+    "gated_tiles",
     "linear",
     "load_error",
     "plan_on",
     "start_clock",
     "stop_clock",
+    "tile_rows",
 )
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -119,6 +133,76 @@ def fused_linear(
         if rows.shape[0] and n:
             multiply(out, rows, weight, around)
     return out.view(*x.shape[:-1], n)
+
+
+def arranged_linear(
+    tiles: Tensor,
+    rows: int,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """fused_linear() of the x [rows, K], float16 or bfloat16, that is reference.arrange()d in tiles [_, _, tile, 64].
+
+    Without a launch that arranges it where tile is what tile_rows() says, else x is put in order first. What tiles hold
+    beyond rows is not read into any row; beyond K they hold zeros. ValueError and KernelError as of linear().
+    """
+    n, k = _matrix(shape)
+    if tiles.ndim != 4 or tiles.dtype not in (torch.float16, torch.bfloat16) or tiles.device != packed.device:
+        raise ValueError(f"tiles must be [_, _, tile, 64], float16 or bfloat16 on {packed.device}, got {tiles.dtype}")
+    tile = tiles.shape[2]
+    if tile == 0 or tuple(tiles.shape) != (-(-rows // tile), -(-k // 256) * 4, tile, 64):
+        raise ValueError(f"tiles have shape {tuple(tiles.shape)}, which is not that of {rows} rows of K = {k}")
+    for name, tensor, size in (("bias", bias, (n,)), ("residual", residual, (rows, n))):
+        if tensor is not None and (
+            tensor.shape != size or tensor.dtype != tiles.dtype or tensor.device != tiles.device
+        ):
+            raise ValueError(f"{name} must be {tiles.dtype} of shape {size} on {tiles.device}")
+    with torch.cuda.device(tiles.device):
+        weight = _weight(packed, n, k, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+        out = torch.empty((rows, n), dtype=tiles.dtype, device=tiles.device)
+        around = Around(bias, residual, None, 0.0)
+        if rows and n and not multiply_tiles(out, tiles, weight, around):
+            multiply(out, arranged_rows(tiles, rows, k), weight, around)
+    return out
+
+
+def gated_tiles(gate_up: Tensor, tile: int, activation: str) -> Tensor:
+    """reference.arrange(x, tile) of x = activation(gate) * up, for arranged_linear(); gate_up is [rows, 2 K].
+
+    activation: one of params.ACTIVATIONS. Rounded after the activation and after the product. ValueError and KernelError
+    as of linear().
+    """
+    if gate_up.ndim != 2 or gate_up.shape[1] % 128 or gate_up.dtype not in (torch.float16, torch.bfloat16):
+        given = f"{gate_up.dtype} of shape {tuple(gate_up.shape)}"
+        raise ValueError(f"gate_up must be [rows, 2 K] with K a multiple of 64, float16 or bfloat16, got {given}")
+    if activation not in ACTIVATIONS or tile < 1:
+        raise ValueError(
+            f"activation must be one of {tuple(ACTIVATIONS)} and tile positive, got {activation!r}, {tile}"
+        )
+    rows, k = gate_up.shape[0], gate_up.shape[1] // 2
+    with torch.cuda.device(gate_up.device):
+        tiles = gate_up.new_empty(-(-rows // tile), -(-k // 256) * 4, tile, 64)
+        if tiles.numel():
+            gated_tiles_into(tiles, gate_up, activation)
+    return tiles
+
+
+def tile_rows(
+    device: torch.device, dtype: torch.dtype, rows: int, shape: Sequence[int], blocksize: int, nested: bool
+) -> int:
+    """The tile with which arranged_linear() of rows on a device of this machine arranges nothing; 0: it always does."""
+    n, k = _matrix(shape)
+    if load_error() is not None or dtype == torch.float32 or n * k == 0:
+        return 0
+    choice = plan_on(device, rows, n, k, blocksize, nested)
+    return choice.tokens if isinstance(choice, Wgmma) else 0
 
 
 def fuses(

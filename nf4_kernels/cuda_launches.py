@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nf4_kernels.cuda_library import Linear, Next, RowsPlan, WgmmaPlan, raise_for, usable
 from nf4_kernels.device_clock import DeviceClock
-from nf4_kernels.params import DTYPES, Nf4Weight
+from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
 from nf4_kernels.plan import COUNTERS, HALF_ROWS, NORM_K, PREFETCH_BYTES, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
 from nf4_kernels.reference import rms_norm
 from nf4_kernels.successors import successor
@@ -41,17 +41,42 @@ def multiply(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around) -> None:
     choice = plan_on(x.device, m, n, k, weight.blocksize, nested, normalised)
     if not isinstance(choice, Slices) and x.dtype != torch.float32:
         workspace = _workspace(x.device)
-        aligned = all(
-            p % 16 == 0 for p in (weight.packed, weight.absmax, weight.absmax_8bit or 0, weight.absmax_code or 0)
-        )
-        if aligned and (isinstance(choice, Rows) or workspace is not None):
-            _multiply_fused(out, _aligned(x), weight, around, choice, workspace)
+        if _is_aligned(weight) and (isinstance(choice, Rows) or workspace is not None):
+            _multiply_fused(out, _aligned(x), None, weight, around, choice, workspace)
             return
     if around.norm_weight is not None:
         x = rms_norm(x, around.norm_weight, around.norm_eps)
     _multiply_slices(out, x, weight, around.bias, choice.rows if isinstance(choice, Slices) else n)
     if around.residual is not None:
         out += around.residual
+
+
+def multiply_tiles(out: Tensor, tiles: Tensor, weight: Nf4Weight, around: Around) -> bool:
+    """multiply() of the x that is arranged in tiles; whether there is a launch that takes them so, else nothing is done."""
+    choice = plan_on(out.device, out.shape[0], weight.n, weight.k, weight.blocksize, weight.absmax_8bit is not None)
+    workspace = _workspace(out.device)
+    if not isinstance(choice, Wgmma) or choice.tokens != tiles.shape[2] or not _is_aligned(weight) or workspace is None:
+        return False
+    _multiply_fused(out, None, _aligned(tiles), weight, around, choice, workspace)
+    return True
+
+
+def gated_tiles_into(tiles: Tensor, gate_up: Tensor, activation: str) -> None:
+    """tiles [_, _, tile, 64] = arrange(activation(gate_up's first K columns) * its last, tile); gate_up [rows, 2 K]."""
+    loaded, rows = usable(), _aligned(gate_up)
+    arch, _ = _properties(gate_up.device.index)
+    status = loaded.nf4_cuda_gated_tiles(
+        rows.data_ptr(),
+        tiles.data_ptr(),
+        gate_up.shape[0],
+        gate_up.shape[1] // 2,
+        tiles.shape[2],
+        ACTIVATIONS[activation],
+        DTYPES[gate_up.dtype],
+        arch >= 90 and torch.cuda.is_current_stream_capturing(),
+        torch.cuda.current_stream(gate_up.device).cuda_stream,
+    )
+    raise_for(loaded, status, "gated_tiles")
 
 
 def plan_on(
@@ -73,20 +98,21 @@ def _properties(index: int) -> tuple[int, int]:
 
 def _multiply_fused(
     out: Tensor,
-    x: Tensor,
+    x: Tensor | None,
+    tiles: Tensor | None,
     weight: Nf4Weight,
     around: Around,
     choice: Rows | Wgmma,
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
-    loaded = usable()
+    loaded, device, rows = usable(), out.device, out.shape[0]
     capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
     if isinstance(choice, Wgmma):
-        needed = choice.workspace_bytes(x.shape[0], weight.n, weight.k)
+        needed = choice.workspace_bytes(rows, weight.n, weight.k)
         if scratch is None or needed > scratch.numel():
-            scratch = torch.empty(needed, dtype=torch.uint8, device=x.device)
-    words, timed = _clock_words(x.device, "wgmma" if isinstance(choice, Wgmma) else "rows")
+            scratch = torch.empty(needed, dtype=torch.uint8, device=device)
+    words, timed = _clock_words(device, "wgmma" if isinstance(choice, Wgmma) else "rows")
     bias, residual, norm_weight = (
         None if tensor is None else _aligned(tensor) for tensor in (around.bias, around.residual, around.norm_weight)
     )
@@ -94,32 +120,33 @@ def _multiply_fused(
     def operands(first: int, count: int) -> Linear:
         return Linear(
             weight,
-            x.data_ptr() + first * weight.k * x.element_size(),
+            None if x is None else x.data_ptr() + first * weight.k * x.element_size(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr() + first * weight.n * out.element_size(),
             None if scratch is None else scratch.data_ptr(),
             None if counters is None else counters.data_ptr(),
             count,
-            DTYPES[x.dtype],
+            DTYPES[out.dtype],
             capturing,
-            torch.cuda.current_stream(x.device).cuda_stream,
+            torch.cuda.current_stream(device).cuda_stream,
             words,
-            _next(x.device, x.shape[0], weight.packed) if capturing and first + count == x.shape[0] else Next(),
-            None if residual is None else residual.data_ptr() + first * weight.n * x.element_size(),
+            _next(device, rows, weight.packed) if capturing and first + count == rows else Next(),
+            None if residual is None else residual.data_ptr() + first * weight.n * out.element_size(),
             None if norm_weight is None else norm_weight.data_ptr(),
             around.norm_eps,
+            None if tiles is None else tiles.data_ptr(),
         )
 
     if isinstance(choice, Wgmma):
         wgmma = WgmmaPlan(**dataclasses.asdict(choice))
         launch = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
-        raise_for(loaded, launch(operands(0, x.shape[0]), wgmma), str(choice))
+        raise_for(loaded, launch(operands(0, rows), wgmma), str(choice))
         return
-    rows = RowsPlan(**dataclasses.asdict(choice))
+    rows_plan = RowsPlan(**dataclasses.asdict(choice))
     launch = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
-    for first in range(0, x.shape[0], choice.tiles * 8):
-        count = min(choice.tiles * 8, x.shape[0] - first)
-        raise_for(loaded, launch(operands(first, count), rows), str(choice))
+    for first in range(0, rows, choice.tiles * 8):
+        count = min(choice.tiles * 8, rows - first)
+        raise_for(loaded, launch(operands(first, count), rows_plan), str(choice))
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:
@@ -169,6 +196,11 @@ def _multiply_slices(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | N
         loaded = usable()
         status = loaded.nf4_cuda_clock_end(whole, torch.cuda.current_stream(x.device).cuda_stream)
         raise_for(loaded, status, "clock")
+
+
+def _is_aligned(weight: Nf4Weight) -> bool:
+    addresses = weight.packed, weight.absmax, weight.absmax_8bit or 0, weight.absmax_code or 0
+    return all(address % 16 == 0 for address in addresses)
 
 
 def _aligned(x: Tensor) -> Tensor:

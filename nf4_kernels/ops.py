@@ -1,4 +1,6 @@
-"""The torch.library ops nf4::linear, nf4::fused_linear, nf4::dequantize and nf4::linear_bf16w, for CPU and CUDA, with fakes.
+"""The torch.library ops of the namespace nf4, for CPU and CUDA, with fakes.
+
+linear, fused_linear and arranged_linear multiply; gated_tiles makes what the last one takes; dequantize; linear_bf16w.
 
 Argument conventions: docs/architecture.md. Where a compiled library cannot be used, the oracle runs instead, and a warning
 says so once with the reason.
@@ -26,6 +28,10 @@ _library.define(
     f"fused_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None, Tensor? norm_weight=None,"
     " float norm_eps=0.0) -> Tensor"
 )
+_library.define(
+    f"arranged_linear(Tensor tiles, int rows, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None) -> Tensor"
+)
+_library.define("gated_tiles(Tensor gate_up, int tile, str activation) -> Tensor")
 _library.define("linear_bf16w(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _warned: set[str] = set()
 
@@ -80,6 +86,38 @@ def _fused_linear(
     return out if residual is None else residual + out
 
 
+def _arranged_linear(
+    tiles: Tensor,
+    rows: int,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    weight = packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
+    if backend(tiles.device.type) is cuda:
+        return cuda.arranged_linear(tiles, rows, *weight, residual)
+    return _fused_linear(reference.arranged_rows(tiles, rows, shape[1]), *weight, residual)
+
+
+def _gated_tiles(gate_up: Tensor, tile: int, activation: str) -> Tensor:
+    if backend(gate_up.device.type) is cuda:
+        return cuda.gated_tiles(gate_up, tile, activation)
+    return reference.arrange(reference.gated(gate_up, activation), tile)
+
+
+def tile_rows(
+    device: torch.device, dtype: torch.dtype, rows: int, shape: Sequence[int], blocksize: int, nested: bool
+) -> int:
+    """The tile with which nf4::arranged_linear of rows arranges nothing on that device; 0: it always does."""
+    return cuda.tile_rows(device, dtype, rows, shape, blocksize, nested) if device.type == "cuda" else 0
+
+
 def fuses(
     device: torch.device,
     dtype: torch.dtype,
@@ -118,6 +156,8 @@ def _linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 for _key in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _key)
     _library.impl("fused_linear", _fused_linear, _key)
+    _library.impl("arranged_linear", _arranged_linear, _key)
+    _library.impl("gated_tiles", _gated_tiles, _key)
     _library.impl("dequantize", _dequantize, _key)
     _library.impl("linear_bf16w", _linear_bf16w, _key)
 
@@ -129,6 +169,18 @@ def _linear_shape(x: Tensor, packed: Tensor, shape: Sequence[int], *_: object) -
 
 for _name in ("linear", "fused_linear"):
     torch.library.register_fake(f"nf4::{_name}", _linear_shape)
+
+
+@torch.library.register_fake("nf4::arranged_linear")
+def _(tiles: Tensor, rows: int, packed: Tensor, shape: Sequence[int], *_: object) -> Tensor:
+    torch._check(tiles.shape[1] * 64 >= shape[1], lambda: f"tiles of {tiles.shape[1] * 64} columns, K = {shape[1]}")
+    return tiles.new_empty(rows, shape[0])
+
+
+@torch.library.register_fake("nf4::gated_tiles")
+def _(gate_up: Tensor, tile: int, activation: str) -> Tensor:
+    rows, width = gate_up.shape
+    return gate_up.new_empty(-(-rows // tile), -(-width // 512) * 4, tile, 64)
 
 
 @torch.library.register_fake("nf4::dequantize")

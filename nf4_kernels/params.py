@@ -1,4 +1,4 @@
-"""What both compiled libraries are told in the same way: csrc/params.h's dtypes and its Nf4Weight."""
+"""What both compiled libraries are told in the same way: csrc/params.h's dtypes, activations and Nf4Weight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What the kernels compute with, and its number in csrc/params.h."""
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""Of what a gate is, and its number there."""
 
 
 class Nf4Weight(ctypes.Structure):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nf4_kernels.format import CODEBOOK, block_scales, check, unpack
 
@@ -41,10 +42,45 @@ def linear(
 ) -> Tensor:
     """x [..., K] times the transposed weight plus bias, [..., N] in x's dtype: dequantize to x's dtype, then torch."""
     weight = dequantize(packed, shape, absmax, blocksize, x.dtype, absmax_8bit, absmax_code, absmax_offset)
-    return torch.nn.functional.linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., K] by the root of (its squares' mean + eps), rounded, times weight [K]; in float32, as models do it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [..., 2 K]: activation (params.ACTIVATIONS) of its first K, rounded, times its last: [..., K]."""
+    gate, up = gate_up.chunk(2, -1)
+    activated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    return activated * up
+
+
+def arrange(x: Tensor, tile: int) -> Tensor:
+    """x [rows, K] of a 16-bit type in linear_wgmma's order: tiles [ceil(rows / tile), ceil(K / 256) * 4, tile, 64].
+
+    A tile holds 64 k of `tile` rows, as its products read them from shared memory: word j * 8 + c of a row's 32 (two k
+    each) is word j of the row's 16-byte chunk c ^ (row % 8). What is beyond rows and K is zeros.
+    """
+    rows, k = x.shape
+    tiles, blocks = -(-rows // tile), -(-k // 256) * 4
+    padded = x.new_zeros(tiles * tile, blocks * 64)
+    padded[:rows, :k] = x
+    words = padded.view(tiles, tile, blocks, 4, 8, 2).permute(0, 2, 1, 4, 3, 5)
+    return words.gather(3, _chunks(words)).reshape(tiles, blocks, tile, 64)
+
+
+def arranged_rows(tiles: Tensor, rows: int, k: int) -> Tensor:
+    """x [rows, k] of which tiles is arrange()."""
+    count, blocks, tile, _ = tiles.shape
+    words = tiles.view(count, blocks, tile, 8, 4, 2)
+    words = words.gather(3, _chunks(words)).permute(0, 2, 1, 4, 3, 5)
+    return words.reshape(count * tile, blocks * 64)[:rows, :k]
+
+
+def _chunks(words: Tensor) -> Tensor:
+    """For words [tiles, blocks, row, chunk, 4, 2]: which chunk of the row lies at each place; its own inverse."""
+    row, chunk = torch.arange(words.shape[2], device=words.device), torch.arange(8, device=words.device)
+    return (chunk ^ row[:, None] % 8)[None, None, :, :, None, None].expand(words.shape)

@@ -63,7 +63,10 @@ typedef struct {
   const void* residual;
   const void* norm_weight;
   float norm_eps;
+  const void* tiles; /* linear_wgmma only: x arranged in its tiles (reference.py's arrange()) instead of x; else null */
 } Nf4Linear;
+
+enum { NF4_SILU = 0, NF4_GELU_TANH = 1 };
 
 /* Such times, in ns of the device's clock: when the launch began, when its last instruction ran, and of the launches that
  * take the times of their decoding how long one warp decoded, else 0; the fourth word is the launch's own.

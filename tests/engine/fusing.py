@@ -16,6 +16,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch.fx import Graph, GraphModule
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from server.engine.runtime.arrangements import TileRows
 from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTATED
 from server.engine.runtime.fusion import FusedOperations, Fuses
 from server.engine.runtime.projections import NF4Linear
@@ -34,6 +35,10 @@ def count(graph: Graph) -> Counter[str]:
         if node.target is torch.ops.nf4.fused_linear.default:
             residual, weight = node.args[9], node.args[10]
             found[" ".join(["norm"] * (weight is not None) + ["residual"] * (residual is not None))] += 1
+        if node.target is torch.ops.nf4.arranged_linear.default:
+            found["arranged residual" if node.args[-1] is not None else "arranged"] += 1
+        if node.target is torch.ops.nf4.gated_tiles.default:
+            found[node.args[2]] += 1
         found["plain"] += node.target is torch.ops.nf4.linear.default
         found["attend"] += node.target is ATTEND
         found["rotated"] += node.target is ATTEND_ROTATED
@@ -42,11 +47,13 @@ def count(graph: Graph) -> Counter[str]:
 
 
 @contextmanager
-def fusing(fuses: Fuses = always, rotates: bool = False) -> Iterator[list[Counter[str]]]:
+def fusing(
+    fuses: Fuses = always, rotates: bool = False, tile_rows: TileRows | None = None
+) -> Iterator[list[Counter[str]]]:
     """While entered, graphs are fused; gives what is in each of them."""
     found: list[Counter[str]] = []
     hooks = {
-        "post_grad_custom_pre_pass": FusedOperations(fuses, rotates),
+        "post_grad_custom_pre_pass": FusedOperations(fuses, rotates, tile_rows),
         "post_grad_custom_post_pass": lambda graph: found.append(count(graph)),
         "force_disable_caches": True,
     }

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from nf4_kernels.reference import arranged_rows
 from server.engine.runtime.attention import flashinfer
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.attention.decode import DecodeAttention
@@ -112,21 +113,28 @@ def test_a_decode_step_attends_as_the_reference(
         (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [255, 1, 9000], True, 0.0),
         (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [64], False, 0.0),
         (LayerShape(16, 128, 128, 32), CAPPED, torch.bfloat16, [301, 65, 2], True, 1.0),
-        (LayerShape(3, 64, 64, 9), PLAIN, torch.float16, [*range(1, 140, 5), 3000], False, 0.0),
+        (LayerShape(3, 64, 64, 36), PLAIN, torch.float16, [*range(1, 140, 5), 3000], False, 0.0),
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [*range(1, 290, 8), 5000], True, 0.0),
         (LayerShape(2, 256, 256, 10), CAPPED, torch.float16, [17, 1000, 16], True, 1.0),
     ],
 )
 def test_a_decode_step_normalises_and_rotates(
     shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int], norms: bool, offset: float
 ) -> None:
+    """Also in tiles: sequences of one part and of several, in one tile and in several."""
     angles = torch.randn(len(lengths), shape.key_dim // 2, device=DEVICE).repeat(1, 2)
     weights = torch.rand(2, shape.key_dim, device=DEVICE).add(0.5 - offset).to(dtype).unbind()
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    check_decode(shape, options, dtype, lengths, Rotation(cos, sin, weights if norms else None, 0.1, offset))
+    check_decode(shape, options, dtype, lengths, Rotation(cos, sin, weights if norms else None, 0.1, offset), (16, 32))
 
 
 def check_decode(
-    shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int], rotation: Rotation | None
+    shape: LayerShape,
+    options: AttentionOptions,
+    dtype: torch.dtype,
+    lengths: list[int],
+    rotation: Rotation | None,
+    tiles: tuple[int, ...] = (),
 ) -> None:
     spans, used = shuffled(lengths)
     kinds = [Kind(shape.heads, shape.kv_heads, shape.key_dim, o) for o in (AttentionOptions(1.0, window=77), options)]
@@ -161,6 +169,12 @@ def check_decode(
     assert not partials.arrived.any()
     for _ in range(20):
         assert torch.equal(decode.attend(cache, query, key, value, options, rotation), found)
+    width = shape.heads * shape.key_dim
+    for tile in tiles:
+        # Freed at once: the next tensor of its size lies there.
+        torch.full((-(-count // tile), width // 64, tile, 64), torch.nan, dtype=dtype, device=DEVICE)
+        arranged = decode.attend(cache, query, key, value, options, rotation, tile)
+        assert torch.equal(arranged_rows(arranged, count, width), found.flatten(1))
 
 
 def shuffled(lengths: list[int]) -> tuple[list[Span], int]:

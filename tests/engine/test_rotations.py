@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
-from server.engine.runtime.attention.base import IMPLEMENTATION, AttentionBackend, AttentionOptions, attending
+from nf4_kernels.reference import arrange
+from server.engine.runtime.attention.base import (
+    ATTEND_ROTATED,
+    IMPLEMENTATION,
+    AttentionBackend,
+    AttentionOptions,
+    attending,
+)
 from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.fusion import FusedOperations
@@ -218,3 +225,27 @@ def test_torchs_rotation_is_that_of_complex_numbers(dtype: torch.dtype, offset: 
         assert found.dtype == dtype
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(found.double(), rotated(x, rotation, place), atol=4 * eps, rtol=eps)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 35])
+@pytest.mark.parametrize("tile", [16, 32])
+def test_attention_gives_tiles_of_its_rows(tile: int, tokens: int) -> None:
+    args = rotated_arguments(tokens, heads=8)
+    with attending(Uncached()):
+        rows = ATTEND_ROTATED(*args)
+        assert rows.shape == (tokens, 8, 32)
+        assert torch.equal(ATTEND_ROTATED(*args, tile), arrange(rows.flatten(1), tile))
+        torch.library.opcheck(ATTEND_ROTATED, (*args, tile), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_tiles_of_columns_that_do_not_fill_them_are_refused() -> None:
+    with attending(Uncached()), pytest.raises(ValueError, match=r"heads \* dim is 6 \* 32.* 256"):
+        ATTEND_ROTATED(*rotated_arguments(3, heads=6), 16)
+
+
+def rotated_arguments(tokens: int, heads: int) -> tuple[Any, ...]:
+    """attend_rotated's for heads of 32, without norms, but for tile."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(tokens, count, 32).to(BF16) for count in (heads, 2, 2))
+    angles = torch.randn(tokens, 16).repeat(1, 2)
+    return query, key, value, angles.cos().to(BF16), angles.sin().to(BF16), None, None, 0.0, 0.0

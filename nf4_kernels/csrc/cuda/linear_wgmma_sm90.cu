@@ -82,7 +82,7 @@ cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const Wgmma
   constexpr int kShared = WgmmaLayout<kTokens, kGroups, kStages, kTokenStages>::kTotal;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return status;
-  status = arrange<T>(linear, sizes, kTokens, stream);
+  if (!linear.tiles) status = arrange<T>(linear, sizes, kTokens, stream);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -93,7 +93,8 @@ cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const Wgmma
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = 1;
+  // Behind arrange() its weights are constant: that has started, so what it was launched behind is under way or over.
+  config.numAttrs = !linear.tiles || linear.constant_weights ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args, map);
 }
 
@@ -122,6 +123,7 @@ NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) 
     return cudaErrorInvalidValue;
   }
   if (linear->norm_weight && (linear->dtype != NF4_BFLOAT16 || w.k > NF4_NORM_K)) return cudaErrorInvalidValue;
+  if (linear->tiles && (linear->norm_weight || !nf4::aligned(linear->tiles, 16))) return cudaErrorInvalidValue;
   nf4::WgmmaSizes sizes(linear->m, w.n, w.k, *plan);
   nf4::WgmmaArgs args{};
   args.weight = w;
@@ -129,7 +131,8 @@ NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) 
   args.residual = linear->residual;
   args.clock = linear->clock;
   args.out = linear->out;
-  args.tiles = static_cast<const char*>(linear->workspace);
+  args.tiles = static_cast<const char*>(linear->tiles ? linear->tiles : linear->workspace);
+  args.begins = linear->tiles != nullptr;
   args.partial = reinterpret_cast<float4*>(static_cast<char*>(linear->workspace) + sizes.tile_bytes);
   args.counters = linear->counters;
   args.m = static_cast<int>(linear->m);

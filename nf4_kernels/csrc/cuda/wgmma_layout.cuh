@@ -19,6 +19,7 @@ struct WgmmaArgs {
   const void* residual;
   void* out;
   const char* tiles;  // arranged activations
+  bool begins;        // no launch of the product's is in front of this one
   float4* partial;
   int* counters;
   int m, n;

@@ -2,7 +2,7 @@
 
 torch.compile makes a kernel of each sum with its norm. Where nf4_kernels has a launch for it, the products do both: a
 pass over inductor's graphs puts nf4::fused_linear in place of these nodes. Queries' and keys' norms and rotations are
-rotations.py's.
+rotations.py's, activations and products that need no arranging launch arrangements.py's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from nf4_kernels import cuda, ops
+from server.engine.runtime.arrangements import TileRows, fuse_arrangements
 from server.engine.runtime.patterns import (
     Norm,
     alike,
@@ -67,14 +68,16 @@ class FusedOperations:
     of the first node that does write is touched. (Writing in place again comes after this pass, and sees its nodes.)
     """
 
-    def __init__(self, fuses: Fuses | None = None, rotates: bool = False) -> None:
-        """fuses: ops.fuses if None. rotates: see fused_operations()."""
+    def __init__(self, fuses: Fuses | None = None, rotates: bool = False, tile_rows: TileRows | None = None) -> None:
+        """fuses, tile_rows: those of ops if None. rotates: see fused_operations()."""
         self._fuses = fuses
         self._rotates = rotates
+        self._tile_rows = tile_rows
 
     def uuid(self) -> bytes | None:
         """What compiled code is kept by; None, and it is not kept, where something else than nf4_kernels decides."""
-        return _sources() + bytes([self._rotates]) if self._fuses is None else None
+        own = self._fuses is None and self._tile_rows is None
+        return _sources() + bytes([self._rotates]) if own else None
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place."""
@@ -94,6 +97,7 @@ class FusedOperations:
                 products[i] = _fuse_norm(product, norm)
         if self._rotates:
             fuse_rotations(nodes)
+        fuse_arrangements(products, self._tile_rows or ops.tile_rows)
 
     def _fits(self, product: Node, normalised: bool) -> bool:
         """Whether there is a fused launch for the product."""
@@ -111,7 +115,7 @@ class FusedOperations:
 def _sources() -> bytes:
     """A digest of everything that decides what the pass does, but for the GPU, which inductor itself asks about."""
     own = Path(__file__)
-    paths = [own, *(own.with_name(name) for name in ("patterns.py", "rotations.py"))]
+    paths = [own, *(own.with_name(name) for name in ("arrangements.py", "patterns.py", "rotations.py"))]
     paths += sorted(Path(ops.__file__).parent.glob("*.py"))
     state = cuda.load_error(), [path.read_bytes() for path in paths]
     return hashlib.sha256(repr(state).encode()).digest()

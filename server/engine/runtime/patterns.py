@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 aten, prims = torch.ops.aten, torch.ops.prims
 
 # Inductor turns views into reshapes before its passes run.
-_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 def untouched(graph: Graph) -> list[Node]:
@@ -144,7 +144,7 @@ def is_given(node: Any) -> bool:
 
 def is_view(node: Any) -> bool:
     """Whether a node is a view with the same last dimension."""
-    if not isinstance(node, Node) or node.target not in _VIEWS:
+    if not isinstance(node, Node) or node.target not in VIEWS:
         return False
     source: Any = node.args[0]
     return bool(node.meta["val"].shape[-1:] == source.meta["val"].shape[-1:])

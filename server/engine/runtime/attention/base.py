@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from nf4_kernels.reference import arrange
 from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch
 
@@ -71,10 +72,28 @@ class AttentionBackend(ABC):
         raise UnsupportedModelError(f"{type(self).__name__} does not run compiled layers")
 
     def attend_rotated_next(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation, tile: int = 0
     ) -> torch.Tensor:
-        """attend_next() of a query and a key that are rotated first."""
-        return self.attend_next(*rotation.rotated(query, key), value)
+        """attend_next() of a query and a key that are rotated first.
+
+        tile: if not 0, gives the rows [T, heads * value_dim] in the order of tiles, see tiles_shape(); rows beyond T of the
+        last tile may hold anything.
+        """
+        out = self.attend_next(*rotation.rotated(query, key), value)
+        if tile == 0:
+            return out
+        tokens, heads, dim = out.shape
+        return arrange(out.flatten(1), tile).view(tiles_shape(tokens, heads, dim, tile))
+
+
+def tiles_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, int, int, int]:
+    """The shape of rows [tokens, heads * dim] as nf4_kernels.reference.arrange(rows, tile) has them.
+
+    Raises ValueError where they would be filled up to 256 columns, which the attention's kernel does not do.
+    """
+    if heads * dim % 256 != 0:
+        raise ValueError(f"heads * dim is {heads} * {dim}, and tiles need a multiple of 256")
+    return -(-tokens // tile), heads * dim // 64, tile, 64
 
 
 class _Active:
@@ -110,16 +129,33 @@ def _attend_rotated(
     key_norm: torch.Tensor | None,
     eps: float,
     offset: float,
+    tile: int = 0,
 ) -> torch.Tensor:
     assert _Active.backend is not None
     norms = None if query_norm is None or key_norm is None else (query_norm, key_norm)
-    return _Active.backend.attend_rotated_next(query, key, value, Rotation(cos, sin, norms, eps, offset))
+    return _Active.backend.attend_rotated_next(query, key, value, Rotation(cos, sin, norms, eps, offset), tile)
 
 
 @_attend.register_fake
-@_attend_rotated.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@_attend_rotated.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    tile: int = 0,
+) -> torch.Tensor:
+    shape = query.shape[0], query.shape[1], value.shape[2]
+    return query.new_empty(shape if tile == 0 else tiles_shape(*shape, tile))
 
 
 # As they stand in compiled code's graphs.

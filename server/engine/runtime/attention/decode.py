@@ -120,12 +120,13 @@ class DecodeAttention:
         value: torch.Tensor,
         options: AttentionOptions,
         rotation: Rotation | None = None,
+        tile: int = 0,
     ) -> torch.Tensor:
         """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest()."""
         place, items = self._windows.index(options.window), query.shape[0] + self._spare
         first = HEADER + place * items * FIELDS
-        numbers, partials = self._numbers, self._partials
-        return self._attend(cache, query, key, value, numbers, first, 1 + place, items, partials, options, rotation)
+        step = self._numbers, first, 1 + place, items
+        return self._attend(cache, query, key, value, *step, self._partials, options, rotation, tile)
 
 
 # A step's outputs may differ from other kernels' by rounding, in the norm of all.

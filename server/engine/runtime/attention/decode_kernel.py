@@ -6,8 +6,8 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from server.engine.runtime.attention.base import AttentionOptions
-from server.engine.runtime.attention.decode_sums import add_up, put_part
+from server.engine.runtime.attention.base import AttentionOptions, tiles_shape
+from server.engine.runtime.attention.decode_sums import add_up, put_part, put_result, result_row
 from server.engine.runtime.attention.rotation import Rotation
 
 # Keys that a program has in hand at once, its warps, how many such tiles are on their way.
@@ -37,8 +37,9 @@ def attend_newest(
     partials: Partials,
     options: AttentionOptions,
     rotation: Rotation | None,
+    tile: int = 0,
 ) -> torch.Tensor:
-    """Attention [T, heads, dim] of T sequences' newest tokens, whose keys and values go to cache.
+    """Attention [T, heads, dim] of T sequences' newest tokens, whose keys and values go to cache; with tile in tiles.
 
     cache [blocks, 2, block_size, kv_heads, dim], contiguous; query [T, heads, dim], key and value [T, kv_heads, dim] of
     its dtype, any strides with a contiguous last dimension; numbers int32, decode.layout(): how many of at most so many
@@ -48,7 +49,7 @@ def attend_newest(
     # Without one the kernel reads none of it.
     turned = Rotation(query, query) if rotation is None else rotation
     kv_heads, block_size = key.shape[1], cache.shape[2]
-    out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
+    out = query.new_empty(tiles_shape(tokens, heads, dim, tile) if tile else query.shape)
     overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
     _attend[(items, kv_heads)](
         cache,
@@ -61,9 +62,7 @@ def attend_newest(
         partials.sums,
         partials.weights,
         partials.arrived,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
+        *(stride for rows in (query, key, value) for stride in rows.stride()[:2]),
         options.scaling * _LOG2_E,
         turned.cos,
         turned.sin,
@@ -82,6 +81,7 @@ def attend_newest(
         0.0 if options.softcap is None else options.softcap * _LOG2_E,
         _TILE,
         _STAGES,
+        tile,
         overlap,
         num_warps=_WARPS,
         launch_pdl=overlap,
@@ -129,6 +129,7 @@ def _attend(  # type: ignore[no-untyped-def]
     cap: tl.constexpr,
     tile: tl.constexpr,
     stages: tl.constexpr,
+    tile_rows: tl.constexpr,
     overlap: tl.constexpr,
 ):
     # One program a part of a sequence's keys and a key head, with all query heads that share it.
@@ -178,17 +179,16 @@ def _attend(  # type: ignore[no-untyped-def]
     for start in tl.range(begin + tile, old, tile, num_stages=stages):
         k, v, inside = _tile(pages, table, start, old, width, dim, block_size, tile)
         acc, best, weight = _taken(acc, best, weight, q, k, v, inside, scale, cap)
-    to_out = out + (row.to(tl.int64) * kv_heads + head) * group * dim
+    to_out = result_row(out, row, head, kv_heads, group, dim, tile_rows)
     if parts == 1:
-        result = (acc / weight[:, None]).to(out.dtype.element_ty)
-        tl.store(to_out + line[:, None] * dim + column[None, :], result, mask=real[:, None])
+        put_result(to_out, acc / weight[:, None], row, head, line, group, dim, tile_rows)
     else:
         put_part(sums, weights, (item * kv_heads + head) * group + line, acc, best, weight, real, dim)
         tl.debug_barrier()
         counter = arrived + first * kv_heads + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
-            add_up(to_out, sums, weights, first, parts, head, kv_heads, group, few, dim)
+            add_up(to_out, sums, weights, first, parts, row, head, kv_heads, group, few, dim, tile_rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

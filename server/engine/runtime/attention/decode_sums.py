@@ -1,4 +1,4 @@
-"""Parts of a sequence's keys added up, in the launch that attended to them."""
+"""Parts of a sequence's keys added up and results stored, in the launch that attended to them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def add_up(  # type: ignore[no-untyped-def]
     weights,
     first,
     parts,
+    row,
     head,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     few: tl.constexpr,
     dim: tl.constexpr,
+    tile_rows: tl.constexpr,
 ):
     """Add up all parts of a sequence's keys, in their order."""
     line = tl.arange(0, few)
@@ -48,8 +50,36 @@ def add_up(  # type: ignore[no-untyped-def]
         four = _both(_both(part_0, part_1), _both(part_2, part_3))
         eight = _both(four, _both(_both(part_4, part_5), _both(part_6, part_7)))
         acc, best, weight = _both((acc, best, weight), eight)
-    result = (acc / tl.where(real, weight, 1.0)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + line[:, None] * dim + tl.arange(0, dim)[None, :], result, mask=real[:, None])
+    put_result(out, acc / tl.where(real, weight, 1.0)[:, None], row, head, line, group, dim, tile_rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def result_row(  # type: ignore[no-untyped-def]
+    out, row, head, kv_heads: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, tile_rows: tl.constexpr
+):
+    """Where put_result() starts from, for a token's query heads that share a key head."""
+    if tile_rows == 0:
+        return out + (row.to(tl.int64) * kv_heads + head) * group * dim
+    else:
+        return out + (row // tile_rows).to(tl.int64) * (tile_rows * kv_heads * group * dim) + row % tile_rows * 64
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put_result(  # type: ignore[no-untyped-def]
+    out, result, row, head, line, group: tl.constexpr, dim: tl.constexpr, tile_rows: tl.constexpr
+):
+    """Store result [len(line), dim] of those heads; with tile_rows as nf4_kernels.reference.arrange() orders rows."""
+    result, column = result.to(out.dtype.element_ty), tl.arange(0, dim)[None, :]
+    if tile_rows == 0:
+        place = out + line[:, None] * dim + column
+    else:
+        k = (head * group + line[:, None]) * dim + column
+        word = k % 64 // 2
+        chunk = word % 8 ^ row % tile_rows % 8
+        offset = k // 64 * (tile_rows * 64) + (chunk * 4 + word // 8) * 2 + k % 2
+        # A word is two columns, which the compiler would store one by one.
+        place = out + tl.max_contiguous(tl.multiple_of(offset, [1, 2]), [1, 2])
+    tl.store(place, result, mask=(line < group)[:, None])
 
 
 @triton.jit

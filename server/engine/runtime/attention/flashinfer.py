@@ -241,11 +241,11 @@ class FlashInferBackend(AttentionBackend):
         return self.attend(layer, query, key, value, self._kinds[layer].options)
 
     def attend_rotated_next(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation, tile: int = 0
     ) -> torch.Tensor:
         if self._newest_only is None:
-            return super().attend_rotated_next(query, key, value, rotation)
-        return self._attend_newest(self._newest_only, self._next_layer, query, key, value, rotation)
+            return super().attend_rotated_next(query, key, value, rotation, tile)
+        return self._attend_newest(self._newest_only, self._next_layer, query, key, value, rotation, tile)
 
     def _attend_newest(
         self,
@@ -255,9 +255,10 @@ class FlashInferBackend(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         rotation: Rotation | None,
+        tile: int = 0,
     ) -> torch.Tensor:
         self._next_layer = layer + 1
-        return decode.attend(self._cache[layer], query, key, value, self._kinds[layer].options, rotation)
+        return decode.attend(self._cache[layer], query, key, value, self._kinds[layer].options, rotation, tile)
 
     @property
     def rotates(self) -> bool:
