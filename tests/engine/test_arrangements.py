@@ -84,7 +84,7 @@ class Gated(nn.Module):
         torch.manual_seed(0)
         self.function = function
         self.up, self.down = NF4Linear(nf4(64, 256)), NF4Linear(nf4(128, 64))
-        self.narrow = NF4Linear(nf4(64, 64))
+        self.narrow, self.square = NF4Linear(nf4(64, 64)), NF4Linear(nf4(128, 128))
 
     def forward(self, h: torch.Tensor) -> Any:
         return self.function(self, self.up(h))
@@ -131,6 +131,12 @@ def other_rows(m: Any, gate_up: torch.Tensor) -> Any:
     return m.narrow((functional.silu(gate) * up).reshape(-1, 64))
 
 
+def added_to_its_product(m: Any, gate_up: torch.Tensor) -> Any:
+    gate, up = halves(gate_up)
+    x = functional.silu(gate) * up
+    return x + m.square(x)
+
+
 def halves_of_two(m: Any, gate_up: torch.Tensor) -> Any:
     gate, _ = halves(gate_up)
     _, up = halves(gate_up * 2)
@@ -159,6 +165,7 @@ def other_cube(m: Any, gate_up: torch.Tensor) -> Any:
         (gate_twice, {"plain": 2}),
         (also_given, {"plain": 2}),
         (other_rows, {"plain": 2}),
+        (added_to_its_product, {"residual": 1, "plain": 1}),
         (halves_of_two, {"plain": 2}),
         (unequal, {"plain": 2}),
         (other_cube, {"plain": 2}),

@@ -40,11 +40,12 @@ def fuse_arrangements(products: Iterable[Node], tile_rows: TileRows) -> None:
     """Put nf4::arranged_linear in place of products without a norm, where what is in front of them can arrange."""
     for product in products:
         arguments = arguments_of(product)
-        if arguments.get("norm_weight") is not None:
-            continue
         x, shape = arguments["x"], arguments["shape"]
-        rows, nested = math.prod(x.meta["val"].shape[:-1]), arguments["absmax_8bit"] is not None
+        # What is added as it is has to be there in rows as well.
+        if arguments.get("norm_weight") is not None or arguments.get("residual") is x:
+            continue
         value = x.meta["val"]
+        rows, nested = math.prod(value.shape[:-1]), arguments["absmax_8bit"] is not None
         tile = tile_rows(value.device, value.dtype, rows, shape, arguments["blocksize"], nested)
         tiles = _tiles(product, x, rows, tile) if tile else None
         if tiles is not None:
