@@ -81,8 +81,10 @@ def test_tokens_of_thoughts_are_counted(thinking: httpx.Client) -> None:
         CHAT, json=chat_body(max_tokens=8, stream=True, stream_options={"include_usage": True})
     ).text.splitlines()
     assert json.loads([line for line in stream if line][-2][6:])["usage"] == thought
-    response = thinking.post("/v1/responses", json={"model": MODEL, "input": "Hi", "max_output_tokens": 8}).json()
-    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 8}
+    body = {"model": MODEL, "input": "Hi", "max_output_tokens": 8, "temperature": 0}
+    counted = thinking.post("/v1/responses", json=body).json()["usage"]
+    assert counted["output_tokens_details"] == {"reasoning_tokens": counted["output_tokens"]}
+    assert counted["output_tokens"] == 8
 
 
 def test_settings_of_thinking(thinking: httpx.Client) -> None:
