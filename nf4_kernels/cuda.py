@@ -27,7 +27,7 @@ from nf4_kernels.cuda_library import KernelError, load_error
 from nf4_kernels.format import offset_stride
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
 from nf4_kernels.plan import Slices, Wgmma
-from nf4_kernels.reference import arranged_rows
+from nf4_kernels.reference import arranged_rows, tiles_shape
 
 __all__ = (
     "BLOCKSIZES",
@@ -120,11 +120,9 @@ def fused_linear(
         raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be K = {k}")
     if x.device != packed.device:
         raise ValueError(f"x is on {x.device}, the weight on {packed.device}")
-    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype or bias.device != x.device):
-        raise ValueError(f"bias must be {x.dtype} of shape ({n},) on {x.device}")
-    for name, tensor, size in (("residual", residual, (*x.shape[:-1], n)), ("norm_weight", norm_weight, (k,))):
-        if tensor is not None and (tensor.shape != size or tensor.dtype != x.dtype or tensor.device != x.device):
-            raise ValueError(f"{name} must be {x.dtype} of shape {tuple(size)} on {x.device}")
+    _check_like(x, "bias", bias, (n,))
+    _check_like(x, "residual", residual, (*x.shape[:-1], n))
+    _check_like(x, "norm_weight", norm_weight, (k,))
     with torch.cuda.device(x.device):
         weight = _weight(packed, n, k, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
         rows = x.reshape(-1, k)
@@ -157,13 +155,10 @@ def arranged_linear(
     if tiles.ndim != 4 or tiles.dtype not in (torch.float16, torch.bfloat16) or tiles.device != packed.device:
         raise ValueError(f"tiles must be [_, _, tile, 64], float16 or bfloat16 on {packed.device}, got {tiles.dtype}")
     tile = tiles.shape[2]
-    if tile == 0 or tuple(tiles.shape) != (-(-rows // tile), -(-k // 256) * 4, tile, 64):
+    if tile == 0 or tuple(tiles.shape) != tiles_shape(rows, k, tile):
         raise ValueError(f"tiles have shape {tuple(tiles.shape)}, which is not that of {rows} rows of K = {k}")
-    for name, tensor, size in (("bias", bias, (n,)), ("residual", residual, (rows, n))):
-        if tensor is not None and (
-            tensor.shape != size or tensor.dtype != tiles.dtype or tensor.device != tiles.device
-        ):
-            raise ValueError(f"{name} must be {tiles.dtype} of shape {size} on {tiles.device}")
+    _check_like(tiles, "bias", bias, (n,))
+    _check_like(tiles, "residual", residual, (rows, n))
     with torch.cuda.device(tiles.device):
         weight = _weight(packed, n, k, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
         out = torch.empty((rows, n), dtype=tiles.dtype, device=tiles.device)
@@ -188,7 +183,7 @@ def gated_tiles(gate_up: Tensor, tile: int, activation: str) -> Tensor:
         )
     rows, k = gate_up.shape[0], gate_up.shape[1] // 2
     with torch.cuda.device(gate_up.device):
-        tiles = gate_up.new_empty(-(-rows // tile), -(-k // 256) * 4, tile, 64)
+        tiles = gate_up.new_empty(tiles_shape(rows, k, tile))
         if tiles.numel():
             gated_tiles_into(tiles, gate_up, activation)
     return tiles
@@ -219,6 +214,12 @@ def fuses(
     if load_error() is not None or dtype == torch.float32 or (normalised and not can_normalise(dtype, k)):
         return False
     return not isinstance(plan_on(device, rows, n, k, blocksize, nested, normalised), Slices)
+
+
+def _check_like(x: Tensor, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    """ValueError where a tensor is given and is not of that shape and of x's dtype and device."""
+    if tensor is not None and (tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device):
+        raise ValueError(f"{name} must be {x.dtype} of shape {shape} on {x.device}")
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

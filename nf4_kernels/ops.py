@@ -180,7 +180,7 @@ def _(tiles: Tensor, rows: int, packed: Tensor, shape: Sequence[int], *_: object
 @torch.library.register_fake("nf4::gated_tiles")
 def _(gate_up: Tensor, tile: int, activation: str) -> Tensor:
     rows, width = gate_up.shape
-    return gate_up.new_empty(-(-rows // tile), -(-width // 512) * 4, tile, 64)
+    return gate_up.new_empty(reference.tiles_shape(rows, width // 2, tile))
 
 
 @torch.library.register_fake("nf4::dequantize")

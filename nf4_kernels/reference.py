@@ -58,18 +58,23 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return activated * up
 
 
+def tiles_shape(rows: int, k: int, tile: int) -> tuple[int, int, int, int]:
+    """The shape of arrange()d rows [rows, k]: [ceil(rows / tile), ceil(k / 256) * 4, tile, 64]."""
+    return -(-rows // tile), -(-k // 256) * 4, tile, 64
+
+
 def arrange(x: Tensor, tile: int) -> Tensor:
-    """x [rows, K] of a 16-bit type in linear_wgmma's order: tiles [ceil(rows / tile), ceil(K / 256) * 4, tile, 64].
+    """x [rows, K] of a 16-bit type in linear_wgmma's order: tiles, see tiles_shape().
 
     A tile holds 64 k of `tile` rows, as its products read them from shared memory: word j * 8 + c of a row's 32 (two k
     each) is word j of the row's 16-byte chunk c ^ (row % 8). What is beyond rows and K is zeros.
     """
     rows, k = x.shape
-    tiles, blocks = -(-rows // tile), -(-k // 256) * 4
+    shape = tiles, blocks, _, _ = tiles_shape(rows, k, tile)
     padded = x.new_zeros(tiles * tile, blocks * 64)
     padded[:rows, :k] = x
     words = padded.view(tiles, tile, blocks, 4, 8, 2).permute(0, 2, 1, 4, 3, 5)
-    return words.gather(3, _chunks(words)).reshape(tiles, blocks, tile, 64)
+    return words.gather(3, _chunks(words)).reshape(shape)
 
 
 def arranged_rows(tiles: Tensor, rows: int, k: int) -> Tensor:

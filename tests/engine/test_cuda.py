@@ -20,6 +20,7 @@ from server.engine.runtime import runner as runtime
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.runner import ModelRunner
 from server.types import GenerateRequest, SamplingParams
+from tests.nf4_kernels.cuda_weights import HOPPER
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,9 +57,7 @@ def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
     assert blocks is None or preempted > 0
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's wgmma"
-)
+@HOPPER
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-27b", "llama-3.3-70b"])
 def test_graphs_of_many_sequences_pass_on_what_is_arranged(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,17 +1,32 @@
-"""Fresh random NF4 weights on the GPU, and how far a product may be from the oracle's."""
+"""Which tests need a GPU; fresh random NF4 weights there, and how far a product may be from the oracle's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from nf4_kernels import cuda, reference
 from nf4_kernels.plan import Wgmma
 
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}"),
+]
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's wgmma"
+)
 DEVICE = torch.device("cuda")
 # bfloat16 and float16: rounding of codes and outputs; far above it lies any wrong index.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}
+
+
+def gpu(test: object) -> object:
+    """The test with all of ON_GPU."""
+    for mark in ON_GPU:
+        test = mark(test)
+    return test
 
 
 @dataclass(frozen=True)

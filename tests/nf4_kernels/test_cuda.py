@@ -7,12 +7,9 @@ import torch
 
 from nf4_kernels import cuda, cuda_launches, reference
 from nf4_kernels.plan import WGMMA_INSTANCES, Rows, plan, rows_candidates
-from tests.nf4_kernels.cuda_weights import DEVICE, TOLERANCE, cut, random_weight, relative_error
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, ON_GPU, TOLERANCE, cut, random_weight, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}"),
-]
+pytestmark = ON_GPU
 HALVES = (torch.bfloat16, torch.float16)
 # A capability whose blocks have 99 KB of shared memory: what is planned for it runs anywhere.
 LITTLE_SHARED_MEMORY = 89
@@ -127,9 +124,7 @@ def test_several_launches_for_more_rows_than_one_takes(m: int, monkeypatch: pyte
         assert relative_error(got, x.double() @ w.exact().T + bias.double()) < TOLERANCE[dtype]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's wgmma"
-)
+@HOPPER
 @pytest.mark.parametrize(("tokens", "groups"), WGMMA_INSTANCES)
 def test_every_wgmma_instance_however_its_work_is_cut(
     tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch

@@ -9,21 +9,11 @@ import torch
 
 from nf4_kernels import cuda, cuda_launches, ops, reference
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, plan, rows_candidates
-from tests.nf4_kernels.cuda_weights import DEVICE, TOLERANCE, Random, cut, random_weight
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, TOLERANCE, Random, cut, gpu, random_weight
 from tests.nf4_kernels.weights import quantized
 
 EPS = 1e-2
 BFLOAT16 = torch.bfloat16
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}"),
-]
-
-
-def gpu(test: object) -> object:
-    for mark in on_gpu:
-        test = mark(test)
-    return test
 
 
 def unlike_rows(m: int, k: int, device: torch.device | str, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
@@ -112,9 +102,7 @@ def test_every_rows_instance(n: int, k: int, nested: bool, monkeypatch: pytest.M
 
 
 @gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper's wgmma"
-)
+@HOPPER
 @pytest.mark.parametrize(("tokens", "groups"), WGMMA_INSTANCES)
 def test_every_wgmma_instance(tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for n, k, m, blocks, owner_steps in [

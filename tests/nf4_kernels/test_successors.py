@@ -10,6 +10,7 @@ import torch
 from nf4_kernels import Weight, cuda, cuda_launches, prefetch_next
 from nf4_kernels.plan import HALF_ROWS, Rows, plan
 from nf4_kernels.successors import successor
+from tests.nf4_kernels.cuda_weights import gpu
 
 
 def random_weight(n: int, k: int, nested: bool = True, blocksize: int = 64, device: str = "cpu") -> Weight:
@@ -112,8 +113,7 @@ def _linear(x: torch.Tensor, w: Weight) -> torch.Tensor:
     return cuda.linear(x, w.packed, w.shape, w.absmax, w.blocksize, None, w.absmax_8bit, w.absmax_code, w.absmax_offset)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}")
+@gpu
 @pytest.mark.parametrize("m", [1, 2, 8, 16, 32])
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_same_bits_with_and_without(m: int, nested: bool) -> None:

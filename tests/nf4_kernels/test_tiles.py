@@ -9,25 +9,10 @@ from torch.nn import functional
 from nf4_kernels import cuda, cuda_launches, ops, reference
 from nf4_kernels.params import ACTIVATIONS
 from nf4_kernels.plan import WGMMA_INSTANCES, Wgmma
-from tests.nf4_kernels.cuda_weights import DEVICE, Random, cut, random_weight, relative_error
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, cut, gpu, random_weight, relative_error
 from tests.nf4_kernels.weights import quantized
 
 SIXTEEN_BIT = [torch.bfloat16, torch.float16]
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}"),
-]
-
-
-def gpu(test: object) -> object:
-    for mark in ON_GPU:
-        test = mark(test)
-    return test
-
-
-def hopper(test: object) -> object:
-    missing = not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
-    return gpu(pytest.mark.skipif(missing, reason="needs Hopper's wgmma")(test))
 
 
 def activated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -79,7 +64,8 @@ def arranged(
     return cuda.arranged_linear(tiles, rows, *weight, bias, *w.nested, residual)
 
 
-@hopper
+@gpu
+@HOPPER
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 @pytest.mark.parametrize(("tokens", "groups"), WGMMA_INSTANCES)
 def test_every_instance(tokens: int, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +166,8 @@ def test_layers_in_a_graph(m: int) -> None:
             assert torch.equal(found, wanted)
 
 
-@hopper
+@gpu
+@HOPPER
 def test_a_product_of_tiles_has_its_time() -> None:
     """Which is that of the product of rows, but for the launch that arranges them."""
     w = random_weight(5120, 5120)

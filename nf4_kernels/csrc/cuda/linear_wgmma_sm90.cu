@@ -93,7 +93,7 @@ cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const Wgmma
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
   config.attrs = &overlap;
-  // Behind arrange() its weights are constant: that has started, so what it was launched behind is under way or over.
+  // Behind arrange() it may always overlap: where weights are not constant that began behind the one that wrote them.
   config.numAttrs = !linear.tiles || linear.constant_weights ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args, map);
 }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from nf4_kernels.reference import tiles_shape
 from server.engine.runtime.attention.base import ATTEND_ROTATED
 from server.engine.runtime.patterns import (
     VIEWS,
@@ -57,7 +58,7 @@ def _tiles(product: Node, x: Node, rows: int, tile: int) -> Node | None:
     source, k = _source(x), x.meta["val"].shape[-1]
     if len(source.users) > 1:
         return None
-    value = x.meta["val"].new_empty(-(-rows // tile), -(-k // 256) * 4, tile, 64)
+    value = x.meta["val"].new_empty(tiles_shape(rows, k, tile))
     found = _gated(source) if rows >= _GATED else None
     # Not where the product takes an activation's rows otherwise.
     if found is not None and found[0].meta["val"].shape[-1] == 2 * k:

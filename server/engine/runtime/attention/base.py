@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from nf4_kernels.reference import arrange
+from nf4_kernels.reference import arrange, tiles_shape
 from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch
 
@@ -76,24 +76,24 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """attend_next() of a query and a key that are rotated first.
 
-        tile: if not 0, gives the rows [T, heads * value_dim] in the order of tiles, see tiles_shape(); rows beyond T of the
+        tile: if not 0, gives the rows [T, heads * value_dim] in the order of tiles, see result_shape(); rows beyond T of the
         last tile may hold anything.
         """
         out = self.attend_next(*rotation.rotated(query, key), value)
-        if tile == 0:
-            return out
         tokens, heads, dim = out.shape
-        return arrange(out.flatten(1), tile).view(tiles_shape(tokens, heads, dim, tile))
+        return out if tile == 0 else arrange(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
 
 
-def tiles_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, int, int, int]:
-    """The shape of rows [tokens, heads * dim] as nf4_kernels.reference.arrange(rows, tile) has them.
+def result_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, ...]:
+    """[tokens, heads, dim], or with a tile that of nf4_kernels.reference.arrange(rows [tokens, heads * dim], tile).
 
-    Raises ValueError where they would be filled up to 256 columns, which the attention's kernel does not do.
+    Raises ValueError where these would be filled up to 256 columns, which the attention's kernel does not do.
     """
+    if tile == 0:
+        return tokens, heads, dim
     if heads * dim % 256 != 0:
         raise ValueError(f"heads * dim is {heads} * {dim}, and tiles need a multiple of 256")
-    return -(-tokens // tile), heads * dim // 64, tile, 64
+    return tiles_shape(tokens, heads * dim, tile)
 
 
 class _Active:
@@ -154,8 +154,7 @@ def _(
     offset: float,
     tile: int = 0,
 ) -> torch.Tensor:
-    shape = query.shape[0], query.shape[1], value.shape[2]
-    return query.new_empty(shape if tile == 0 else tiles_shape(*shape, tile))
+    return query.new_empty(result_shape(query.shape[0], query.shape[1], value.shape[2], tile))
 
 
 # As they stand in compiled code's graphs.

@@ -6,7 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from server.engine.runtime.attention.base import AttentionOptions, tiles_shape
+from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.decode_sums import add_up, put_part, put_result, result_row
 from server.engine.runtime.attention.rotation import Rotation
 
@@ -49,7 +49,7 @@ def attend_newest(
     # Without one the kernel reads none of it.
     turned = Rotation(query, query) if rotation is None else rotation
     kv_heads, block_size = key.shape[1], cache.shape[2]
-    out = query.new_empty(tiles_shape(tokens, heads, dim, tile) if tile else query.shape)
+    out = query.new_empty(result_shape(tokens, heads, dim, tile))
     overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
     _attend[(items, kv_heads)](
         cache,
