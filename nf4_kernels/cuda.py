@@ -14,10 +14,12 @@ from torch import Tensor
 
 from nf4_kernels.cuda_launches import (
     Around,
+    Gate,
+    can_gate,
     can_normalise,
     dequantize_into,
-    gated_tiles_into,
     multiply,
+    multiply_gated,
     multiply_tiles,
     plan_on,
     start_clock,
@@ -27,7 +29,7 @@ from nf4_kernels.cuda_library import KernelError, load_error
 from nf4_kernels.format import offset_stride
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
 from nf4_kernels.plan import Slices, Wgmma
-from nf4_kernels.reference import arranged_rows, tiles_shape
+from nf4_kernels.reference import arrange, arranged_rows, gated, tiles_shape
 
 __all__ = (
     "BLOCKSIZES",
@@ -36,7 +38,8 @@ __all__ = (
     "dequantize",
     "fused_linear",
     "fuses",
-    "gated_tiles",
+    "gated_linear",
+    "gates",
     "linear",
     "load_error",
     "plan_on",
@@ -113,13 +116,8 @@ def fused_linear(
     residual [..., N] and norm_weight [K] are of x's dtype; without either it is linear(). In the product's own launches
     where fuses() says so, else in some of torch's before and after it. ValueError and KernelError as of linear().
     """
-    if x.dtype not in DTYPES:
-        raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     n, k = _matrix(shape)
-    if x.ndim == 0 or x.shape[-1] != k:
-        raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be K = {k}")
-    if x.device != packed.device:
-        raise ValueError(f"x is on {x.device}, the weight on {packed.device}")
+    _check_x(x, k, packed)
     _check_like(x, "bias", bias, (n,))
     _check_like(x, "residual", residual, (*x.shape[:-1], n))
     _check_like(x, "norm_weight", norm_weight, (k,))
@@ -168,25 +166,46 @@ def arranged_linear(
     return out
 
 
-def gated_tiles(gate_up: Tensor, tile: int, activation: str) -> Tensor:
-    """reference.arrange(x, tile) of x = activation(gate) * up, for arranged_linear(); gate_up is [rows, 2 K].
+def gated_linear(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    activation: str = "silu",
+    tile: int = 0,
+) -> Tensor:
+    """activation(the first N / 2 columns of fused_linear()) times the others: [..., N / 2], as reference.gated() rounds.
 
-    activation: one of params.ACTIVATIONS. Rounded after the activation and after the product. ValueError and KernelError
-    as of linear().
+    activation: one of params.ACTIVATIONS. tile: where not 0, rows come arrange()d in tiles [_, _, tile, 64] for
+    arranged_linear(). In the product's own launches where gates() says so (with a tile: a power of two from 8 on, and N a
+    multiple of 512), else in some of torch's behind it. ValueError and KernelError as of linear().
     """
-    if gate_up.ndim != 2 or gate_up.shape[1] % 128 or gate_up.dtype not in (torch.float16, torch.bfloat16):
-        given = f"{gate_up.dtype} of shape {tuple(gate_up.shape)}"
-        raise ValueError(f"gate_up must be [rows, 2 K] with K a multiple of 64, float16 or bfloat16, got {given}")
-    if activation not in ACTIVATIONS or tile < 1:
-        raise ValueError(
-            f"activation must be one of {tuple(ACTIVATIONS)} and tile positive, got {activation!r}, {tile}"
-        )
-    rows, k = gate_up.shape[0], gate_up.shape[1] // 2
-    with torch.cuda.device(gate_up.device):
-        tiles = gate_up.new_empty(tiles_shape(rows, k, tile))
-        if tiles.numel():
-            gated_tiles_into(tiles, gate_up, activation)
-    return tiles
+    n, k = _matrix(shape)
+    if activation not in ACTIVATIONS or n % 2 or tile < 0:
+        given = f"{activation!r}, {n}, {tile}"
+        raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)}, N even and tile at least 0, got {given}")
+    _check_x(x, k, packed)
+    _check_like(x, "bias", bias, (n,))
+    _check_like(x, "norm_weight", norm_weight, (k,))
+    with torch.cuda.device(x.device):
+        weight = _weight(packed, n, k, absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+        rows = x.reshape(-1, k)
+        m, columns = rows.shape[0], n // 2
+        out = x.new_empty(tiles_shape(m, columns, tile) if tile else (m, columns))
+        around = Around(bias, None, norm_weight, norm_eps, Gate(activation, tile))
+        if out.numel() and not multiply_gated(out, rows, weight, around):
+            gate_up = x.new_empty(m, n)
+            multiply(gate_up, rows, weight, Around(bias, None, norm_weight, norm_eps))
+            out = gated(gate_up, activation)
+            out = arrange(out, tile) if tile else out
+    return out if tile else out.view(*x.shape[:-1], columns)
 
 
 def tile_rows(
@@ -214,6 +233,32 @@ def fuses(
     if load_error() is not None or dtype == torch.float32 or (normalised and not can_normalise(dtype, k)):
         return False
     return not isinstance(plan_on(device, rows, n, k, blocksize, nested, normalised), Slices)
+
+
+def gates(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    shape: Sequence[int],
+    blocksize: int,
+    nested: bool,
+    normalised: bool,
+) -> bool:
+    """Whether gated_linear() of x [rows, K], in rows, on a device of this machine needs no launches of torch's."""
+    n, k = _matrix(shape)
+    if load_error() is not None or not can_gate(dtype, n) or (normalised and not can_normalise(dtype, k)):
+        return False
+    return isinstance(plan_on(device, rows, n, k, blocksize, nested, normalised), Wgmma)
+
+
+def _check_x(x: Tensor, k: int, packed: Tensor) -> None:
+    """ValueError where x [..., k] is not what products of a weight at packed's place take."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+    if x.ndim == 0 or x.shape[-1] != k:
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be K = {k}")
+    if x.device != packed.device:
+        raise ValueError(f"x is on {x.device}, the weight on {packed.device}")
 
 
 def _check_like(x: Tensor, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -17,18 +17,34 @@ from nf4_kernels.successors import successor
 
 
 @dataclasses.dataclass(frozen=True)
+class Gate:
+    """Of N columns the first half goes through an activation (params.ACTIVATIONS) and is multiplied by the second."""
+
+    activation: str
+    tile: int
+    """0: into rows [M, N / 2]; else into their tiles of so many rows (reference.arrange())."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Around:
-    """What is done to x and to the sums in a product's own launches; a tensor that is None is not there."""
+    """What is done to x and to the sums in a product's own launches; what is None is not there."""
 
     bias: Tensor | None
     residual: Tensor | None
     norm_weight: Tensor | None
     norm_eps: float
+    gate: Gate | None = None
 
 
 def can_normalise(dtype: torch.dtype, k: int) -> bool:
     """Whether products' launches normalise rows of k elements. x times norm_weight may be too large for float16."""
     return dtype == torch.bfloat16 and k <= NORM_K
+
+
+def can_gate(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
+    """Whether linear_wgmma makes a gated activation of n sums, in tiles of so many rows where not 0."""
+    tiled = tile == 0 or (tile >= 8 and tile & (tile - 1) == 0 and n % 512 == 0)
+    return dtype == torch.bfloat16 and n % 16 == 0 and tiled
 
 
 def multiply(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around) -> None:
@@ -42,7 +58,7 @@ def multiply(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around) -> None:
     if not isinstance(choice, Slices) and x.dtype != torch.float32:
         workspace = _workspace(x.device)
         if _is_aligned(weight) and (isinstance(choice, Rows) or workspace is not None):
-            _multiply_fused(out, _aligned(x), None, weight, around, choice, workspace)
+            _multiply_fused(out, m, _aligned(x), None, weight, around, choice, workspace)
             return
     if around.norm_weight is not None:
         x = rms_norm(x, around.norm_weight, around.norm_eps)
@@ -53,30 +69,27 @@ def multiply(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around) -> None:
 
 def multiply_tiles(out: Tensor, tiles: Tensor, weight: Nf4Weight, around: Around) -> bool:
     """multiply() of the x that is arranged in tiles; whether there is a launch that takes them so, else nothing is done."""
-    choice = plan_on(out.device, out.shape[0], weight.n, weight.k, weight.blocksize, weight.absmax_8bit is not None)
+    m = out.shape[0]
+    choice = plan_on(out.device, m, weight.n, weight.k, weight.blocksize, weight.absmax_8bit is not None)
     workspace = _workspace(out.device)
     if not isinstance(choice, Wgmma) or choice.tokens != tiles.shape[2] or not _is_aligned(weight) or workspace is None:
         return False
-    _multiply_fused(out, None, _aligned(tiles), weight, around, choice, workspace)
+    _multiply_fused(out, m, None, _aligned(tiles), weight, around, choice, workspace)
     return True
 
 
-def gated_tiles_into(tiles: Tensor, gate_up: Tensor, activation: str) -> None:
-    """tiles [_, _, tile, 64] = arrange(activation(gate_up's first K columns) * its last, tile); gate_up [rows, 2 K]."""
-    loaded, rows = usable(), _aligned(gate_up)
-    arch, _ = _properties(gate_up.device.index)
-    status = loaded.nf4_cuda_gated_tiles(
-        rows.data_ptr(),
-        tiles.data_ptr(),
-        gate_up.shape[0],
-        gate_up.shape[1] // 2,
-        tiles.shape[2],
-        ACTIVATIONS[activation],
-        DTYPES[gate_up.dtype],
-        arch >= 90 and torch.cuda.is_current_stream_capturing(),
-        torch.cuda.current_stream(gate_up.device).cuda_stream,
-    )
-    raise_for(loaded, status, "gated_tiles")
+def multiply_gated(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around) -> bool:
+    """multiply() into what around.gate says; whether there is a launch that does it, else nothing is done."""
+    m, n, k, normalised = x.shape[0], weight.n, weight.k, around.norm_weight is not None
+    fits = around.gate is not None and can_gate(x.dtype, n, around.gate.tile)
+    if not fits or (normalised and not can_normalise(x.dtype, k)):
+        return False
+    choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None, normalised)
+    workspace = _workspace(x.device)
+    if not isinstance(choice, Wgmma) or not _is_aligned(weight) or workspace is None:
+        return False
+    _multiply_fused(out, m, _aligned(x), None, weight, around, choice, workspace)
+    return True
 
 
 def plan_on(
@@ -98,6 +111,7 @@ def _properties(index: int) -> tuple[int, int]:
 
 def _multiply_fused(
     out: Tensor,
+    rows: int,
     x: Tensor | None,
     tiles: Tensor | None,
     weight: Nf4Weight,
@@ -105,7 +119,7 @@ def _multiply_fused(
     choice: Rows | Wgmma,
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
-    loaded, device, rows = usable(), out.device, out.shape[0]
+    loaded, device = usable(), out.device
     capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
     if isinstance(choice, Wgmma):
@@ -113,6 +127,7 @@ def _multiply_fused(
         if scratch is None or needed > scratch.numel():
             scratch = torch.empty(needed, dtype=torch.uint8, device=device)
     words, timed = _clock_words(device, "wgmma" if isinstance(choice, Wgmma) else "rows")
+    gate = around.gate
     bias, residual, norm_weight = (
         None if tensor is None else _aligned(tensor) for tensor in (around.bias, around.residual, around.norm_weight)
     )
@@ -135,6 +150,8 @@ def _multiply_fused(
             None if norm_weight is None else norm_weight.data_ptr(),
             around.norm_eps,
             None if tiles is None else tiles.data_ptr(),
+            0 if gate is None else ACTIVATIONS[gate.activation],
+            0 if gate is None else gate.tile,
         )
 
     if isinstance(choice, Wgmma):

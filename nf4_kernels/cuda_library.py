@@ -45,6 +45,8 @@ class Linear(ctypes.Structure):
         ("norm_weight", ctypes.c_void_p),
         ("norm_eps", ctypes.c_float),
         ("tiles", ctypes.c_void_p),
+        ("activation", ctypes.c_int32),
+        ("out_tile", ctypes.c_int32),
     )
 
 
@@ -84,10 +86,6 @@ def library() -> ctypes.CDLL | str:
             ctypes.c_void_p,
             ctypes.c_void_p,
             ctypes.c_void_p,
-        )
-        loaded.nf4_cuda_gated_tiles.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-            *(ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p),
         )
         loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)

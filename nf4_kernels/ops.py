@@ -1,6 +1,7 @@
 """The torch.library ops of the namespace nf4, for CPU and CUDA, with fakes.
 
-linear, fused_linear and arranged_linear multiply; gated_tiles makes what the last one takes; dequantize; linear_bf16w.
+linear, fused_linear, arranged_linear and gated_linear multiply; the last one may give what the one before it takes;
+dequantize; linear_bf16w.
 
 Argument conventions: docs/architecture.md. Where a compiled library cannot be used, the oracle runs instead, and a warning
 says so once with the reason.
@@ -9,6 +10,7 @@ says so once with the reason.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nf4_kernels import cpu, cuda, reference
+from nf4_kernels.params import ACTIVATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,10 @@ _library.define(
 _library.define(
     f"arranged_linear(Tensor tiles, int rows, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None) -> Tensor"
 )
-_library.define("gated_tiles(Tensor gate_up, int tile, str activation) -> Tensor")
+_library.define(
+    f"gated_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? norm_weight=None, float norm_eps=0.0,"
+    ' str activation="silu", int tile=0) -> Tensor'
+)
 _library.define("linear_bf16w(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _warned: set[str] = set()
 
@@ -105,10 +111,29 @@ def _arranged_linear(
     return _fused_linear(reference.arranged_rows(tiles, rows, shape[1]), *weight, residual)
 
 
-def _gated_tiles(gate_up: Tensor, tile: int, activation: str) -> Tensor:
-    if backend(gate_up.device.type) is cuda:
-        return cuda.gated_tiles(gate_up, tile, activation)
-    return reference.arrange(reference.gated(gate_up, activation), tile)
+def _gated_linear(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    activation: str = "silu",
+    tile: int = 0,
+) -> Tensor:
+    weight = packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
+    if backend(x.device.type) is cuda:
+        return cuda.gated_linear(x, *weight, norm_weight, norm_eps, activation, tile)
+    if activation not in ACTIVATIONS or shape[0] % 2 or tile < 0:
+        given = f"{activation!r}, {shape[0]}, {tile}"
+        raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)}, N even and tile at least 0, got {given}")
+    out = reference.gated(_fused_linear(x, *weight, None, norm_weight, norm_eps), activation)
+    return reference.arrange(out.reshape(-1, shape[0] // 2), tile) if tile else out
 
 
 def tile_rows(
@@ -129,6 +154,19 @@ def fuses(
 ) -> bool:
     """Whether nf4::fused_linear of x [rows, K], with a norm or without, needs no launches of torch's on that device."""
     return device.type == "cuda" and cuda.fuses(device, dtype, rows, shape, blocksize, nested, normalised)
+
+
+def gates(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    shape: Sequence[int],
+    blocksize: int,
+    nested: bool,
+    normalised: bool,
+) -> bool:
+    """Whether nf4::gated_linear of x [rows, K], in rows, with a norm or without, needs none of torch's launches there."""
+    return device.type == "cuda" and cuda.gates(device, dtype, rows, shape, blocksize, nested, normalised)
 
 
 def _dequantize(
@@ -157,7 +195,7 @@ for _key in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _key)
     _library.impl("fused_linear", _fused_linear, _key)
     _library.impl("arranged_linear", _arranged_linear, _key)
-    _library.impl("gated_tiles", _gated_tiles, _key)
+    _library.impl("gated_linear", _gated_linear, _key)
     _library.impl("dequantize", _dequantize, _key)
     _library.impl("linear_bf16w", _linear_bf16w, _key)
 
@@ -177,10 +215,24 @@ def _(tiles: Tensor, rows: int, packed: Tensor, shape: Sequence[int], *_: object
     return tiles.new_empty(rows, shape[0])
 
 
-@torch.library.register_fake("nf4::gated_tiles")
-def _(gate_up: Tensor, tile: int, activation: str) -> Tensor:
-    rows, width = gate_up.shape
-    return gate_up.new_empty(reference.tiles_shape(rows, width // 2, tile))
+@torch.library.register_fake("nf4::gated_linear")
+def _(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    activation: str = "silu",
+    tile: int = 0,
+) -> Tensor:
+    out = _linear_shape(x, packed, (shape[0] // 2, shape[1]))
+    return out.new_empty(reference.tiles_shape(math.prod(out.shape[:-1]), shape[0] // 2, tile)) if tile else out
 
 
 @torch.library.register_fake("nf4::dequantize")

@@ -9,8 +9,8 @@ import torch
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What the kernels compute with, and its number in csrc/params.h."""
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""Of what a gate is, and its number there."""
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+"""What is made of a gate, and its number there; 0 is none."""
 
 
 class Nf4Weight(ctypes.Structure):

@@ -43,9 +43,13 @@ typedef struct {
 
 enum { NF4_NORM_K = 16384 };
 
+enum { NF4_NO_ACTIVATION = 0, NF4_SILU = 1, NF4_GELU_TANH = 2 };
+
 /* out[m, n] = x[m, k] weight^T + bias + residual; x, bias, residual and out are of dtype, dense and 16-byte aligned. bias
  * and residual [m, n] may be null. Where norm_weight [k] is not null, x's rows are normalised first: divided by the root of
  * (their squares' mean + norm_eps), times norm_weight (bfloat16 only; linear_wgmma: k up to NF4_NORM_K). Both on CUDA only.
+ * With an activation out is activation(the first n / 2 columns) * the others, [m, n / 2] (linear_wgmma, bfloat16, n a multiple
+ * of 16, no residual).
  * workspace: fp32 partial sums; counters: int32, all zero before and after every launch. */
 typedef struct {
   Nf4Weight weight;
@@ -64,9 +68,10 @@ typedef struct {
   const void* norm_weight;
   float norm_eps;
   const void* tiles; /* linear_wgmma only: x arranged in its tiles (reference.py's arrange()) instead of x; else null */
+  int32_t activation;
+  int32_t out_tile; /* with an activation: 0, or out is arranged in tiles of so many rows, a power of two from 8 on; n a
+                       multiple of 512 then */
 } Nf4Linear;
-
-enum { NF4_SILU = 0, NF4_GELU_TANH = 1 };
 
 /* Such times, in ns of the device's clock: when the launch began, when its last instruction ran, and of the launches that
  * take the times of their decoding how long one warp decoded, else 0; the fourth word is the launch's own.

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from server.engine.runtime.arrangements import TileRows
 from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTATED
 from server.engine.runtime.fusion import FusedOperations, Fuses
+from server.engine.runtime.gates import Gates
 from server.engine.runtime.projections import NF4Linear
 
 BF16 = torch.bfloat16
@@ -26,6 +27,11 @@ BF16 = torch.bfloat16
 
 def always(*_: object) -> bool:
     return True
+
+
+def sixteen(device: torch.device, dtype: torch.dtype, rows: int, shape: Sequence[int], *_: object) -> bool:
+    """A gating launch for all sizes that one could have."""
+    return shape[0] % 16 == 0
 
 
 def count(graph: Graph) -> Counter[str]:
@@ -37,8 +43,9 @@ def count(graph: Graph) -> Counter[str]:
             found[" ".join(["norm"] * (weight is not None) + ["residual"] * (residual is not None))] += 1
         if node.target is torch.ops.nf4.arranged_linear.default:
             found["arranged residual" if node.args[-1] is not None else "arranged"] += 1
-        if node.target is torch.ops.nf4.gated_tiles.default:
-            found[node.args[2]] += 1
+        if node.target is torch.ops.nf4.gated_linear.default:
+            weight, activation, tile = node.args[9], node.args[11], node.args[12]
+            found[" ".join(["norm"] * (weight is not None) + [activation] + ["in tiles"] * (tile > 0))] += 1
         found["plain"] += node.target is torch.ops.nf4.linear.default
         found["attend"] += node.target is ATTEND
         found["rotated"] += node.target is ATTEND_ROTATED
@@ -48,12 +55,12 @@ def count(graph: Graph) -> Counter[str]:
 
 @contextmanager
 def fusing(
-    fuses: Fuses = always, rotates: bool = False, tile_rows: TileRows | None = None
+    fuses: Fuses = always, rotates: bool = False, tile_rows: TileRows | None = None, gates: Gates = sixteen
 ) -> Iterator[list[Counter[str]]]:
     """While entered, graphs are fused; gives what is in each of them."""
     found: list[Counter[str]] = []
     hooks = {
-        "post_grad_custom_pre_pass": FusedOperations(fuses, rotates, tile_rows),
+        "post_grad_custom_pre_pass": FusedOperations(fuses, rotates, tile_rows, gates),
         "post_grad_custom_post_pass": lambda graph: found.append(count(graph)),
         "force_disable_caches": True,
     }

@@ -62,26 +62,28 @@ def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
 def test_graphs_of_many_sequences_pass_on_what_is_arranged(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the attention and the activation of each layer to the next product."""
+    """From the attention of each layer, and from the product that takes the activation along, to the next product."""
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> Callable[..., torch.Tensor]:
         function: Callable[..., torch.Tensor] = getattr(cuda, name)
 
         def call(*arguments: Any) -> torch.Tensor:
-            calls[name] += torch.cuda.is_current_stream_capturing()
+            # What is gated may come in rows: its last argument is the tile.
+            in_tiles = name == "arranged_linear" or arguments[-1] > 0
+            calls[name] += torch.cuda.is_current_stream_capturing() and in_tiles
             return function(*arguments)
 
         return call
 
-    for function in ("arranged_linear", "gated_tiles"):
+    for function in ("arranged_linear", "gated_linear"):
         monkeypatch.setattr(cuda, function, counted(function))
     monkeypatch.setattr(runtime, "ladder", lambda largest: [largest])
     draw = random.Random(2)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 100))] for _ in range(12)]
     # Sums of wgmma and of transformers are up to two of the steps below apart, both logits each.
     check_answers(name, tmp_path, prompts, 0.035, max_num_seqs=48, max_num_batched_tokens=512, kv_cache_bytes=1 << 28)
-    assert calls == {"arranged_linear": 14, "gated_tiles": 7}
+    assert calls == {"arranged_linear": 14, "gated_linear": 7}
 
 
 def check_answers(name: str, tmp_path: Path, prompts: list[list[int]], near_tie: float, **limits: int) -> int:

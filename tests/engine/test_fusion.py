@@ -56,13 +56,13 @@ def counts_of(model: PreTrainedModel, tokens: int = 5, fuses: Fuses = always) ->
     ("family", "tokens", "other_norms"), [("llama", 5, 0), ("llama", 1, 0), ("mistral", 2, 0), ("qwen3", 5, 2)]
 )
 def test_every_product_of_a_layer_takes_something_along(family: str, tokens: int, other_norms: int) -> None:
-    expected = {"norm": 2, "residual": 2, "rsqrt": other_norms}
+    expected = {"norm": 1, "norm silu": 1, "residual": 2, "rsqrt": other_norms}
     assert counts_of(nf4_model(family), tokens) == +Counter(expected)
 
 
 def test_norms_of_another_form_stay() -> None:
     model = nf4_model("gemma3_text", layer_types=["full_attention"])
-    assert counts_of(model) == {"plain": 4, "rsqrt": 6}
+    assert counts_of(model) == {"plain": 3, "gelu_tanh": 1, "rsqrt": 6}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -77,7 +77,7 @@ def test_only_what_has_a_launch_is_fused() -> None:
         asked.append(question)
         return question[3] in ([192, 64], [64, 64])
 
-    assert counts_of(nf4_model("llama"), 7, fuses) == {"norm": 1, "residual": 1, "plain": 2, "rsqrt": 1}
+    assert counts_of(nf4_model("llama"), 7, fuses) == {"norm silu": 1, "residual": 1, "plain": 2, "rsqrt": 1}
     shapes = [([128, 64], False), ([64, 64], True), ([192, 64], False), ([64, 96], True)]
     without = [(torch.device("cpu"), BF16, 7, shape, 64, nested, False) for shape, nested in shapes]
     assert asked == [*without, (torch.device("cpu"), BF16, 7, [192, 64], 64, False, True)]
@@ -87,7 +87,7 @@ def test_a_norm_may_have_no_launch_where_a_residual_has() -> None:
     def fuses(*question: Any) -> bool:
         return not question[-1]
 
-    assert counts_of(nf4_model("llama"), 7, fuses) == {"residual": 2, "plain": 2, "rsqrt": 2}
+    assert counts_of(nf4_model("llama"), 7, fuses) == {"residual": 2, "silu": 1, "plain": 1, "rsqrt": 2}
 
 
 def test_kernels_say_what_has_a_launch() -> None:
@@ -105,8 +105,9 @@ def test_kernels_say_what_has_a_launch() -> None:
     ("targets", "expected"),
     [
         (("q_proj", "o_proj", "up_proj", "down_proj"), {"plain": 4, "rsqrt": 2}),
-        (("o_proj",), {"norm": 2, "residual": 1, "plain": 1}),
-        (("v_proj",), {"norm": 1, "residual": 2, "plain": 1, "rsqrt": 1}),
+        (("o_proj",), {"norm": 1, "norm silu": 1, "residual": 1, "plain": 1}),
+        (("v_proj",), {"norm silu": 1, "residual": 2, "plain": 1, "rsqrt": 1}),
+        (("up_proj",), {"norm": 1, "residual": 2, "plain": 1, "rsqrt": 1}),
     ],
 )
 def test_products_with_adapters_stay(targets: tuple[str, ...], expected: dict[str, int]) -> None:

@@ -1,24 +1,16 @@
-"""Activations in linear_wgmma's order: its definition, products of them, gated activations that come in it."""
+"""Activations in linear_wgmma's order: its definition, and products of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional
 
 from nf4_kernels import cuda, cuda_launches, ops, reference
-from nf4_kernels.params import ACTIVATIONS
 from nf4_kernels.plan import WGMMA_INSTANCES, Wgmma
-from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, cut, gpu, random_weight, relative_error
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, cut, gpu, random_weight
 from tests.nf4_kernels.weights import quantized
 
 SIXTEEN_BIT = [torch.bfloat16, torch.float16]
-
-
-def activated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """The gated activation in float64."""
-    gate, up = gate_up.double().chunk(2, -1)
-    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
 
 
 @pytest.mark.parametrize(("rows", "k", "tile"), [(1, 64, 16), (21, 320, 16), (64, 256, 64), (33, 4160, 32)])
@@ -37,19 +29,13 @@ def test_the_order(rows: int, k: int, tile: int) -> None:
     assert not padded[:, k:].any()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_product_of_a_gated_activation(activation: str) -> None:
+def test_a_product_of_tiles() -> None:
     q = quantized((48, 192), 64, True, seed=1)
     weight = q.packed, [48, 192], q.weight.absmax, 64
-    gate_up, residual, bias = torch.randn(5, 384), torch.randn(5, 48), torch.randn(48)
-    tiles = torch.ops.nf4.gated_tiles(gate_up, 16, activation)
-    x = activated(gate_up, activation).float()
-    assert torch.allclose(reference.arranged_rows(tiles, 5, 192), x, atol=1e-6)
+    x, residual, bias = torch.randn(5, 192), torch.randn(5, 48), torch.randn(48)
+    arguments = reference.arrange(x, 16), 5, *weight, bias, *q.nested, residual
     expected = torch.ops.nf4.fused_linear(x, *weight, bias, *q.nested, residual)
-    found = torch.ops.nf4.arranged_linear(tiles, 5, *weight, bias, *q.nested, residual)
-    assert torch.allclose(found, expected, atol=1e-4)
-    torch.library.opcheck(torch.ops.nf4.gated_tiles.default, (gate_up, 16, activation))
-    arguments = tiles, 5, *weight, bias, *q.nested, residual
+    assert torch.allclose(torch.ops.nf4.arranged_linear(*arguments), expected, atol=1e-4)
     torch.library.opcheck(torch.ops.nf4.arranged_linear.default, arguments)
 
 
@@ -106,67 +92,6 @@ def test_any_tile_and_any_shape(nested: bool) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated_activations(activation: str, dtype: torch.dtype) -> None:
-    for rows, k, tile in ((1, 64, 16), (16, 192, 16), (33, 4160, 32), (48, 12288, 64), (129, 1024, 128)):
-        gate_up = torch.randn(rows, 2 * k, device=DEVICE) * 10 ** torch.linspace(-2, 1.5, rows, device=DEVICE)[:, None]
-        gate_up = gate_up.to(dtype)
-        shape = -(-rows // tile), -(-k // 256) * 4, tile, 64
-        torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
-        tiles = cuda.gated_tiles(gate_up, tile, activation)
-        assert tiles.shape == shape
-        whole = reference.arranged_rows(tiles, shape[0] * tile, shape[1] * 64)
-        assert not whole[rows:].any()
-        assert not whole[:, k:].any()
-        exact = activated(gate_up, activation)
-        usual = relative_error(reference.gated(gate_up, activation), exact)
-        assert relative_error(whole[:rows, :k], exact) < 1.05 * usual + 1e-5, (rows, k, tile)
-
-
-@gpu
-def test_gates_that_are_not_small() -> None:
-    ends = torch.tensor([-1e4, -100, -88, -20, 0, 20, 88, 100, 1e4], device=DEVICE, dtype=torch.bfloat16)
-    gate_up = torch.ones(9, 128, device=DEVICE, dtype=torch.bfloat16)
-    gate_up[:, :64] = ends[:, None]
-    for activation in ACTIVATIONS:
-        found = reference.arranged_rows(cuda.gated_tiles(gate_up, 16, activation), 9, 64)
-        assert torch.allclose(found, reference.gated(gate_up, activation), rtol=1e-2, atol=1e-8)
-
-
-@gpu
-@pytest.mark.parametrize("m", [16, 32, 64, 100])
-def test_layers_in_a_graph(m: int) -> None:
-    """Launches overlap: a product's sums are gated and arranged, multiplied again, and so on."""
-    layers = [[random_weight(n, k) for n, k in [(12288, 4096), (4096, 6144)]] for _ in range(3)]
-    x = torch.randn(m, 4096, device=DEVICE, dtype=torch.bfloat16)
-    tile = cuda.tile_rows(DEVICE, x.dtype, m, (4096, 6144), 64, True) or 16
-
-    def run(of_tiles: bool) -> list[torch.Tensor]:
-        states = [x]
-        for up, down in layers:
-            inner = functional.rms_norm(up.linear(states[-1]), (12288,))
-            tiles = cuda.gated_tiles(inner, tile, "silu")
-            if not of_tiles:
-                y = down.linear(reference.arranged_rows(tiles, m, 6144)) + states[-1]
-            else:
-                y = arranged(down, tiles, m, None, None) + states[-1]
-            states += [inner, functional.rms_norm(y, (4096,))]
-        return states
-
-    expected = run(False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        states = run(True)
-    for _ in range(50):
-        for state in states[1:]:
-            state.fill_(float("nan"))
-        graph.replay()
-        for found, wanted in zip(states, expected, strict=True):
-            assert torch.equal(found, wanted)
-
-
-@gpu
 @HOPPER
 def test_a_product_of_tiles_has_its_time() -> None:
     """Which is that of the product of rows, but for the launch that arranges them."""
@@ -197,7 +122,3 @@ def test_what_is_wrong_is_named() -> None:
         arranged(w, good.float(), 16, None, None)
     with pytest.raises(ValueError, match="residual must be"):
         arranged(w, good, 16, None, torch.zeros(64, device=DEVICE, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="gate_up must be"):
-        cuda.gated_tiles(torch.zeros(3, 200, device=DEVICE, dtype=torch.bfloat16), 16, "silu")
-    with pytest.raises(ValueError, match="relu"):
-        cuda.gated_tiles(torch.zeros(3, 256, device=DEVICE, dtype=torch.bfloat16), 16, "relu")

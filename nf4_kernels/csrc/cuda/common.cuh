@@ -84,6 +84,12 @@ __device__ __forceinline__ unsigned pack2<__nv_bfloat16>(float low, float high) 
   return *reinterpret_cast<unsigned*>(&pair);
 }
 
+// Two products of bfloat16, each rounded.
+__device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
+  __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<unsigned*>(&product);
+}
+
 inline int log2_of(int64_t power_of_two) {
   int bits = 0;
   while ((int64_t{1} << bits) < power_of_two) ++bits;

@@ -66,7 +66,9 @@ cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaS
 // Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan.
 NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   const Nf4Weight& w = linear->weight;
-  if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32 || linear->tiles) return cudaErrorInvalidValue;
+  if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32 || linear->tiles || linear->activation) {
+    return cudaErrorInvalidValue;
+  }
   if (linear->norm_weight && (linear->dtype != NF4_BFLOAT16 || plan->passes > 1)) return cudaErrorInvalidValue;
   if (linear->m > plan->tiles * 8 || plan->blocks * plan->warps < plan->part_blocks) return cudaErrorInvalidValue;
   if (plan->cluster < 1 || plan->cluster > nf4::kMaxCluster || plan->grid % plan->cluster) return cudaErrorInvalidValue;

@@ -43,7 +43,8 @@ __device__ __forceinline__ void add_scaled(float (&total)[kCount], const float (
 }
 
 // kTimed: threads take the times of their decoding: codes and scales read, turned into operands, put on the sums.
-template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kTimed>
+template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kGates,
+          bool kTimed>
 __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shared) {
   using Layout = WgmmaLayout<kTokens, kGroups, kStages, kTokenStages>;
   constexpr int kCount = kTokens / 2;
@@ -238,7 +239,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
       continue;
     }
     Residual<kTokens> rest;
-    if (Residual<kTokens>::kAhead && args.residual && is_whole<kTokens>(args, row, token)) {
+    if (!kGates && Residual<kTokens>::kAhead && args.residual && is_whole<kTokens>(args, row, token)) {
       rest.template load<T>(args, int64_t{token} * args.n + row, 0);
     }
     if (run.steps < args.steps) {
@@ -248,7 +249,9 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
         add_parts<kTokens, kGroups, Layout, kStages>(args, run.tile, shared, layout, ring, total);
       }
     }
-    if (args.residual) {
+    if constexpr (kGates) {
+      write_gated<T, kTokens, kSums == 0>(args, row, token, total);
+    } else if (args.residual) {
       write_tile<T, kTokens, kSums == 0, true>(args, row, token, total, rest);
     } else {
       write_tile<T, kTokens, kSums == 0, false>(args, row, token, total, rest);
@@ -261,7 +264,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
 // kTimed: one warpgroup takes the times of its decoding. A kernel of its own: a second loop beside the first, though no
 // warp enters it, makes the first one up to 15 % slower.
 template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested,
-          bool kTimed>
+          bool kGates, bool kTimed>
 __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     linear_wgmma(const __grid_constant__ WgmmaArgs args, const __grid_constant__ CUtensorMap map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -291,11 +294,11 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     give_registers<kTokens == 256 ? 40 : kGroups == 2 ? 72 : kGroups == 3 ? 80 : 64>();
     int service = warp - kGroups * 4;
     if (service == 0) {
-      if (lane == 0) bring_weights<kTokens, kGroups, Layout, kStages>(args, &map, layout);
+      if (lane == 0) bring_weights<kTokens, kGroups, Layout, kStages, kGates>(args, &map, layout);
     } else if (service == 1) {
       if (lane == 0) bring_tokens<kTokens, kGroups, Layout, kTokenStages>(args, layout);
     } else {
-      bring_scales<Layout, kStages, kNested>(args, layout, shared, (service - 2) * 32 + lane);
+      bring_scales<Layout, kStages, kNested, kGates>(args, layout, shared, (service - 2) * 32 + lane);
     }
   } else {
     take_registers<kTokens == 256 ? 232 : kGroups == 2 ? 216 : kGroups == 3 ? 144 : 104>();
@@ -303,9 +306,9 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
     fill_table<T, kSums == 0>(shared, warp, kGroups * 4, Layout::kTableStride);
     barrier_sync(kTableFilled, kGroups * 128);
     if (kTimed && blockIdx.x + blockIdx.y == 0 && warp < 4) {
-      multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, true>(args, shared);
+      multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, kGates, true>(args, shared);
     } else {
-      multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, false>(args, shared);
+      multiply_tiles<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, kGates, false>(args, shared);
     }
   }
 #endif

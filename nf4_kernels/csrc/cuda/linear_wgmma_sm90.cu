@@ -25,8 +25,9 @@ struct WgmmaSizes {
   }
 };
 
-// The weight as [n][k / 2] bytes, taken in boxes of rows x 128 bytes that land swizzled. False where the driver cannot.
-bool weight_map(const Nf4Weight& w, int rows, CUtensorMap* map) {
+// The weight as [n][k / 2] bytes, taken in boxes of rows x 128 bytes that land swizzled; where a launch gates, as
+// [n / 2][gate, up][k / 2], in boxes of as many rows. False where the driver cannot.
+bool weight_map(const Nf4Weight& w, int rows, bool gates, CUtensorMap* map) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -39,10 +40,11 @@ bool weight_map(const Nf4Weight& w, int rows, CUtensorMap* map) {
     return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
   }();
   if (!encode) return false;
-  cuuint64_t sizes[2] = {static_cast<cuuint64_t>(w.k / 2), static_cast<cuuint64_t>(w.n)};
-  cuuint64_t pitch[1] = {static_cast<cuuint64_t>(w.k / 2)};
-  cuuint32_t box[2] = {128, static_cast<cuuint32_t>(rows)}, strides[2] = {1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(w.packed), sizes, pitch, box, strides,
+  cuuint64_t row_bytes = static_cast<cuuint64_t>(w.k / 2), n = static_cast<cuuint64_t>(w.n);
+  cuuint64_t sizes[2][3] = {{row_bytes, n}, {row_bytes, 2, n / 2}}, pitches[2][2] = {{row_bytes}, {n / 2 * row_bytes, row_bytes}};
+  cuuint32_t count = static_cast<cuuint32_t>(rows), boxes[2][3] = {{128, count}, {128, 2, count / 2}}, strides[3] = {1, 1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, gates ? 3 : 2, const_cast<uint8_t*>(w.packed), sizes[gates],
+                pitches[gates], boxes[gates], strides,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
@@ -75,10 +77,11 @@ cudaError_t arrange(const Nf4Linear& linear, const WgmmaSizes& sizes, int tokens
                             static_cast<int>(chunks), linear.clock);
 }
 
-template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested>
+template <typename T, int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns, bool kNested,
+          bool kGates>
 cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const WgmmaArgs& args, const CUtensorMap& map) {
   cudaStream_t stream = static_cast<cudaStream_t>(linear.stream);
-  auto* kernel = linear_wgmma<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, kNested, NF4_TIMED>;
+  auto* kernel = linear_wgmma<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, kNested, kGates, NF4_TIMED>;
   constexpr int kShared = WgmmaLayout<kTokens, kGroups, kStages, kTokenStages>::kTotal;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return status;
@@ -101,13 +104,15 @@ cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const Wgmma
 template <int kTokens, int kGroups, int kStages, int kTokenStages, int kSums, bool kTurns>
 cudaError_t launch(const Nf4Linear& linear, const WgmmaSizes& sizes, const WgmmaArgs& args, const CUtensorMap& map) {
   bool nested = linear.weight.absmax_8bit != nullptr;
-#define NF4_LAUNCH(T)                                                                                         \
-  return nested ? launch<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, true>(linear, sizes, args, map) \
-                : launch<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, false>(linear, sizes, args, map)
+#define NF4_LAUNCH(T, GATES)                                                                                              \
+  return nested                                                                                                           \
+             ? launch<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, true, GATES>(linear, sizes, args, map)   \
+             : launch<T, kTokens, kGroups, kStages, kTokenStages, kSums, kTurns, false, GATES>(linear, sizes, args, map)
+  if (args.gate.columns) NF4_LAUNCH(__nv_bfloat16, true);
 #ifndef NF4_BF16_ONLY
-  if (linear.dtype == NF4_FLOAT16) NF4_LAUNCH(__half);
+  if (linear.dtype == NF4_FLOAT16) NF4_LAUNCH(__half, false);
 #endif
-  NF4_LAUNCH(__nv_bfloat16);
+  NF4_LAUNCH(__nv_bfloat16, false);
 #undef NF4_LAUNCH
 }
 
@@ -124,11 +129,13 @@ NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) 
   }
   if (linear->norm_weight && (linear->dtype != NF4_BFLOAT16 || w.k > NF4_NORM_K)) return cudaErrorInvalidValue;
   if (linear->tiles && (linear->norm_weight || !nf4::aligned(linear->tiles, 16))) return cudaErrorInvalidValue;
+  if (!nf4::gate_fits(*linear)) return cudaErrorInvalidValue;
   nf4::WgmmaSizes sizes(linear->m, w.n, w.k, *plan);
   nf4::WgmmaArgs args{};
   args.weight = w;
   args.bias = linear->bias;
   args.residual = linear->residual;
+  args.gate = nf4::gate_of(*linear);
   args.clock = linear->clock;
   args.out = linear->out;
   args.tiles = static_cast<const char*>(linear->tiles ? linear->tiles : linear->workspace);
@@ -156,7 +163,7 @@ NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) 
                       (w.absmax_8bit ? nf4::aligned(w.absmax_8bit, 4) : nf4::aligned(w.absmax, 16));
   args.wide_scales = args.whole_scales && args.k_blocks % 16 == 0 && nf4::aligned(w.absmax_8bit, 16);
   CUtensorMap map;
-  if (!nf4::weight_map(w, plan->groups * 64, &map)) return cudaErrorNotSupported;
+  if (!nf4::weight_map(w, plan->groups * 64, args.gate.columns > 0, &map)) return cudaErrorNotSupported;
 #define NF4_INSTANCE(TOKENS, GROUPS, STAGES, TOKEN_STAGES, SUMS, TURNS)                                 \
   if (plan->tokens == TOKENS && plan->groups == GROUPS) {                                          \
     return nf4::launch<TOKENS, GROUPS, STAGES, TOKEN_STAGES, SUMS, TURNS>(*linear, sizes, args, map);     \

@@ -23,11 +23,6 @@ __device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uns
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-__device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
-  __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
-  return *reinterpret_cast<unsigned*>(&product);
-}
-
 // The activations of one part that a consumer warp needs, as B registers. Not __ldg: the kernel in front may write them
 // after this one has started, and the compiler takes such reads for constant and moves them before the wait. Nor __ldcg:
 // the two reads are halves of the same 32 bytes, which L1 so brings once.

@@ -54,6 +54,14 @@ __device__ __forceinline__ void copy_box(unsigned target, const void* map, int x
       : "memory");
 }
 
+__device__ __forceinline__ void copy_box(unsigned target, const void* map, int x, int y, int z, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          target),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
 // Brings the map itself nearer.
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -5,6 +5,7 @@
 
 #include "clock.cuh"
 #include "common.cuh"
+#include "gate.cuh"
 #include "wgmma.cuh"
 
 namespace nf4 {
@@ -32,6 +33,13 @@ struct WgmmaArgs {
   bool whole_scales;  // four k blocks' scales of a row are four aligned neighbours
   bool wide_scales;   // and 16 are 16 aligned bytes
   uint64_t* clock;
+  Gate gate;
+
+  // The weight's row that a row of the product is: where a launch gates, gates and ups take turns.
+  template <bool kGates>
+  __device__ __forceinline__ int weight_row(int row) const {
+    return kGates ? row / 2 + row % 2 * gate.columns : row;
+  }
 };
 
 template <int kTokens, int kGroups, int kStages, int kTokenStages>

@@ -5,8 +5,8 @@
 
 namespace nf4 {
 
-// One thread writes one 16-byte chunk. Tokens beyond m and k beyond the last are zeros. (gated_tiles.cu has the same order;
-// 16-byte reads and an exchange between lanes are no faster.)
+// One thread writes one 16-byte chunk. Tokens beyond m and k beyond the last are zeros. (16-byte reads and an exchange
+// between lanes are no faster.)
 template <typename T>
 __global__ void arrange_tokens(const T* x, uint4* tiles, int m, int k_blocks, int padded_blocks, int tokens,
                                int chunks, uint64_t* clock) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kNormThreads)
   }
 }
 
-template <int kTokens, int kGroups, typename Layout, int kStages>
+template <int kTokens, int kGroups, typename Layout, int kStages, bool kGates>
 __device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUtensorMap* map, Layout layout) {
   WgmmaRun run(args);
   Ring<kStages> ring;
@@ -103,7 +103,11 @@ __device__ __forceinline__ void bring_weights(const WgmmaArgs& args, const CUten
       barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1);
       unsigned full = layout.weights_full(ring.stage);
       expect_bytes(full, Layout::kWeightBytes);
-      copy_box(layout.weights(ring.stage), map, step * 128, row, full);
+      if constexpr (kGates) {
+        copy_box(layout.weights(ring.stage), map, step * 128, 0, row / 2, full);
+      } else {
+        copy_box(layout.weights(ring.stage), map, step * 128, row, full);
+      }
       ring.advance();
     }
   }
@@ -179,10 +183,10 @@ struct RawScales<true, kSteps> {
 };
 
 // The same for any k and block size; zeros beyond the weight.
-template <bool kNested>
+template <bool kNested, bool kGates>
 __device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float* code, int row, int step) {
   const Nf4Weight& w = args.weight;
-  int64_t first = int64_t{row} * args.k_blocks + step * 4;
+  int64_t first = int64_t{args.weight_row<kGates>(row)} * args.k_blocks + step * 4;
   float scales[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -197,7 +201,7 @@ __device__ __forceinline__ float4 load_scales(const WgmmaArgs& args, const float
   return make_float4(scales[0], scales[1], scales[2], scales[3]);
 }
 
-template <typename Layout, int kStages, bool kNested>
+template <typename Layout, int kStages, bool kNested, bool kGates>
 __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layout, char* shared, int thread) {
   constexpr int kPerThread = Layout::kRows / 64;
   constexpr int kSteps = Layout::kSlow ? 1 : kNested ? 4 : 2;
@@ -229,7 +233,7 @@ __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layou
       bring_code();
       for (int step = run.first_step; step < end; ++step) {
         wait_stage();
-        for (int i = 0; i < kPerThread; ++i) put(i, load_scales<kNested>(args, code, row + i * 64, step));
+        for (int i = 0; i < kPerThread; ++i) put(i, load_scales<kNested, kGates>(args, code, row + i * 64, step));
         send_stage();
       }
       continue;
@@ -238,7 +242,9 @@ __device__ __forceinline__ void bring_scales(const WgmmaArgs& args, Layout layou
     for (int batch = run.first_step & -kSteps; batch < end; batch += kSteps) {
       RawScales<kNested, kSteps> raw[kPerThread];
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) raw[i].load(args, min(row + i * 64, args.n - 1), batch, end - 1);
+      for (int i = 0; i < kPerThread; ++i) {
+        raw[i].load(args, args.weight_row<kGates>(min(row + i * 64, args.n - 1)), batch, end - 1);
+      }
       bring_code();  // while the first scales are on their way
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) {

@@ -82,6 +82,28 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
   }
 }
 
+// The same where rows are gates and ups in turns. Two neighbouring lanes' columns make a word: the even one writes that of
+// the first token of two, the odd one that of the second. All of a warp's rows are there, or none.
+template <typename T, int kTokens, bool kScaled>
+__device__ __forceinline__ void write_gated(const WgmmaArgs& args, int row, int token,
+                                            const float (&sum)[kTokens / 2]) {
+  const T* bias = static_cast<const T*>(row < args.n ? args.bias : nullptr);
+  constexpr float kUnit = kScaled ? 1.0f : kShrink<T>;
+  int column = row / 2, limit = row < args.n ? args.m : 0;
+  float add0 = bias ? to_float(bias[column]) : 0.0f, add1 = bias ? to_float(bias[column + args.gate.columns]) : 0.0f;
+  bool odd = column % 2;
+  token += odd;
+  T* out = static_cast<T*>(args.out) + args.gate.place(token, column - odd);
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; i += 4) {
+    auto two = [&](int from, float add) { return pack2<T>(fmaf(sum[from], kUnit, add), fmaf(sum[from + 1], kUnit, add)); };
+    unsigned both = args.gate.of(two(i, add0), two(i + 2, add1));
+    unsigned others = __shfl_xor_sync(~0u, both, 4);
+    unsigned word = __byte_perm(both, others, odd ? 0x3276 : 0x5410);
+    if (token + i * 2 < limit) *reinterpret_cast<unsigned*>(out + args.gate.further(i * 2)) = word;
+  }
+}
+
 // A tile that is cut belongs to the block that has its first unit; the others hand their parts over and go on. That
 // block comes to the tile last of its run, the others first of theirs (or only), so it hardly ever waits; and it waits
 // only for blocks that were started before it (runs are dealt out from the line's end), so it never waits forever.

@@ -1,8 +1,8 @@
-"""Small operations that launches next to them take along: products norms and sums, attention norms and rotations.
+"""Small operations that launches next to them take along: products norms, sums, gates; attention norms and rotations.
 
 torch.compile makes a kernel of each sum with its norm. Where nf4_kernels has a launch for it, the products do both: a
 pass over inductor's graphs puts nf4::fused_linear in place of these nodes. Queries' and keys' norms and rotations are
-rotations.py's, activations and products that need no arranging launch arrangements.py's.
+rotations.py's, gated activations gates.py's, products that need no arranging launch arrangements.py's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch.fx import Graph, Node
 
 from nf4_kernels import cuda, ops
 from server.engine.runtime.arrangements import TileRows, fuse_arrangements
+from server.engine.runtime.gates import Gates, fuse_gates
 from server.engine.runtime.patterns import (
     Norm,
     alike,
     arguments_of,
     erase_unused,
+    in_order,
     is_view,
     norm_of,
     operands,
@@ -64,19 +66,27 @@ class FusedOperations:
 
     There the graph is functional: an operation that writes to its arguments is an auto_functionalized node, whose results
     take the written tensor's place for all later nodes, and inputs are written to by copies at the end. So a value may be
-    read later than it was: by a product at the place of the sum, by a product instead of a norm. Only what is in front
-    of the first node that does write is touched. (Writing in place again comes after this pass, and sees its nodes.)
+    read later than it was: by a product at the place of the sum or of the gated activation, by a product instead of a
+    norm. Only what is in front of the first node that does write is touched. (Writing in place again comes after this
+    pass, and sees its nodes.)
     """
 
-    def __init__(self, fuses: Fuses | None = None, rotates: bool = False, tile_rows: TileRows | None = None) -> None:
-        """fuses, tile_rows: those of ops if None. rotates: see fused_operations()."""
+    def __init__(
+        self,
+        fuses: Fuses | None = None,
+        rotates: bool = False,
+        tile_rows: TileRows | None = None,
+        gates: Gates | None = None,
+    ) -> None:
+        """fuses, tile_rows, gates: those of ops if None. rotates: see fused_operations()."""
         self._fuses = fuses
         self._rotates = rotates
         self._tile_rows = tile_rows
+        self._gates = gates
 
     def uuid(self) -> bytes | None:
         """What compiled code is kept by; None, and it is not kept, where something else than nf4_kernels decides."""
-        own = self._fuses is None and self._tile_rows is None
+        own = all(given is None for given in (self._fuses, self._tile_rows, self._gates))
         return _sources() + bytes([self._rotates]) if own else None
 
     def __call__(self, graph: Graph) -> None:
@@ -95,6 +105,7 @@ class FusedOperations:
             norm = _norm(x)
             if norm is not None and self._fits(product, True) and _only_multiplied(x, products):
                 products[i] = _fuse_norm(product, norm)
+        fuse_gates(nodes, products, self._gates or ops.gates)
         if self._rotates:
             fuse_rotations(nodes)
         fuse_arrangements(products, self._tile_rows or ops.tile_rows)
@@ -115,7 +126,7 @@ class FusedOperations:
 def _sources() -> bytes:
     """A digest of everything that decides what the pass does, but for the GPU, which inductor itself asks about."""
     own = Path(__file__)
-    paths = [own, *(own.with_name(name) for name in ("arrangements.py", "patterns.py", "rotations.py"))]
+    paths = [own, *(own.with_name(name) for name in ("arrangements.py", "gates.py", "patterns.py", "rotations.py"))]
     paths += sorted(Path(ops.__file__).parent.glob("*.py"))
     state = cuda.load_error(), [path.read_bytes() for path in paths]
     return hashlib.sha256(repr(state).encode()).digest()
@@ -185,5 +196,4 @@ def _fused(product: Node, **changes: Any) -> Node:
     """A node like product's with other arguments."""
     fused = torch.ops.nf4.fused_linear.default
     given = arguments_of(product) | changes
-    args = tuple(given.get(argument.name, argument.default_value) for argument in fused._schema.arguments)
-    return with_value(product.graph.call_function(fused, args), product.meta["val"])
+    return with_value(product.graph.call_function(fused, in_order(fused, given)), product.meta["val"])

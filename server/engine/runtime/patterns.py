@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -22,16 +23,21 @@ def untouched(graph: Graph) -> list[Node]:
 
 
 def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """All arguments of a node by their names; its own list ends where only defaults follow."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     arguments = node.target._schema.arguments
     names = [argument.name for argument in arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
+
+
+def in_order(operation: OpOverload, given: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments of an operation, as they are given by their names, else its defaults."""
+    return tuple(given.get(argument.name, argument.default_value) for argument in operation._schema.arguments)
 
 
 @dataclass(frozen=True)
