@@ -239,8 +239,8 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, char* shar
       continue;
     }
     Residual<kTokens> rest;
-    if (!kGates && Residual<kTokens>::kAhead && args.residual && is_whole<kTokens>(args, row, token)) {
-      rest.template load<T>(args, int64_t{token} * args.n + row, 0);
+    if (!kGates && Residual<kTokens>::kAhead && args.residual && is_paired(args, row)) {
+      rest.template load<T>(args, row, token, 0);
     }
     if (run.steps < args.steps) {
       if constexpr (PartRing<Layout, kTokens, kGroups>::kOfTokens) {

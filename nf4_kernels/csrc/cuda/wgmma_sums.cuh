@@ -5,31 +5,27 @@
 
 namespace nf4 {
 
-// A thread's pairs of the residual, [token pair][token] as in write_tile(), where they lie in whole tiles.
+// Whether two rows' sums of a token lie in one aligned word of the output.
+__device__ __forceinline__ bool is_paired(const WgmmaArgs& args, int row) { return row + 1 < args.n && args.n % 2 == 0; }
+
+// A thread's pairs of the residual, [token pair][token] as in write_tile().
 template <int kTokens>
 struct Residual {
   // As far as registers go, all are asked for ahead; else each so many as the sums before them are written.
   static constexpr bool kAhead = kTokens <= 64;
   static constexpr int kAtOnce = kAhead ? kTokens / 4 : 8;
   unsigned pairs[kAtOnce];
+  // Of tokens beyond the last, that one's.
   template <typename T>
-  __device__ __forceinline__ void load(const WgmmaArgs& args, int64_t first, int from) {
-    const T* residual = static_cast<const T*>(args.residual) + first;
+  __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int token, int from) {
+    const T* residual = static_cast<const T*>(args.residual) + row;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      int64_t place = int64_t{(from + i) / 2 * 8 + i % 2} * args.n;
+      int64_t place = int64_t{min(token + (from + i) / 2 * 8 + i % 2, args.m - 1)} * args.n;
       pairs[i] = load_fresh(reinterpret_cast<const unsigned*>(residual + place));
     }
   }
 };
-
-// Whether two rows' sums of a token lie in one aligned word of the output.
-__device__ __forceinline__ bool is_paired(const WgmmaArgs& args, int row) { return row + 1 < args.n && args.n % 2 == 0; }
-
-template <int kTokens>
-__device__ __forceinline__ bool is_whole(const WgmmaArgs& args, int row, int token) {
-  return is_paired(args, row) && token / kTokens * kTokens + kTokens <= args.m;
-}
 
 // Adds bias, with kAdds the residual, rounds once and writes a warpgroup's 64 rows x kTokens tokens.
 template <typename T, int kTokens, bool kScaled, bool kAdds>
@@ -37,24 +33,21 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
                                            Residual<kTokens>& rest) {
   if (row >= args.n) return;
   const T* bias = static_cast<const T*>(args.bias);
-  bool both = row + 1 < args.n, paired = is_paired(args, row);
+  bool both = row + 1 < args.n;
   constexpr float kUnit = kScaled ? 1.0f : kShrink<T>;
   float add0 = bias ? to_float(bias[row]) : 0.0f, add1 = bias && both ? to_float(bias[row + 1]) : 0.0f;
   int64_t first = int64_t{token} * args.n + row, next = args.n, next_pair = int64_t{args.n} * 8;
   T* at = static_cast<T*>(args.out) + first;
-  auto both_of = [&](int i, float2 more) {
-    return pack2<T>(fmaf(sum[i], kUnit, add0 + more.x), fmaf(sum[i + 2], kUnit, add1 + more.y));
-  };
-  // A whole tile of an even number of rows, nearly always, needs no branch a store.
-  if (is_whole<kTokens>(args, row, token)) {
+  if (is_paired(args, row)) {
     constexpr int kAtOnce = Residual<kTokens>::kAtOnce;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; i += 2, at += next_pair) {
-      if (kAdds && !Residual<kTokens>::kAhead && i % kAtOnce == 0) rest.template load<T>(args, first, i);
+      if (kAdds && !Residual<kTokens>::kAhead && i % kAtOnce == 0) rest.template load<T>(args, row, token, i);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float2 more = kAdds ? unpack2<T>(rest.pairs[(i + j) % kAtOnce]) : make_float2(0.0f, 0.0f);
-        *reinterpret_cast<unsigned*>(at + j * next) = both_of(i * 2 + j, more);
+        float low = fmaf(sum[i * 2 + j], kUnit, add0 + more.x), high = fmaf(sum[i * 2 + j + 2], kUnit, add1 + more.y);
+        if (token + i * 4 + j < args.m) *reinterpret_cast<unsigned*>(at + j * next) = pack2<T>(low, high);
       }
     }
     return;
@@ -66,18 +59,12 @@ __device__ __forceinline__ void write_tile(const WgmmaArgs& args, int row, int t
     for (int j = 0; j < 2; ++j) {
       if (token + i * 2 + j >= args.m) return;
       T* to = at + j * next;
+      const T* from = residual + i / 4 * next_pair + j * next;
       float2 more = make_float2(0.0f, 0.0f);
-      if (kAdds) {
-        const T* from = residual + i / 4 * next_pair + j * next;
-        more.x = to_float(load_fresh(from));
-        if (both) more.y = to_float(load_fresh(from + 1));
-      }
-      if (paired) {
-        *reinterpret_cast<unsigned*>(to) = both_of(i + j, more);
-      } else {
-        to[0] = from_float<T>(fmaf(sum[i + j], kUnit, add0 + more.x));
-        if (both) to[1] = from_float<T>(fmaf(sum[i + j + 2], kUnit, add1 + more.y));
-      }
+      if (kAdds) more.x = to_float(load_fresh(from));
+      if (kAdds && both) more.y = to_float(load_fresh(from + 1));
+      to[0] = from_float<T>(fmaf(sum[i + j], kUnit, add0 + more.x));
+      if (both) to[1] = from_float<T>(fmaf(sum[i + j + 2], kUnit, add1 + more.y));
     }
   }
 }
