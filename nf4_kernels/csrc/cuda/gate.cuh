@@ -19,8 +19,8 @@ struct Gate {
     int tile = (token >> tile_shift) * tile_blocks + column / 64;
     return ((tile << tile_shift) + row) * 64 + (word % 8 ^ row % 8) * 8 + word / 8 * 2 + column % 2;
   }
-  // How much further on than place() the same column lies `later` tokens later: a multiple of 8, and both of the same tile
-  // of some power of two.
+  // How much further on than at one of a launch's tile's first 8 tokens the same column lies at a later token of that tile, a
+  // multiple of 8 later. Both tiles' rows are powers of two, so the output's changes where `later` says so.
   __device__ __forceinline__ int further(int later) const {
     int step = tile_shift ? 64 : columns, next_tile = tile_shift ? (tile_blocks - 1) << (tile_shift + 6) : 0;
     return later * step + (later >> tile_shift) * next_tile;
