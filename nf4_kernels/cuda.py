@@ -27,9 +27,9 @@ from nf4_kernels.cuda_launches import (
 )
 from nf4_kernels.cuda_library import KernelError, load_error
 from nf4_kernels.format import offset_stride
-from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
+from nf4_kernels.params import DTYPES, Nf4Weight
 from nf4_kernels.plan import Slices, Wgmma
-from nf4_kernels.reference import arrange, arranged_rows, gated, tiles_shape
+from nf4_kernels.reference import arranged_rows, check_gate, gated, tiles_shape
 
 __all__ = (
     "BLOCKSIZES",
@@ -188,9 +188,7 @@ def gated_linear(
     multiple of 512), else in some of torch's behind it. ValueError and KernelError as of linear().
     """
     n, k = _matrix(shape)
-    if activation not in ACTIVATIONS or n % 2 or tile < 0:
-        given = f"{activation!r}, {n}, {tile}"
-        raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)}, N even and tile at least 0, got {given}")
+    check_gate(n, activation, tile)
     _check_x(x, k, packed)
     _check_like(x, "bias", bias, (n,))
     _check_like(x, "norm_weight", norm_weight, (k,))
@@ -199,12 +197,11 @@ def gated_linear(
         rows = x.reshape(-1, k)
         m, columns = rows.shape[0], n // 2
         out = x.new_empty(tiles_shape(m, columns, tile) if tile else (m, columns))
-        around = Around(bias, None, norm_weight, norm_eps, Gate(activation, tile))
-        if out.numel() and not multiply_gated(out, rows, weight, around):
+        around = Around(bias, None, norm_weight, norm_eps)
+        if out.numel() and not multiply_gated(out, rows, weight, around, Gate(activation, tile)):
             gate_up = x.new_empty(m, n)
-            multiply(gate_up, rows, weight, Around(bias, None, norm_weight, norm_eps))
-            out = gated(gate_up, activation)
-            out = arrange(out, tile) if tile else out
+            multiply(gate_up, rows, weight, around)
+            out = gated(gate_up, activation, tile)
     return out if tile else out.view(*x.shape[:-1], columns)
 
 
@@ -246,7 +243,7 @@ def gates(
 ) -> bool:
     """Whether gated_linear() of x [rows, K], in rows, on a device of this machine needs no launches of torch's."""
     n, k = _matrix(shape)
-    if load_error() is not None or not can_gate(dtype, n) or (normalised and not can_normalise(dtype, k)):
+    if not can_gate(dtype, n) or not fuses(device, dtype, rows, shape, blocksize, nested, normalised):
         return False
     return isinstance(plan_on(device, rows, n, k, blocksize, nested, normalised), Wgmma)
 

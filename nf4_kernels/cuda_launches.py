@@ -78,17 +78,16 @@ def multiply_tiles(out: Tensor, tiles: Tensor, weight: Nf4Weight, around: Around
     return True
 
 
-def multiply_gated(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around) -> bool:
-    """multiply() into what around.gate says; whether there is a launch that does it, else nothing is done."""
+def multiply_gated(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around, gate: Gate) -> bool:
+    """multiply() into what gate says; whether there is a launch that does it, else nothing is done."""
     m, n, k, normalised = x.shape[0], weight.n, weight.k, around.norm_weight is not None
-    fits = around.gate is not None and can_gate(x.dtype, n, around.gate.tile)
-    if not fits or (normalised and not can_normalise(x.dtype, k)):
+    if not can_gate(x.dtype, n, gate.tile) or (normalised and not can_normalise(x.dtype, k)):
         return False
     choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None, normalised)
     workspace = _workspace(x.device)
     if not isinstance(choice, Wgmma) or not _is_aligned(weight) or workspace is None:
         return False
-    _multiply_fused(out, m, _aligned(x), None, weight, around, choice, workspace)
+    _multiply_fused(out, m, _aligned(x), None, weight, dataclasses.replace(around, gate=gate), choice, workspace)
     return True
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from nf4_kernels import cpu, cuda, reference
-from nf4_kernels.params import ACTIVATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +128,8 @@ def _gated_linear(
     weight = packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
     if backend(x.device.type) is cuda:
         return cuda.gated_linear(x, *weight, norm_weight, norm_eps, activation, tile)
-    if activation not in ACTIVATIONS or shape[0] % 2 or tile < 0:
-        given = f"{activation!r}, {shape[0]}, {tile}"
-        raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)}, N even and tile at least 0, got {given}")
-    out = reference.gated(_fused_linear(x, *weight, None, norm_weight, norm_eps), activation)
-    return reference.arrange(out.reshape(-1, shape[0] // 2), tile) if tile else out
+    reference.check_gate(shape[0], activation, tile)
+    return reference.gated(_fused_linear(x, *weight, None, norm_weight, norm_eps), activation, tile)
 
 
 def tile_rows(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nf4_kernels.format import CODEBOOK, block_scales, check, unpack
+from nf4_kernels.params import ACTIVATIONS
 
 
 def dequantize(
@@ -51,11 +52,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [..., 2 K]: activation (params.ACTIVATIONS) of its first K, rounded, times its last: [..., K]."""
+def check_gate(n: int, activation: str, tile: int) -> None:
+    """ValueError where gated() of n columns cannot be."""
+    if activation not in ACTIVATIONS or n % 2 or tile < 0:
+        given = f"{activation!r}, {n}, {tile}"
+        raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)}, N even and tile at least 0, got {given}")
+
+
+def gated(gate_up: Tensor, activation: str, tile: int = 0) -> Tensor:
+    """gate_up [..., 2 K]: activation (params.ACTIVATIONS) of its first K, rounded, times its last: [..., K].
+
+    tile: where not 0, arrange() of all these rows.
+    """
     gate, up = gate_up.chunk(2, -1)
     activated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-    return activated * up
+    out = activated * up
+    return arrange(out.reshape(-1, out.shape[-1]), tile) if tile else out
 
 
 def tiles_shape(rows: int, k: int, tile: int) -> tuple[int, int, int, int]:

@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from server.engine.runtime.arrangements import TileRows
 from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTATED
-from server.engine.runtime.fusion import FusedOperations, Fuses
-from server.engine.runtime.gates import Gates
+from server.engine.runtime.fusion import FusedOperations
+from server.engine.runtime.patterns import HasLaunch
 from server.engine.runtime.projections import NF4Linear
 
 BF16 = torch.bfloat16
@@ -55,7 +55,7 @@ def count(graph: Graph) -> Counter[str]:
 
 @contextmanager
 def fusing(
-    fuses: Fuses = always, rotates: bool = False, tile_rows: TileRows | None = None, gates: Gates = sixteen
+    fuses: HasLaunch = always, rotates: bool = False, tile_rows: TileRows | None = None, gates: HasLaunch = sixteen
 ) -> Iterator[list[Counter[str]]]:
     """While entered, graphs are fused; gives what is in each of them."""
     found: list[Counter[str]] = []

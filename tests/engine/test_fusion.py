@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import nf4_kernels.ops
 from server.engine.runtime import lora
-from server.engine.runtime.fusion import FusedOperations, Fuses, fused_operations
+from server.engine.runtime.fusion import FusedOperations, HasLaunch, fused_operations
 from server.engine.runtime.lora import AdapterTable, adding_masked
 from server.engine.runtime.projections import replace_projections
 from tests.engine.fusing import BF16, Around, always, close, compiled, fusing, nf4
@@ -41,7 +41,7 @@ def logits(model: PreTrainedModel, tokens: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def counts_of(model: PreTrainedModel, tokens: int = 5, fuses: Fuses = always) -> Counter[str]:
+def counts_of(model: PreTrainedModel, tokens: int = 5, fuses: HasLaunch = always) -> Counter[str]:
     """What is in the compiled layer, which gives what it gives uncompiled."""
     wanted = logits(model, tokens)
     layer = model.get_decoder().layers[0]

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from server.engine.runtime.fusion import FusedOperations, Fuses
-from server.engine.runtime.gates import Gates
+from server.engine.runtime.fusion import FusedOperations
 from server.engine.runtime.lora import adding_masked
+from server.engine.runtime.patterns import HasLaunch
 from server.engine.runtime.projections import NF4Linear
 from tests.engine.fusing import BF16, always, close, compiled, count, fusing, nf4, sixteen
 
@@ -267,8 +267,8 @@ def check(
     function: Callable[..., Any],
     expected: dict[str, int],
     dtype: torch.dtype = BF16,
-    fuses: Fuses = always,
-    gates: Gates = sixteen,
+    fuses: HasLaunch = always,
+    gates: HasLaunch = sixteen,
 ) -> None:
     """What is in the graph, which gives what the module gives."""
     module = Gated(function, dtype)

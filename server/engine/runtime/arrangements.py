@@ -6,7 +6,6 @@ gated activation along and decode's attention can write their results in that or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,32 +15,24 @@ from torch.fx import Node
 from nf4_kernels.reference import tiles_shape
 from server.engine.runtime.attention.base import ATTEND_ROTATED
 from server.engine.runtime.gates import GATED
-from server.engine.runtime.patterns import (
-    VIEWS,
-    arguments_of,
-    erase_unused,
-    in_order,
-    reshaped,
-    with_value,
-)
+from server.engine.runtime.patterns import VIEWS, arguments_of, erase_unused, in_order, product_of, reshaped, with_value
 
 aten = torch.ops.aten
 
 TileRows = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool], int]
-"""ops.tile_rows(): the tile of a product of (device, dtype, rows, [N, K], blocksize, nested), or 0."""
+"""ops.tile_rows(): the tile of product_of(node), or 0."""
 
 
 def fuse_arrangements(products: Iterable[Node], tile_rows: TileRows) -> None:
     """Put nf4::arranged_linear in place of products without a norm, where what is in front of them can arrange."""
     for product in products:
         arguments = arguments_of(product)
-        x, shape = arguments["x"], arguments["shape"]
+        x = arguments["x"]
         # What is added as it is has to be there in rows as well.
         if arguments.get("norm_weight") is not None or arguments.get("residual") is x:
             continue
-        value = x.meta["val"]
-        rows, nested = math.prod(value.shape[:-1]), arguments["absmax_8bit"] is not None
-        tile = tile_rows(value.device, value.dtype, rows, shape, arguments["blocksize"], nested)
+        asked = product_of(product)
+        rows, tile = asked[2], tile_rows(*asked)
         tiles = _tiles(product, x, rows, tile) if tile else None
         if tiles is not None:
             _fuse(product, tiles, rows)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from torch.fx import Graph, Node
 
 from nf4_kernels import cuda, ops
 from server.engine.runtime.arrangements import TileRows, fuse_arrangements
-from server.engine.runtime.gates import Gates, fuse_gates
+from server.engine.runtime.gates import fuse_gates
 from server.engine.runtime.patterns import (
+    HasLaunch,
     Norm,
     alike,
     arguments_of,
@@ -30,6 +30,7 @@ from server.engine.runtime.patterns import (
     is_view,
     norm_of,
     operands,
+    product_of,
     reshaped,
     untouched,
     with_value,
@@ -37,9 +38,6 @@ from server.engine.runtime.patterns import (
 from server.engine.runtime.rotations import fuse_rotations
 
 aten = torch.ops.aten
-
-Fuses = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool, bool], bool]
-"""Whether there is a fused launch for (device, dtype, rows, [N, K], blocksize, nested, with a norm)."""
 
 
 @contextmanager
@@ -73,10 +71,10 @@ class FusedOperations:
 
     def __init__(
         self,
-        fuses: Fuses | None = None,
+        fuses: HasLaunch | None = None,
         rotates: bool = False,
         tile_rows: TileRows | None = None,
-        gates: Gates | None = None,
+        gates: HasLaunch | None = None,
     ) -> None:
         """fuses, tile_rows, gates: those of ops if None. rotates: see fused_operations()."""
         self._fuses = fuses
@@ -118,8 +116,7 @@ class FusedOperations:
         if x.dtype != torch.bfloat16 or not all(isinstance(size, int) for size in (*x.shape, *shape)):
             return False
         fuses = self._fuses or ops.fuses
-        rows, nested = math.prod(x.shape[:-1]), arguments["absmax_8bit"] is not None
-        return x.is_contiguous() and fuses(x.device, x.dtype, rows, shape, arguments["blocksize"], nested, normalised)
+        return x.is_contiguous() and fuses(*product_of(product), normalised)
 
 
 @functools.cache

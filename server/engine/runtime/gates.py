@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.fx import Node
 
 import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
 from server.engine.runtime.patterns import (
+    HasLaunch,
     argument,
     arguments_of,
     converted,
@@ -19,6 +20,7 @@ from server.engine.runtime.patterns import (
     in_order,
     is_view,
     operands,
+    product_of,
     reshaped,
     with_value,
 )
@@ -27,14 +29,11 @@ aten = torch.ops.aten
 
 GATED = torch.ops.nf4.gated_linear.default
 
-Gates = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool, bool], bool]
-"""ops.gates(): whether there is a gating launch for (device, dtype, rows, [N, K], blocksize, nested, with a norm)."""
 
-
-def fuse_gates(nodes: Iterable[Node], products: list[Node], gates: Gates) -> None:
+def fuse_gates(nodes: Iterable[Node], products: list[Node], gates: HasLaunch) -> None:
     """Put nf4::gated_linear in place of gated activations of products that nothing else reads.
 
-    products: those that may be replaced; one that is goes out of the list.
+    products: those that may be replaced; one that is goes out of the list. gates: as ops.gates().
     """
     for node in nodes:
         product, activation = _gated(node)
@@ -45,12 +44,10 @@ def fuse_gates(nodes: Iterable[Node], products: list[Node], gates: Gates) -> Non
             _fuse(node, product, activation)
 
 
-def _can_gate(product: Node, gates: Gates) -> bool:
+def _can_gate(product: Node, gates: HasLaunch) -> bool:
     arguments = arguments_of(product)
-    x, nested = arguments["x"].meta["val"], arguments["absmax_8bit"] is not None
-    rows, normalised = math.prod(x.shape[:-1]), arguments.get("norm_weight") is not None
-    asked = x.device, x.dtype, rows, arguments["shape"], arguments["blocksize"], nested, normalised
-    return arguments.get("residual") is None and gates(*asked)
+    normalised = arguments.get("norm_weight") is not None
+    return arguments.get("residual") is None and gates(*product_of(product), normalised)
 
 
 def _only_for(node: Node, product: Node) -> bool:

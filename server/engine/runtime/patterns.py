@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -38,6 +39,17 @@ def arguments_of(node: Node) -> dict[str, Any]:
 def in_order(operation: OpOverload, given: dict[str, Any]) -> tuple[Any, ...]:
     """All arguments of an operation, as they are given by their names, else its defaults."""
     return tuple(given.get(argument.name, argument.default_value) for argument in operation._schema.arguments)
+
+
+HasLaunch = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool, bool], bool]
+"""Whether there is a launch for (*product_of(node), with a norm)."""
+
+
+def product_of(node: Node) -> tuple[torch.device, torch.dtype, int, Sequence[int], int, bool]:
+    """(device, dtype, rows, [N, K], blocksize, nested) of a product of rows."""
+    arguments = arguments_of(node)
+    x, nested = arguments["x"].meta["val"], arguments["absmax_8bit"] is not None
+    return x.device, x.dtype, math.prod(x.shape[:-1]), arguments["shape"], arguments["blocksize"], nested
 
 
 @dataclass(frozen=True)
