@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import cores, cpu_name, versions
-from server.engine.process import ENVIRONMENT
+from server.engine.supervisor.process import ENVIRONMENT
 
 CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
 PROMPT = 128

@@ -31,8 +31,8 @@ from bench import fidelity, peers, served
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.process import ENVIRONMENT
 from server.engine.start import load_runner
+from server.engine.supervisor.process import ENVIRONMENT
 from server.types import GenerateRequest, SamplingParams
 
 MODELS = Path(__file__).parent / "models"

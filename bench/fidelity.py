@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import nf4_kernels.reference
 from server.engine.core import Engine
-from server.engine.runtime.projections import block_scales
+from server.engine.runtime.model.projections import block_scales
 from server.types import GenerateRequest, SamplingParams
 
 # Tokens of the prompts: less than a block, more than one, more than a sliding window of 1024.

@@ -14,18 +14,18 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from server.api import adapters, chat, completions, messages, operations, pages, responses, tokens
-from server.api.access import AccessLayer
-from server.api.errors import ApiError, answer_api_error, answer_http_exception
-from server.api.middleware import RequestLayer
+from server.api.answering.service import VERSION, Service
+from server.api.http.access import AccessLayer
+from server.api.http.errors import ApiError, answer_api_error, answer_http_exception
+from server.api.http.middleware import RequestLayer
+from server.api.openai.sampling_defaults import read_defaults
 from server.api.openapi import describe
-from server.api.sampling_defaults import read_defaults
-from server.api.service import VERSION, Service
+from server.api.routes import adapters, chat, completions, messages, operations, pages, responses, tokens
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config, ConfigError
-from server.engine.client import EngineClient, EngineStatus
 from server.engine.grammar import Grammars
+from server.engine.supervisor.client import EngineClient, EngineStatus
 from server.observability.tracing import Tracing, TracingError
 from server.text.errors import TokenizerError
 from server.text.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ from types import FrameType
 
 import uvicorn
 
-from server.api.service import Service
+from server.api.answering.service import Service
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
-from server.engine.client import EngineStatus
+from server.engine.supervisor.client import EngineStatus
 from server.logs import LogFormat
 
 logger = logging.getLogger(__name__)

@@ -110,7 +110,7 @@ def test_every_line_of_a_server_is_json(embedded_folder: Path, tmp_path: Path) -
     assert any(line["message"].startswith("engine ended: killed by signal 9") for line in written)
     assert {line["logger"] for line in written if line.get("request_id") == "mine"} >= {
         "server.access",
-        "server.api.generation",
+        "server.api.answering.generation",
     }
     assert any(line["message"].startswith("Serving smollm2-135m-instruct on http://") for line in written)
 

@@ -10,13 +10,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from server.api.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from server.api.chat_options import ChatOptions
-from server.api.completions import CompletionRequest
-from server.api.messages import CountRequest, MessageRequest
-from server.api.protocol import ChatCompletion, ChatCompletionChunk, Completion
-from server.api.responses import ResponseRequest
-from server.api.tokens import Detokenize, TokenizeText
+from server.api.openai.chat_options import ChatOptions
+from server.api.openai.protocol import ChatCompletion, ChatCompletionChunk, Completion
+from server.api.routes.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from server.api.routes.completions import CompletionRequest
+from server.api.routes.messages import CountRequest, MessageRequest
+from server.api.routes.responses import ResponseRequest
+from server.api.routes.tokens import Detokenize, TokenizeText
 
 REF = "#/components/schemas/{model}"
 

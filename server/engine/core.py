@@ -12,10 +12,10 @@ import torch
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
-from server.engine.runtime.graphs import Launched
+from server.engine.runtime.graphs.decode import Launched
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling import Sampled
+from server.engine.runtime.sampling.sample import Sampled
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence

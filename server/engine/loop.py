@@ -1,4 +1,4 @@
-"""The engine process: `python -m server.engine.loop`, started by server.engine.process with a Launch on its input.
+"""The engine process: `python -m server.engine.loop`, started with a Launch on its input (supervisor.process).
 
 With --standby it imports what an engine needs before it looks for the Launch.
 """
@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from server.checkpoint.base import CheckpointError
-from server.engine.process import Launch
+from server.engine.supervisor.process import Launch
 from server.logs import set_up_logging
 from server.types import (
     AbortRequest,

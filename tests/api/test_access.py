@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from bench.processes import free_port
-from server.api.access import AccessLayer
+from server.api.http.access import AccessLayer
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig, load_config
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.api.chat_options import UNSUPPORTED_CHAT, ChatOptions
-from server.api.completions import UNSUPPORTED_COMPLETION, CompletionRequest
-from server.api.messages import UNSUPPORTED_MESSAGE, MessageRequest
-from server.api.responses import UNSUPPORTED_RESPONSE, ResponseRequest
-from server.api.tokens import Detokenize, TokenizeText
+from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
+from server.api.routes.completions import UNSUPPORTED_COMPLETION, CompletionRequest
+from server.api.routes.messages import UNSUPPORTED_MESSAGE, MessageRequest
+from server.api.routes.responses import UNSUPPORTED_RESPONSE, ResponseRequest
+from server.api.routes.tokens import Detokenize, TokenizeText
 from tests.api.conftest import MODEL, metric, user
 
 SCALARS = st.one_of(

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from server.api.admission import Admission
-from server.api.errors import ApiError
-from server.api.generation import Delta, Generation, SequenceRun
-from server.api.protocol import CompletionTokensDetails, Usage
-from server.api.turn import Turn
-from server.engine.client import EngineClient, EngineStatus, EngineUnavailableError
+from server.api.answering.generation import Delta, Generation, SequenceRun
+from server.api.answering.turn import Turn
+from server.api.http.admission import Admission
+from server.api.http.errors import ApiError
+from server.api.openai.protocol import CompletionTokensDetails, Usage
+from server.engine.supervisor.client import EngineClient, EngineStatus, EngineUnavailableError
 from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline
 from server.text.answer import AnswerParser

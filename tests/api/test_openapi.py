@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.chat_options import ChatOptions
-from server.api.completions import CompletionRequest
+from server.api.openai.chat_options import ChatOptions
+from server.api.routes.completions import CompletionRequest
 from tests.api.conftest import chat_body
 
 

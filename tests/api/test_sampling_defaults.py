@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.options import GenerationOptions, SamplingDefaults
-from server.api.sampling_defaults import read_defaults
+from server.api.openai.options import GenerationOptions, SamplingDefaults
+from server.api.openai.sampling_defaults import read_defaults
 from tests.conftest import start_server
 
 MAKERS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}

@@ -1,4 +1,4 @@
-"""Graphs with the pass of runtime/fusion.py: how they are made, and what is in them."""
+"""Graphs with the pass of runtime/compile/passes/norms.py: how they are made, and what is in them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch.fx import Graph, GraphModule
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from server.engine.runtime.arrangements import TileRows
 from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTATED
-from server.engine.runtime.fusion import FusedOperations
-from server.engine.runtime.patterns import HasLaunch
-from server.engine.runtime.projections import NF4Linear
+from server.engine.runtime.compile.passes.matching import HasLaunch
+from server.engine.runtime.compile.passes.norms import FusedOperations
+from server.engine.runtime.compile.passes.tiled_inputs import TileRows
+from server.engine.runtime.model.projections import NF4Linear
 
 BF16 = torch.bfloat16
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from server.engine.runtime.attention.base import IMPLEMENTATION, attending
-from server.engine.runtime.fusion import FusedOperations
-from server.engine.runtime.projections import NF4Linear
+from server.engine.runtime.compile.passes.norms import FusedOperations
+from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.fusing import BF16, close, compiled, fusing, nf4
 from tests.engine.test_fusion import logits, nf4_model
 from tests.engine.test_rotations import Uncached

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from server.config import Config, EngineConfig
-from server.engine.client import EngineClient, EngineStatus, EngineUnavailableError
+from server.engine.supervisor.client import EngineClient, EngineStatus, EngineUnavailableError
 from server.types import RequestOutput, StepOutputs, TokenLogprob
 from tests.engine.factories import make_request
 
@@ -224,7 +224,7 @@ def test_the_engine_ends_when_the_api_process_dies(embedded_folder: Path) -> Non
 import asyncio, os, signal
 from pathlib import Path
 from server.config import Config
-from server.engine.client import EngineClient
+from server.engine.supervisor.client import EngineClient
 async def main():
     client = EngineClient(Config(), Path({str(embedded_folder)!r}))
     await client.start()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from server.config import EngineConfig
-from server.engine.runtime import artifacts, compiled
+from server.engine.runtime.compile import artifacts, layers
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.scheduler import Chunk, Step
 from tests.engine.factories import make_sequence
@@ -38,13 +38,13 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[nn.Mod
     """The layers that were compiled; none has been kept before."""
     monkeypatch.setattr(artifacts, "default_cache_dir", lambda: tmp_path)
     seen: list[nn.Module] = []
-    compile_one = compiled._compile
+    compile_one = layers._compile
 
     def counted(layer: nn.Module, signature: Any) -> Any:
         seen.append(layer)
         return compile_one(layer, signature)
 
-    monkeypatch.setattr(compiled, "_compile", counted)
+    monkeypatch.setattr(layers, "_compile", counted)
     return seen
 
 
@@ -103,7 +103,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(
 
     runner = ModelRunner(tiny_model("llama"), CONFIG)
     expected = logits(runner)
-    monkeypatch.setattr(compiled, "_kept", refuse)
+    monkeypatch.setattr(layers, "_kept", refuse)
     runner.prepare(CONFIG, lambda stage, fraction: None)
     assert "LlamaDecoderLayer: no compiler" in caplog.text
     for found, wanted in zip(logits(runner), expected, strict=True):
@@ -118,7 +118,7 @@ def test_compiled_layers_that_are_off_are_not_used(
 
     runner = ModelRunner(tiny_model("llama"), CONFIG)
     expected = logits(runner)
-    monkeypatch.setattr(compiled, "_kept", wrong)
+    monkeypatch.setattr(layers, "_kept", wrong)
     runner.prepare(CONFIG, lambda stage, fraction: None)
     assert "compiled layers are off" in caplog.text
     for found, wanted in zip(logits(runner), expected, strict=True):

@@ -12,7 +12,7 @@ import torch
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling import Sampled
+from server.engine.runtime.sampling.sample import Sampled
 from server.engine.scheduling.scheduler import Step
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model

@@ -13,11 +13,11 @@ import torch
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime import draws
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.draws import draw
 from server.engine.runtime.runner import TRIAL_TOLERANCES, ModelRunner
-from server.engine.runtime.sampling import sample
+from server.engine.runtime.sampling import inverse_cdf
+from server.engine.runtime.sampling.inverse_cdf import draw
+from server.engine.runtime.sampling.sample import sample
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, make_sequence, run_together, tokens
 from tests.engine.test_cuda import MODELS, SMALL, VOCABULARY
@@ -52,10 +52,10 @@ def test_write_kv_writes_its_slots_and_nothing_else(heads: int, dim: int, block_
 def test_draws_on_the_device_are_those_of_the_host(
     kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draws.use_device_draws(torch.device("cuda", 0), dtype, 151_936)
-    assert draws._DeviceDraws.draw_rows is not None
+    inverse_cdf.use_device_draws(torch.device("cuda", 0), dtype, 151_936)
+    assert inverse_cdf._DeviceDraws.draw_rows is not None
     if not kernel:
-        monkeypatch.setattr(draws._DeviceDraws, "draw_rows", None)
+        monkeypatch.setattr(inverse_cdf._DeviceDraws, "draw_rows", None)
     sequences = [
         make_sequence(index + 1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=index)
         for index, (temperature, top_k, top_p, min_p) in enumerate(

@@ -13,10 +13,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers import PreTrainedModel
 
 import nf4_kernels.ops
-from server.engine.runtime import lora
-from server.engine.runtime.fusion import FusedOperations, HasLaunch, fused_operations
-from server.engine.runtime.lora import AdapterTable, adding_masked
-from server.engine.runtime.projections import replace_projections
+from server.engine.runtime.compile.passes.norms import FusedOperations, HasLaunch, fused_operations
+from server.engine.runtime.model import lora
+from server.engine.runtime.model.lora import AdapterTable, adding_masked
+from server.engine.runtime.model.projections import replace_projections
 from tests.engine.fusing import BF16, Around, always, close, compiled, fusing, nf4
 from tests.engine.models import tiny_model
 

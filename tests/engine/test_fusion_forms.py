@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from server.engine.runtime.fusion import FusedOperations
-from server.engine.runtime.lora import adding_masked
-from server.engine.runtime.projections import NF4Linear
+from server.engine.runtime.compile.passes.norms import FusedOperations
+from server.engine.runtime.model.lora import adding_masked
+from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.fusing import BF16, Around, always, close, compiled, count, fusing, nf4
 
 

@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from server.engine.runtime.fusion import FusedOperations
-from server.engine.runtime.lora import adding_masked
-from server.engine.runtime.patterns import HasLaunch
-from server.engine.runtime.projections import NF4Linear
+from server.engine.runtime.compile.passes.matching import HasLaunch
+from server.engine.runtime.compile.passes.norms import FusedOperations
+from server.engine.runtime.model.lora import adding_masked
+from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.fusing import BF16, always, close, compiled, count, fusing, nf4, sixteen
 
 pytestmark = pytest.mark.filterwarnings("error:erase_node")

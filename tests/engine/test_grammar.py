@@ -13,7 +13,7 @@ import torch
 from llguidance import LLMatcher
 
 from server.engine.grammar import GrammarError, Grammars
-from server.engine.runtime.sampling import sample
+from server.engine.runtime.sampling.sample import sample
 from server.engine.scheduling.sequence import Sequence
 from server.text.tokenizer import Tokenizer
 from server.types import GenerateRequest, SamplingParams

@@ -9,7 +9,7 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.runtime.batch import Batch, Span
-from server.engine.runtime.invariant import in_groups
+from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.runner import ModelRunner
 from tests.engine.models import tiny_model

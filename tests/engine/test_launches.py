@@ -10,7 +10,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer
 
 from nf4_kernels import cuda
-from server.engine.runtime.launches import overlapping_launches
+from server.engine.runtime.compile.pdl import overlapping_launches
 
 
 class _Kernel:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
-from server.engine.runtime import lora
-from server.engine.runtime.lora import adding_masked
+from server.engine.runtime.model import lora
+from server.engine.runtime.model.lora import adding_masked
 from server.engine.runtime.runner import ModelRunner
 from server.types import GenerateRequest, LoadAdapter, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter

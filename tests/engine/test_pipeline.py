@@ -13,9 +13,9 @@ import torch
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch, build_batch
-from server.engine.runtime.draws import draw
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits
+from server.engine.runtime.sampling.inverse_cdf import draw
+from server.engine.runtime.sampling.sample import Sampled, is_drawn_from_own_logits
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import UNKNOWN
 from server.types import RequestOutput

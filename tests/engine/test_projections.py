@@ -8,7 +8,7 @@ from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
-from server.engine.runtime.projections import GroupMember, NF4Linear, replace_projections, weight_bytes
+from server.engine.runtime.model.projections import GroupMember, NF4Linear, replace_projections, weight_bytes
 
 
 class _Attention(nn.Module):

@@ -21,7 +21,7 @@ from server.engine.runtime.attention.base import (
 )
 from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.fusion import FusedOperations
+from server.engine.runtime.compile.passes.norms import FusedOperations
 from tests.engine.fusing import BF16, always, close, compiled, fusing
 from tests.engine.rotating import rotated
 from tests.engine.test_fusion import logits, nf4_model

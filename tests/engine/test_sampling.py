@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.runtime import sampling
-from server.engine.runtime.draws import uniform
-from server.engine.runtime.penalties import HostPenalties, Penalties
-from server.engine.runtime.sampling import sample
+from server.engine.runtime.sampling import sample as sample_module
+from server.engine.runtime.sampling.inverse_cdf import uniform
+from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
+from server.engine.runtime.sampling.sample import sample
 from server.engine.scheduling.sequence import Sequence
 from tests.engine.factories import make_sequence
 
@@ -132,7 +132,7 @@ def test_penalties_are_openais_and_transformers() -> None:
 @pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu"))])
 def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = kind()
-    monkeypatch.setattr(sampling, "penalties", lambda *_: kept)
+    monkeypatch.setattr(sample_module, "penalties", lambda *_: kept)
     vocabulary, draw_tokens = 50, torch.Generator().manual_seed(2)
     options: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},

@@ -15,8 +15,8 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import run_and_get_code
 
 from nf4_kernels import cuda
-from server.engine.runtime.launches import overlapping_launches
-from server.engine.runtime.small_kernels import small_kernels_by_rule
+from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
+from server.engine.runtime.compile.pdl import overlapping_launches
 
 
 @dataclass

@@ -7,8 +7,8 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 from nf4_kernels.successors import successor
-from server.engine.runtime.projections import GroupMember, NF4Linear, replace_projections
-from server.engine.runtime.succession import link_products
+from server.engine.runtime.model.projections import GroupMember, NF4Linear, replace_projections
+from server.engine.runtime.model.weight_order import link_products
 
 
 def _nf4() -> Linear4bit:

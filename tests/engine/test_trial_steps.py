@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.graphs.mixed import trial_steps
 from server.engine.runtime.limits import ModelLimits
-from server.engine.runtime.mixed_graphs import trial_steps
 
 
 @pytest.mark.parametrize(("block_size", "steps"), [(1, 2), (2, 3), (16, 3), (256, 3)])

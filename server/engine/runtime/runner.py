@@ -20,11 +20,10 @@ from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.batch import Batch, Span, build_batch
-from server.engine.runtime.compiled import CompileError, compile_layers
-from server.engine.runtime.cpu_linear import use_cpu_kernels
-from server.engine.runtime.draws import use_device_draws
-from server.engine.runtime.graphs import DecodeGraphs, Launched, ladder
-from server.engine.runtime.invariant import INVARIANT_ROWS, in_groups
+from server.engine.runtime.compile.layers import CompileError, compile_layers
+from server.engine.runtime.graphs.decode import DecodeGraphs, Launched, ladder
+from server.engine.runtime.graphs.invariant import INVARIANT_ROWS, in_groups
+from server.engine.runtime.graphs.mixed import MixedGraphs, trial_steps
 from server.engine.runtime.limits import (
     CPU_CACHE_BYTES,
     EngineConfigError,
@@ -33,14 +32,15 @@ from server.engine.runtime.limits import (
     sequence_limit,
     token_budget,
 )
-from server.engine.runtime.lora import adding
-from server.engine.runtime.lora_registry import install_adapters
 from server.engine.runtime.memory import MemoryGauge, cache_bytes
-from server.engine.runtime.mixed_graphs import MixedGraphs, trial_steps
-from server.engine.runtime.projections import replace_projections, weight_bytes
-from server.engine.runtime.prompt_scores import score_prompts
-from server.engine.runtime.sampling import Sampled, is_drawn_from_own_logits, sample
-from server.engine.runtime.succession import link_products
+from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.lora import adding
+from server.engine.runtime.model.lora_registry import install_adapters
+from server.engine.runtime.model.projections import replace_projections, weight_bytes
+from server.engine.runtime.model.weight_order import link_products
+from server.engine.runtime.sampling.inverse_cdf import use_device_draws
+from server.engine.runtime.sampling.prompt_logprobs import score_prompts
+from server.engine.runtime.sampling.sample import Sampled, is_drawn_from_own_logits, sample
 from server.engine.runtime.trials import failure, relative_error
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence

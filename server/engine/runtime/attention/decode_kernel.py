@@ -133,7 +133,7 @@ def _attend(  # type: ignore[no-untyped-def]
     overlap: tl.constexpr,
 ):
     # One program a part of a sequence's keys and a key head, with all query heads that share it.
-    if overlap:  # see server/engine/runtime/launches.py
+    if overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
     item, head = tl.program_id(0), tl.program_id(1)
     row, begin, end, newest = _four(items + item * 8)

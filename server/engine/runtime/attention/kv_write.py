@@ -48,7 +48,7 @@ def _write(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    if overlap:  # see server/engine/runtime/launches.py
+    if overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # One program a token: its key and its value, all heads, as one row of the cache each.

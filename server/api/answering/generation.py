@@ -1,0 +1,284 @@
+"""One HTTP request's sequences: sent to the engine, turned into text, merged, and given up when nobody wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from server.api.http.admission import Ticket
+from server.api.http.errors import SERVER_ERROR, ApiError, engine_failed, unavailable
+from server.api.http.streaming import closing
+from server.api.openai.protocol import Usage
+from server.engine.supervisor.client import EngineClient, EngineUnavailableError
+from server.observability.metrics import Metrics
+from server.observability.timeline import RequestTimeline, timelines
+from server.text.output import OutputText
+from server.types import GenerateRequest, RequestOutput, TokenLogprob
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ending = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one sequence. finish_reason is set on the sequence's last one."""
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: Ending | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the sequence, unless that was the model's end-of-sequence token."""
+
+
+class SequenceRun:
+    """One sequence, from the engine's outputs to deltas of text."""
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        text: OutputText,
+        timeline: RequestTimeline,
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.timeline = timeline
+        self._text = text
+        self._include_stop = include_stop
+        self._custom_stops = frozenset(request.sampling.stop_token_ids)
+        self._logprobs: list[TokenLogprob] = []
+        self.completion_tokens = 0
+        self._expired = asyncio.Event()
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's tokens from the second on, where they were asked for; there before the first delta."""
+        timeline.prompt_tokens = len(request.prompt_token_ids)
+        timeline.max_tokens = request.sampling.max_tokens
+        timeline.adapter = request.adapter
+        together = timelines.get()
+        if together is not None:
+            together.append(timeline)
+
+    async def deltas(self, engine: EngineClient, metrics: Metrics) -> AsyncIterator[Delta]:
+        """Deltas until the sequence ends. Closing it early aborts the engine's request.
+
+        Raises ApiError when the engine cannot finish it.
+        """
+        timeline = self.timeline
+        timeline.finish_reason = "abort"
+        try:
+            async with closing(self._outputs(engine)) as outputs:
+                async for output in outputs:
+                    metrics.tokens_received(timeline, output)
+                    delta = self._advance(output)
+                    if delta is None:
+                        continue
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+        except EngineUnavailableError as e:
+            timeline.finish_reason = "error"
+            raise unavailable(f"The model cannot generate now: {e}.", "engine_unavailable") from e
+        except ApiError:
+            timeline.finish_reason = "error"
+            raise
+        finally:
+            metrics.sequence_finished(timeline)
+
+    async def _outputs(self, engine: EngineClient) -> AsyncIterator[RequestOutput]:
+        """The engine's outputs; a request of which nothing had come when the engine died is asked once more.
+
+        Only once: it may be the one that kills the engine.
+        """
+        begun = False
+        async with closing(engine.generate(self.request)) as outputs:
+            async for output in outputs:
+                lost = output.finish_reason == "error" and engine.status.state == "restarting"
+                if lost and not begun:
+                    break
+                begun = True
+                yield output
+            else:
+                return
+        logger.info("%s: the engine ended before it began; waiting for it", self.request.request_id)
+        if not await self._wait_ready(engine):
+            raise _too_late()
+        async with closing(engine.generate(self.request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _wait_ready(self, engine: EngineClient) -> bool:
+        """Whether the engine was ready before this request's time was over. Raises EngineUnavailableError."""
+        ready = asyncio.create_task(engine.wait_ready())
+        expired = asyncio.create_task(self._expired.wait())
+        try:
+            await asyncio.wait({ready, expired}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+            return not expired.done()
+        finally:
+            ready.cancel()
+            expired.cancel()
+
+    def expire(self) -> None:
+        """Its time is over; whoever calls this aborts its request."""
+        self._expired.set()
+
+    def _advance(self, output: RequestOutput) -> Delta | None:
+        """The delta of one output; None when there is nothing to say yet."""
+        if output.finish_reason == "error":
+            raise engine_failed(f"The engine could not finish this request: {output.error or 'no reason given'}.")
+        if output.finish_reason == "abort" and self._expired.is_set():
+            raise _too_late()
+        if output.finish_reason == "abort":
+            raise unavailable("The request was given up because the server is shutting down.", "shutting_down")
+        token_ids: Sequence[int] = output.new_token_ids
+        hidden = (
+            output.stop_token_id is not None and not self._include_stop and token_ids[-1:] == [output.stop_token_id]
+        )
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        before = self._text.consumed
+        text = self._text.push(token_ids[:-1] if hidden else token_ids)
+        if output.finish_reason is not None:
+            text += self._text.finish()
+        finish_reason, stop_reason = self._ending(output)
+        # Tokens of the same step after the one that completed a stop string do not count.
+        taken = self._text.consumed - before + (1 if hidden and self._text.stop_string is None else 0)
+        self.completion_tokens += taken
+        self._logprobs.extend((output.logprobs or [])[:taken])
+        if not text and finish_reason is None:
+            return None
+        if finish_reason is not None:
+            self.timeline.finish_reason = finish_reason
+        logprobs, self._logprobs = self._logprobs, []
+        return Delta(self.index, text, logprobs, finish_reason, stop_reason)
+
+    def _ending(self, output: RequestOutput) -> tuple[Ending | None, str | int | None]:
+        if self._text.stop_string is not None:
+            return "stop", self._text.stop_string
+        if output.finish_reason == "stop":
+            custom = output.stop_token_id in self._custom_stops
+            return "stop", output.stop_token_id if custom else None
+        return ("length", None) if output.finish_reason == "length" else (None, None)
+
+
+def _too_late() -> ApiError:
+    return ApiError(504, "The request took longer than it was allowed to.", type=SERVER_ERROR, code="timeout")
+
+
+class Generation:
+    """All sequences of one HTTP request."""
+
+    def __init__(
+        self,
+        runs: Sequence[SequenceRun],
+        engine: EngineClient,
+        metrics: Metrics,
+        ticket: Ticket,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.runs = runs
+        self._timeout_s = timeout_s
+        self._ending: asyncio.Task[None] | None = None
+        self._engine = engine
+        self._metrics = metrics
+        self._ticket = ticket
+
+    def usage(self) -> Usage:
+        """Tokens so far; a prompt that several sequences share counts once."""
+        prompts = {id(run.request.prompt_token_ids): run for run in self.runs}.values()
+        return Usage.of(
+            sum(len(run.request.prompt_token_ids) for run in prompts),
+            sum(run.completion_tokens for run in self.runs),
+            sum(run.timeline.cached_tokens for run in prompts),
+        )
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Deltas of all sequences as they come. Closing it aborts what is still running. Raises ApiError."""
+        timer = None
+        if self._timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out)
+        try:
+            single = len(self.runs) == 1
+            stream = self.runs[0].deltas(self._engine, self._metrics) if single else self._merged()
+            async with closing(stream) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.close()
+            self._account()
+            self._log()
+
+    def _account(self) -> None:
+        lengths: dict[int, list[int]] = {}
+        for run in self.runs:
+            lengths.setdefault(id(run.request.prompt_token_ids), []).append(run.timeline.generation_tokens)
+        for answers in lengths.values():
+            self._metrics.prompt_finished(len(answers), max(answers))
+
+    def _time_out(self) -> None:
+        for run in self.runs:
+            run.expire()
+        self._ending = asyncio.ensure_future(self._engine.abort([run.request.request_id for run in self.runs]))
+
+    def close(self) -> None:
+        """Give up its place among the requests; for a generation that was never read, too."""
+        self._ticket.release()
+
+    async def _merged(self) -> AsyncIterator[Delta]:
+        ready: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+
+        async def pump(run: SequenceRun) -> None:
+            try:
+                async with closing(run.deltas(self._engine, self._metrics)) as deltas:
+                    async for delta in deltas:
+                        ready.put_nowait(delta)
+                ready.put_nowait(None)
+            except Exception as e:
+                ready.put_nowait(e)
+
+        tasks = [asyncio.create_task(pump(run)) for run in self.runs]
+        try:
+            running = len(tasks)
+            while running:
+                item = await ready.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _log(self) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        for run in self.runs:
+            timeline = run.timeline
+            first = timeline.time_to_first_token
+            rate = timeline.tokens_per_second
+            logger.info(
+                "%s %s: prompt %d, generated %d tokens, first after %s, %s, %.0f ms in all",
+                run.request.request_id,
+                timeline.finish_reason,
+                timeline.prompt_tokens,
+                run.completion_tokens,
+                "-" if first is None else f"{1000 * first:.0f} ms",
+                "-" if rate is None else f"{rate:.1f} tokens/s",
+                1000 * (timeline.total or 0.0),
+            )

@@ -1,0 +1,111 @@
+"""What all routes share: the model's name, its tokenizer and engine, and whether the server can generate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from starlette.requests import Request
+
+from server.api.http.admission import Admission
+from server.api.http.errors import ApiError, model_not_found, unavailable
+from server.api.openai.options import SamplingDefaults
+from server.config import Config
+from server.engine.grammar import Grammars
+from server.engine.supervisor.client import EngineClient, EngineStatus
+from server.observability.metrics import Metrics
+from server.text.tokenizer import Tokenizer
+from server.types import EngineReady
+
+VERSION = version("nf4-server")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A model that can generate."""
+
+    tokenizer: Tokenizer
+    engine: EngineClient
+    limits: EngineReady
+    grammars: Grammars
+
+
+class Service:
+    """State of one server, filled in while it starts (see server.app)."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model_name = config.model_name
+        self.created = int(time.time())
+        self.metrics = Metrics(config.model_name)
+        self.admission = Admission(config.http.max_queue, config.http.max_queue_tokens)
+        self.tokenizer: Tokenizer | None = None
+        self.grammars: Grammars | None = None
+        self.engine: EngineClient | None = None
+        self.sampling_defaults = SamplingDefaults()
+        self.draining = False
+        self.preparation = EngineStatus("loading", stage="starting")
+        """What is being done before there is an engine."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """State of the whole server."""
+        if self.engine is None or self.preparation.state == "failed":
+            return self.preparation
+        status = self.engine.status
+        if status.state == "ready" and self.tokenizer is None:
+            return EngineStatus("loading", stage="loading the tokenizer", fraction=0.99)
+        return status
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of the LoRA adapters that are served, by name."""
+        if self.engine is not None:
+            return self.engine.adapters
+        return {module.name: str(module.path) for module in self.config.engine.lora_modules}
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError (404) unless this is the model, or an adapter of it."""
+        self.adapter(name)
+
+    def adapter(self, name: str) -> str | None:
+        """The adapter that requests for this model run with, None for the model itself. Raises ApiError (404)."""
+        if name == self.model_name:
+            return None
+        if name not in self.adapters:
+            raise model_not_found(name)
+        return name
+
+    def backend(self) -> Backend:
+        """The model. Raises ApiError (503) while it cannot generate."""
+        status = self.status
+        if self.draining:
+            raise unavailable("The server is shutting down.", "shutting_down")
+        known = self.engine is not None and self.tokenizer is not None and self.grammars is not None
+        if known and status.ready is not None:
+            assert self.engine is not None
+            assert self.tokenizer is not None
+            assert self.grammars is not None
+            return Backend(self.tokenizer, self.engine, status.ready, self.grammars)
+        raise self.not_ready()
+
+    def not_ready(self) -> ApiError:
+        """Why the model cannot generate."""
+        status = self.status
+        match status.state:
+            case "failed":
+                return unavailable(f"The model failed to start: {status.message}", "engine_failed", None)
+            case "restarting":
+                return unavailable("The engine ended and is being started again.", "engine_restarting", 5)
+            case "stopped":
+                return unavailable("The server is shutting down.", "shutting_down")
+            case _:
+                percent = f"{100 * status.fraction:.0f} %"
+                return unavailable(f"The model is loading: {status.stage} ({percent}).", "model_loading", 5)
+
+
+def service_of(request: Request) -> Service:
+    """The service that a request's application was made with."""
+    service: Service = request.app.state.service
+    return service

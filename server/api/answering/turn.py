@@ -1,0 +1,199 @@
+"""A chat turn: the prompt made, its answers generated and split into thoughts, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answering.generation import Delta, Ending, Generation
+from server.api.answering.launch import admit, check_length, launch
+from server.api.answering.service import Backend, Service
+from server.api.http.errors import bad_request
+from server.api.http.replies import json_response
+from server.api.http.streaming import EventStream, closing, unless_disconnected
+from server.api.openai.chat_options import ChatOptions
+from server.api.openai.conversation import conversation
+from server.api.openai.protocol import CompletionTokensDetails, Usage
+from server.api.openai.structured import check_grammar, form_grammar
+from server.text.answer import AnswerParser, Part
+from server.text.errors import PromptError
+from server.text.grammar import after_thoughts, either, tools_grammar
+from server.types import TokenLogprob
+
+
+@dataclass(slots=True)
+class TurnDelta:
+    """What one step added to one answer; finish_reason is set on its last one."""
+
+    index: int
+    part: Part
+    logprobs: list[TokenLogprob]
+    finish_reason: Ending | str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    ids: list[int]
+    text: str
+    grammar: str | None
+    grammar_param: str
+    tools: bool
+
+
+class Turn:
+    """One request's answers. close() when it is not read to its end."""
+
+    def __init__(self, generation: Generation, parsers: list[AnswerParser]) -> None:
+        self.generation = generation
+        self._parsers = parsers
+        self._counted = [0] * len(parsers)
+        self._reasoning_tokens = 0
+
+    def usage(self) -> Usage:
+        """Tokens so far, and how many of them were thoughts."""
+        usage = self.generation.usage()
+        usage.completion_tokens_details = CompletionTokensDetails(self._reasoning_tokens)
+        return usage
+
+    async def deltas(self) -> AsyncIterator[TurnDelta]:
+        """Deltas of all answers as they come. Raises ApiError."""
+        waiting: dict[int, list[TokenLogprob]] = {}
+        async with closing(self.generation.deltas()) as deltas:
+            async for delta in deltas:
+                split = self._split(delta)
+                logprobs = [*waiting.pop(delta.index, ()), *delta.logprobs]
+                if not split and delta.finish_reason is None:
+                    waiting[delta.index] = logprobs
+                    continue
+                reason: str | None = delta.finish_reason
+                if reason == "stop" and self._parsers[delta.index].called:
+                    reason = "tool_calls"
+                yield TurnDelta(delta.index, split, logprobs, reason, delta.stop_reason)
+
+    def _split(self, delta: Delta) -> Part:
+        parser = self._parsers[delta.index]
+        thought = parser.thinking
+        part = parser.push(delta.text) if delta.text else Part()
+        count = self.generation.runs[delta.index].completion_tokens
+        if thought or parser.thinking or part.reasoning:
+            self._reasoning_tokens += count - self._counted[delta.index]
+        elif not part:
+            count = self._counted[delta.index]  # what is held back may become the mark of thoughts
+        self._counted[delta.index] = count
+        if delta.finish_reason is not None:
+            last = parser.finish()
+            part = Part(part.reasoning + last.reasoning, part.content + last.content, [*part.calls, *last.calls])
+        return part
+
+    def close(self) -> None:
+        """Give up its place among the requests."""
+        self.generation.close()
+
+
+class AnswerForm(Protocol):
+    """A turn's answers in the form of one endpoint."""
+
+    async def whole(self, turn: Turn) -> Any:
+        """The document that holds them all."""
+
+    def events(self, turn: Turn) -> AsyncIterator[bytes]:
+        """They as they come."""
+
+
+async def respond(request: Request, turn: Turn, form: AnswerForm, stream: bool) -> Response:
+    """The HTTP answer to request, as events or whole; closes the turn. Raises ApiError."""
+    if stream:
+        return EventStream(form.events(turn), turn.close)
+    try:
+        return json_response(await unless_disconnected(request, form.whole(turn)))
+    finally:
+        turn.close()
+
+
+async def start_turn(service: Service, options: ChatOptions, size: int, arrival: float, answer_id: str) -> Turn:
+    """A turn that has been admitted; it starts when it is read. Raises ApiError."""
+    options.check()
+    service.check_model(options.model)
+    backend = service.backend()
+    ticket = admit(service, options.n or 1, "n")
+    try:
+        prompt = await backend.tokenizer.off_loop(size, lambda: _prompt(options, backend))
+        if prompt.grammar is not None:
+            await check_grammar(backend.grammars, prompt.grammar, prompt.grammar_param)
+        dialect = backend.tokenizer.dialect
+        generation = launch(
+            service,
+            backend,
+            options,
+            [prompt.ids],
+            ticket,
+            model=options.model,
+            answer_id=answer_id,
+            arrival=arrival,
+            requested_tokens=options.requested_tokens,
+            default_tokens=None,
+            logprobs=(options.top_logprobs or 0) if options.logprobs else None,
+            at_start=not options.continue_final_message,
+            param="messages",
+            grammar=prompt.grammar,
+            prompt_logprobs=options.prompt_logprobs,
+            keep_marks=prompt.tools or dialect.reasoning is not None,
+        )
+        parsers = [
+            AnswerParser(
+                dialect.reasoning_splitter(prompt.text),
+                dialect.tool_parser() if prompt.tools else None,
+                single_call=options.parallel_tool_calls is False,
+            )
+            for _ in generation.runs
+        ]
+    except BaseException:
+        ticket.release()
+        raise
+    return Turn(generation, parsers)
+
+
+def encode_chat(options: ChatOptions, backend: Backend) -> tuple[list[int], str]:
+    """(token ids, text) of the conversation's prompt. Raises ApiError."""
+    tools, _ = options.usable_tools()
+    continues = bool(options.continue_final_message)
+    tokenizer = backend.tokenizer
+    try:
+        text = tokenizer.chat_template.render(
+            conversation(options.messages),
+            add_generation_prompt=not continues and options.add_generation_prompt is not False,
+            continue_final_message=continues,
+            tools=tools,
+            variables=options.template_variables(tokenizer.dialect),
+        )
+    except PromptError as e:
+        raise bad_request(str(e), "messages", "invalid_prompt") from e
+    check_length(backend, tokenizer.chat_template.guard.plain(text), "messages")
+    return tokenizer.encode_chat(text), text
+
+
+def _prompt(options: ChatOptions, backend: Backend) -> _Prompt:
+    ids, text = encode_chat(options, backend)
+    tokenizer, dialect = backend.tokenizer, backend.tokenizer.dialect
+    tools, forced = options.usable_tools()
+    form = options.answer_form()
+    grammar, param = None, "tools"
+    if form is not None:
+        if forced:
+            raise bad_request(
+                f"'tool_choice' asks for a call, '{form[2]}' for something else.", "tool_choice", "invalid_value"
+            )
+        grammar, param = form_grammar(form), form[2]
+    if tools and (forced or grammar is not None):
+        # A function that was named is called once, as OpenAI has it.
+        several = options.parallel_tool_calls is not False and not isinstance(options.tool_choice, dict)
+        calls = tools_grammar(dialect, tools, tokenizer.special_id, several=several)
+        grammar = calls if grammar is None else either(grammar, calls)
+    if grammar is not None:
+        grammar = after_thoughts(grammar, dialect, tokenizer.special_id, opened=dialect.thinks_on(text))
+    return _Prompt(ids, text, grammar, param, bool(tools))

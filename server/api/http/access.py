@@ -1,0 +1,93 @@
+"""Who may ask: API keys, and how many requests each may have under way."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+from collections import Counter
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api.http.errors import ApiError, answer_api_error
+
+# What machines and people look at before they have a key; none of it tells what others ask.
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json"})
+
+
+class AccessLayer:
+    """ASGI middleware: 401 without a known key, 429 for a key with too many requests under way."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], most_per_key: int | None) -> None:
+        self._app = app
+        # Digests have one length, so that a comparison tells nothing about a key's.
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._most = most_per_key
+        self._under_way: Counter[int] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on, or answer it."""
+        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = self._known(scope)
+            if self._most is not None and self._under_way[key] >= self._most:
+                raise ApiError(
+                    429,
+                    f"This API key has {self._most} requests under way, which is its limit.",
+                    type="rate_limit_error",
+                    code="key_limit",
+                    headers={"Retry-After": "1"},
+                )
+        except ApiError as e:
+            response = await answer_api_error(Request(scope), e)
+            await response(scope, receive, send)
+            return
+        self._under_way[key] += 1
+        place = contextlib.ExitStack()
+        place.callback(self._under_way.subtract, [key])
+
+        async def sending(message: Message) -> None:
+            # Whoever has read the end of an answer may ask again at once, before the rest here has run.
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                place.close()
+            await send(message)
+
+        with place:
+            await self._app(scope, receive, sending)
+
+    def _known(self, scope: Scope) -> int:
+        """Which key the request has. Raises ApiError."""
+        given = _given_key(scope)
+        if given is None:
+            raise _refused("No API key was given; send it as 'Authorization: Bearer KEY'.")
+        digest, found = _digest(given), -1
+        for i, known in enumerate(self._digests):
+            if hmac.compare_digest(known, digest):
+                found = i  # and on through the rest: the time must not tell which key it was
+        if found < 0:
+            raise _refused("The API key is not known.")
+        return found
+
+
+def _given_key(scope: Scope) -> bytes | None:
+    """From Authorization (OpenAI's clients) or x-api-key (Anthropic's)."""
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return bytes(value[7:].strip())
+        if name == b"x-api-key":
+            return bytes(value.strip())
+    return None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(
+        401, message, type="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+    )

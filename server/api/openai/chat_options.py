@@ -1,0 +1,92 @@
+"""The options of a chat, whichever endpoint they came through."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from server.api.http.errors import bad_request
+from server.api.openai.message_schemas import MESSAGES_SCHEMA
+from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
+from server.api.openai.tools import ToolOptions
+from server.text.dialect import Dialect
+
+UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning": (),
+    "thinking": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "echo": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "mm_processor_kwargs": (),
+    "add_special_tokens": (False,),
+    "suffix": (),
+    "prompt": (),
+}
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class ChatOptions(GenerationOptions, ToolOptions):
+    """Body of POST /v1/chat/completions. The messages are checked by server.api.openai.conversation."""
+
+    messages: Annotated[list[Any], Field(min_length=1), WithJsonSchema(MESSAGES_SCHEMA)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_COUNT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+
+    def check(self) -> None:
+        """Raise ApiError for options that contradict each other."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs", "invalid_value")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise bad_request(
+                "'max_tokens' and 'max_completion_tokens' say different things; set one of them.",
+                "max_completion_tokens",
+                "invalid_value",
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_request(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other.",
+                "continue_final_message",
+                "invalid_value",
+            )
+        self.answer_form()
+        self.usable_tools()
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """Limit of the answer's length, by either of its names."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def template_variables(self, dialect: Dialect) -> dict[str, Any]:
+        """What the chat template may look at. Raises ApiError for an effort that the model cannot be told."""
+        variables = dict(self.chat_template_kwargs or {})
+        match self.reasoning_effort, dialect.effort:
+            case None, _:
+                pass
+            case effort, "reasoning_effort":
+                variables.setdefault("reasoning_effort", effort)
+            case effort, "enable_thinking":
+                variables.setdefault("enable_thinking", effort != "none")
+            case effort, _ if effort != "none":
+                raise bad_request(
+                    "'reasoning_effort' is not supported by this model: its chat template knows no such setting.",
+                    "reasoning_effort",
+                    "unsupported_parameter",
+                )
+        return variables

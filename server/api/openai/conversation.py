@@ -1,0 +1,174 @@
+"""The messages of a chat request, checked one by one and brought into the form that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.validation import json_type
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+UNSUPPORTED_ROLES = ("function",)
+UNSUPPORTED_FIELDS = frozenset({"function_call", "refusal", "audio", "annotations", "reasoning_details"})
+"""Fields that clients send back from answers they got; accepted only when empty."""
+UNSUPPORTED_PARTS = frozenset(
+    {"image_url", "input_audio", "file", "refusal", "video_url", "audio_url", "image", "video"}
+)
+
+
+def conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages with role, content as one string, and what else templates look at: name, tool_calls (arguments as
+    objects), tool_call_id, reasoning_content. Raises ApiError that names what is wrong.
+    """
+    result: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for i, raw in enumerate(messages):
+        message = _message(raw, f"messages[{i}]")
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool":
+            # Some templates name the function whose result it is.
+            message.setdefault("name", names.get(message["tool_call_id"], "unknown"))
+        result.append(message)
+    return result
+
+
+def _message(raw: Any, where: str) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise _wrong_type(where, "an object", raw)
+    message: dict[str, Any] = {"role": _role(raw, where)}
+    for key, value in raw.items():
+        param = f"{where}.{shown(key)}"
+        match key:
+            case "role":
+                pass
+            case "content":
+                if value is not None:
+                    message["content"] = _content(value, param)
+            case "name" | "tool_call_id" | "reasoning_content" | "reasoning":
+                _text_field(message, key, value, param)
+            case "tool_calls":
+                if value:
+                    message["tool_calls"] = tool_calls(value, param)
+            case _ if key in UNSUPPORTED_FIELDS:
+                if value:
+                    raise _unsupported(param, f"'{key}'")
+            case _:
+                raise bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+    _check_fields(message, where)
+    return message
+
+
+def _text_field(message: dict[str, Any], key: str, value: Any, param: str) -> None:
+    if value is not None and not isinstance(value, str):
+        raise _wrong_type(param, "a string", value)
+    if value is not None:
+        message["reasoning_content" if key == "reasoning" else key] = value
+
+
+def _check_fields(message: dict[str, Any], where: str) -> None:
+    """What each role must and may have."""
+    role = message["role"]
+    only = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+    for key, owner in only.items():
+        if key in message and role != owner:
+            param = f"{where}.{key}"
+            raise bad_request(f"'{param}' belongs to messages of the role '{owner}'.", param, "invalid_value")
+    needed = ["tool_call_id", "content"] if role == "tool" else [] if "tool_calls" in message else ["content"]
+    for key in needed:
+        if key not in message:
+            param = f"{where}.{key}"
+            raise bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    message.setdefault("content", "")
+
+
+def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Calls that the assistant made earlier. Raises ApiError."""
+    if not isinstance(value, list):
+        raise _wrong_type(where, "an array", value)
+    calls = []
+    for i, call in enumerate(value):
+        param = f"{where}[{i}]"
+        match call:
+            case {"id": str(call_id), "function": {"name": str(name), "arguments": str(written)}}:
+                pass
+            case _:
+                raise bad_request(
+                    f"Invalid '{param}': expected an object with 'id', 'type' and 'function' (its 'name', and its "
+                    "'arguments' as a string).",
+                    param,
+                    "invalid_value",
+                )
+        if call.get("type", "function") != "function":
+            raise _unsupported(f"{param}.type", "A type of call other than 'function'")
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": _arguments(written)}})
+    return calls
+
+
+def _arguments(written: str) -> Any:
+    """Arguments as an object, which is what templates write; a text that is none stays one."""
+    try:
+        arguments = json.loads(written)
+    except (ValueError, RecursionError):
+        return written
+    return arguments if isinstance(arguments, dict) else written
+
+
+def _role(raw: dict[str, Any], where: str) -> str:
+    param = f"{where}.role"
+    role = raw.get("role")
+    if role is None:
+        raise bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    if not isinstance(role, str):
+        raise _wrong_type(param, "a string", role)
+    if role in UNSUPPORTED_ROLES:
+        raise _unsupported(param, f"The role '{role}'")
+    if role not in ROLES:
+        supported = ", ".join(f"'{name}'" for name in ROLES)
+        raise bad_request(
+            f"Invalid value for '{param}': '{shown(role)}'. Supported values are: {supported}.", param, "invalid_value"
+        )
+    return role
+
+
+def _content(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong_type(where, "a string or an array of content parts", value)
+    if not value:
+        raise bad_request(f"Invalid '{where}': expected at least one content part.", where, "empty_array")
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(value))
+
+
+def _part(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise _wrong_type(where, "an object", part)
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in UNSUPPORTED_PARTS:
+        raise _unsupported(f"{where}.type", f"Content of type '{kind}'")
+    if kind != "text":
+        param = f"{where}.type"
+        raise bad_request(
+            f"Invalid value for '{param}': {shown(repr(kind))}. Supported values are: 'text'.", param, "invalid_value"
+        )
+    for key in part:
+        if key not in ("type", "text"):
+            param = f"{where}.{shown(key)}"
+            raise bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _wrong_type(f"{where}.text", "a string", text)
+    return text
+
+
+def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
+    return bad_request(
+        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
+    )
+
+
+def _unsupported(param: str, what: str) -> ApiError:
+    return bad_request(f"{what} is not supported by this server (in '{param}').", param, "unsupported_parameter")

@@ -1,0 +1,288 @@
+"""POST /v1/completions: text that goes on from a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answering.generation import Delta, Generation
+from server.api.answering.launch import admit, check_length, launch, new_id
+from server.api.answering.service import Backend, service_of
+from server.api.http.errors import ApiError, bad_request
+from server.api.http.replies import json_response
+from server.api.http.streaming import DONE, EventStream, closing, event, unless_disconnected
+from server.api.http.validation import json_type, read_json, validate
+from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
+from server.api.openai.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobsBuilder,
+    Timings,
+    Usage,
+    fewer,
+    prompt_scores,
+)
+from server.api.openai.structured import check_grammar, form_grammar
+from server.types import TokenLogprob
+
+router = APIRouter()
+
+DEFAULT_TOKENS = 16
+"""OpenAI's default for max_tokens here."""
+
+UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "messages": (),
+    "max_completion_tokens": (),
+    "top_logprobs": (),
+    "tools": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+}
+
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "description": "A text or its token ids, or several of either",
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string", "minLength": 1}, _TOKEN_IDS]}},
+    ],
+}
+
+
+class CompletionRequest(GenerationOptions):
+    """Body of POST /v1/completions. The prompt is checked by prompts_of."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)] | None = None
+
+    @property
+    def scored_alternatives(self) -> int | None:
+        """How many alternatives to the prompt's tokens are wanted; None: the prompt is not scored."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
+
+    def check(self) -> None:
+        """Raise ApiError for options that contradict each other."""
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request(
+                "Invalid 'max_tokens': 0 is only allowed with 'echo'.", "max_tokens", "value_out_of_range"
+            )
+
+
+def prompt_count(prompt: Any) -> int:
+    """How many prompts the field holds, before they are looked at one by one."""
+    return len(prompt) if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else 1
+
+
+def prompts_of(prompt: Any, vocab_size: int) -> list[str | list[int]]:
+    """The prompts that the field can hold: one or many, as text or as token ids. Raises ApiError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise _wrong_type("prompt", "a string or an array", prompt)
+    if not prompt:
+        raise bad_request(
+            "Invalid 'prompt': expected an array with at least 1 element(s), but got 0.", "prompt", "empty_array"
+        )
+    if type(prompt[0]) is int:
+        return [_token_ids(prompt, vocab_size, "prompt")]
+    prompts: list[str | list[int]] = []
+    for i, one in enumerate(prompt):
+        if isinstance(one, list):
+            prompts.append(_token_ids(one, vocab_size, f"prompt[{i}]"))
+        elif isinstance(one, str):
+            prompts.append(one)
+        else:
+            raise _wrong_type(f"prompt[{i}]", "a string or an array of token ids", one)
+    return prompts
+
+
+def _token_ids(ids: Sequence[Any], vocab_size: int, where: str) -> list[int]:
+    if not ids:
+        raise bad_request(f"Invalid '{where}': it has no tokens.", where, "empty_array")
+    for i, token_id in enumerate(ids):
+        if type(token_id) is not int:
+            raise _wrong_type(f"{where}[{i}]", "an integer", token_id)
+        if not 0 <= token_id < vocab_size:
+            raise bad_request(
+                f"Invalid '{where}[{i}]': {str(token_id)[:24]} is no token id; the vocabulary has {vocab_size} tokens.",
+                f"{where}[{i}]",
+                "value_out_of_range",
+            )
+    return list(ids)
+
+
+def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
+    return bad_request(
+        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
+    )
+
+
+def _encode(options: CompletionRequest, backend: Backend) -> list[list[int]]:
+    encoded = []
+    for i, prompt in enumerate(prompts_of(options.prompt, backend.limits.vocab_size)):
+        if isinstance(prompt, str):
+            check_length(backend, prompt, "prompt")
+            ids = backend.tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens is not False)
+            if not ids:
+                where = "prompt" if isinstance(options.prompt, str) else f"prompt[{i}]"
+                raise bad_request(f"Invalid '{where}': it has no tokens.", where, "empty_prompt")
+            encoded.append(ids)
+        else:
+            encoded.append(prompt)
+    return encoded
+
+
+@router.post("/v1/completions", summary="Continue a text")
+async def completions(request: Request) -> Response:
+    """OpenAI's text completions, whole or streamed, for one prompt or many."""
+    service = service_of(request)
+    document, size = await read_json(request, service.config.http.max_body_bytes)
+    arrival = time.monotonic()
+    options = validate(CompletionRequest, document, UNSUPPORTED_COMPLETION)
+    options.check()
+    service.check_model(options.model)
+    backend = service.backend()
+    count = prompt_count(options.prompt)
+    ticket = admit(service, count * (options.n or 1), "n" if count == 1 else "prompt")
+    try:
+        encoded = await backend.tokenizer.off_loop(size, lambda: _encode(options, backend))
+        grammar, form = None, options.answer_form()
+        if form is not None:
+            grammar = await backend.tokenizer.off_loop(size, lambda: form_grammar(form))
+            await check_grammar(backend.grammars, grammar, form[2])
+        answer = _Answer(options, backend)
+        generation = launch(
+            service,
+            backend,
+            options,
+            encoded,
+            ticket,
+            model=options.model,
+            answer_id=answer.id,
+            arrival=arrival,
+            # No tokens of its own: one is generated, and not shown.
+            requested_tokens=1 if options.max_tokens == 0 else options.max_tokens,
+            default_tokens=DEFAULT_TOKENS,
+            logprobs=options.logprobs,
+            at_start=False,
+            param="prompt",
+            grammar=grammar,
+            prompt_logprobs=options.scored_alternatives,
+        )
+    except BaseException:
+        ticket.release()
+        raise
+    if options.stream:
+        return EventStream(answer.events(generation), generation.close)
+    try:
+        return json_response(await unless_disconnected(request, answer.whole(generation)))
+    finally:
+        generation.close()
+
+
+class _Answer:
+    """One answer's identity, and its two forms."""
+
+    def __init__(self, options: CompletionRequest, backend: Backend) -> None:
+        self.id = new_id("cmpl-")
+        self._created = int(time.time())
+        self._model = options.model
+        self._tokenizer = backend.tokenizer
+        self._logprobs = options.logprobs
+        self._prompt_logprobs = options.prompt_logprobs
+        self._timings = bool(options.timings)
+        self._echo = bool(options.echo)
+        self._only_echo = options.max_tokens == 0
+        self._prompt = options.prompt
+        stream = options.stream_options
+        self._usage_at_end = bool(stream and stream.include_usage)
+        self._usage_always = bool(stream and stream.continuous_usage_stats)
+
+    async def whole(self, generation: Generation) -> Completion:
+        texts: list[list[str]] = [[] for _ in generation.runs]
+        logprobs: list[list[TokenLogprob]] = [[] for _ in generation.runs]
+        last: dict[int, Delta] = {}
+        async with closing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                texts[delta.index].append(delta.text)
+                logprobs[delta.index].extend(delta.logprobs)
+                last[delta.index] = delta
+        choices = [
+            self._choice(
+                generation,
+                replace(delta, text="".join(texts[index]), logprobs=logprobs[index]),
+                CompletionLogprobsBuilder(self._tokenizer),
+                first=True,
+            )
+            for index, delta in sorted(last.items())
+        ]
+        return Completion(self.id, self._created, self._model, choices, self._usage(generation))
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        builders = [CompletionLogprobsBuilder(self._tokenizer) for _ in generation.runs]
+        begun: set[int] = set()
+        async with closing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                first = delta.index not in begun
+                begun.add(delta.index)
+                choice = self._choice(generation, delta, builders[delta.index], first=first)
+                usage = self._usage(generation) if self._usage_always else None
+                shown = usage if self._usage_at_end or self._usage_always else msgspec.UNSET
+                yield event(Completion(self.id, self._created, self._model, [choice], shown))
+        if self._usage_at_end:
+            yield event(Completion(self.id, self._created, self._model, [], self._usage(generation)))
+        yield DONE
+
+    def _choice(
+        self, generation: Generation, delta: Delta, builder: CompletionLogprobsBuilder, *, first: bool
+    ) -> CompletionChoice:
+        """A delta as a choice; the first one of a sequence begins with the prompt where that is echoed."""
+        if self._only_echo:
+            ended = delta.finish_reason and "length"
+            delta = replace(delta, text="", logprobs=[], finish_reason=ended, stop_reason=None)
+        run = generation.runs[delta.index]
+        ids = run.request.prompt_token_ids
+        text, logprobs = delta.text, None
+        if first and self._echo:
+            text = self._prompt_text(delta.index, len(generation.runs), ids) + text
+            if self._logprobs is not None:
+                scores = [fewer(entry, self._logprobs) for entry in run.prompt_logprobs]
+                logprobs = builder.with_prompt(ids, scores, delta.logprobs)
+        elif self._logprobs is not None:
+            logprobs = builder.build(delta.logprobs)
+        timings = self._timings_of(generation, delta)
+        scored = prompt_scores(self._tokenizer, run.prompt_logprobs, self._prompt_logprobs)
+        return CompletionChoice(delta.index, text, logprobs, delta.finish_reason, delta.stop_reason, timings, scored)
+
+    def _prompt_text(self, index: int, count: int, ids: list[int]) -> str:
+        """The prompt as it was given, or the text of its ids."""
+        several = isinstance(self._prompt, list) and type(self._prompt[0]) is not int
+        prompts = self._prompt if several else [self._prompt]
+        prompt = prompts[index // (count // len(prompts))]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _usage(self, generation: Generation) -> Usage:
+        usage = generation.usage()
+        if not self._only_echo:
+            return usage
+        return Usage.of(usage.prompt_tokens, 0, usage.prompt_tokens_details.cached_tokens)
+
+    def _timings_of(self, generation: Generation, delta: Delta) -> Timings | msgspec.UnsetType:
+        wanted = self._timings and delta.finish_reason is not None
+        return Timings.of(generation.runs[delta.index].timeline) if wanted else msgspec.UNSET

@@ -1,0 +1,247 @@
+"""POST /v1/responses: OpenAI's newer form of a chat, without memory: nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answering.launch import new_id
+from server.api.answering.service import service_of
+from server.api.answering.turn import Turn, respond, start_turn
+from server.api.http.errors import ApiError, bad_request
+from server.api.http.streaming import closing
+from server.api.http.validation import given, read_json, validate
+from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
+from server.api.openai.options import SamplingDefaults
+from server.api.translate.blocks import Block, BlockEvent, Blocks, renamed
+from server.api.translate.responses import INPUT_SCHEMA, chat_document
+
+router = APIRouter()
+
+UNSUPPORTED_RESPONSE: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "truncation": ("disabled",),
+    "service_tier": ("auto", "default"),
+    "top_logprobs": (0,),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "context_management": (),
+}
+
+# What the chat behind a response calls its options.
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class Reasoning(BaseModel):
+    """How much a reasoning model thinks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    effort: str | None = None
+
+
+class TextOptions(BaseModel):
+    """The form of the text; format is checked as response_format is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: dict[str, Any] | None = None
+
+
+class ResponseRequest(BaseModel):
+    """Body of POST /v1/responses."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    model: str
+    input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+@router.post("/v1/responses", summary="Answer, in OpenAI's newer form")
+async def responses(request: Request) -> Response:
+    """OpenAI's responses: text, function tools, structured text, reasoning; whole or as events. Nothing is stored."""
+    service = service_of(request)
+    document, size = await read_json(request, service.config.http.max_body_bytes)
+    arrival = time.monotonic()
+    asked = validate(ResponseRequest, document, UNSUPPORTED_RESPONSE)
+    answer_id = new_id("resp_")
+    try:
+        options = validate(ChatOptions, chat_document(given(ResponseRequest, document)), UNSUPPORTED_CHAT)
+        turn = await start_turn(service, options, size, arrival, answer_id)
+    except ApiError as e:
+        raise renamed(e, _NAMES) from e
+    answer = _Answer(answer_id, asked, service.sampling_defaults)
+    return await respond(request, turn, answer, bool(asked.stream))
+
+
+@router.get("/v1/responses/{name}", include_in_schema=False)
+async def stored_response(name: str) -> Response:
+    """There never is one."""
+    raise bad_request("This server stores no responses.", None, "not_stored")
+
+
+class _Answer:
+    """One response and its two forms."""
+
+    def __init__(self, answer_id: str, asked: ResponseRequest, defaults: SamplingDefaults) -> None:
+        self._id = answer_id
+        self._asked = asked
+        self._defaults = defaults
+        self._created = int(time.time())
+        self._number = 0
+        self._ids: dict[int, str] = {}
+
+    async def whole(self, turn: Turn) -> dict[str, Any]:
+        blocks, reason = Blocks(), "stop"
+        async with closing(turn.deltas()) as deltas:
+            async for delta in deltas:
+                blocks.push(delta.part)
+                reason = delta.finish_reason or reason
+        return self._response(blocks, reason, turn)
+
+    async def events(self, turn: Turn) -> AsyncIterator[bytes]:
+        blocks, reason = Blocks(), "stop"
+        begun = self._response(blocks, None, None)
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+        try:
+            async with closing(turn.deltas()) as deltas:
+                async for delta in deltas:
+                    for happened in blocks.push(delta.part):
+                        yield self._block_event(happened)
+                    reason = delta.finish_reason or reason
+        except ApiError as e:
+            failed = begun | {"status": "failed", "error": {"code": "server_error", "message": e.message}}
+            yield self._event("response.failed", response=failed)
+            return
+        for happened in blocks.finish():
+            yield self._block_event(happened, "incomplete" if reason == "length" else "completed")
+        end = "response.incomplete" if reason == "length" else "response.completed"
+        yield self._event(end, response=self._response(blocks, reason, turn))
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        document = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(document) + b"\n\n"
+
+    def _block_event(self, happened: BlockEvent, status: str = "completed") -> bytes:
+        """The events of what happened; status is a block's when it ends."""
+        block = happened.block
+        item = self._item(block, status)
+        where = {"item_id": item["id"], "output_index": block.index}
+        part = {**where, "content_index": 0}
+        text = {"text": "response.output_text", "reasoning": "response.reasoning_text"}.get(block.kind)
+        extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        match happened.action:
+            case "start":
+                # The first delta may be in the block already; it is an event of its own.
+                started = self._item(replace(block, text=""), "in_progress")
+                content = started.get("content", [])
+                started = {**started, "content": []} if "content" in started else started
+                data = self._event("response.output_item.added", output_index=block.index, item=started)
+                if text is not None:
+                    data += self._event("response.content_part.added", **part, part=content[0])
+                return data
+            case "delta" if text is not None:
+                return self._event(f"{text}.delta", **part, delta=happened.delta, **extra)
+            case "delta":
+                return self._event("response.function_call_arguments.delta", **where, delta=happened.delta)
+        if text is not None:
+            data = self._event(f"{text}.done", **part, text=block.text, **extra)
+            data += self._event("response.content_part.done", **part, part=item["content"][0])
+        else:
+            data = self._event("response.function_call_arguments.done", **where, name=block.name, arguments=block.text)
+        return data + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
+        item_id = self._ids.setdefault(block.index, new_id(prefix))
+        match block.kind:
+            case "text":
+                content = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+                return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": [content]}
+            case "reasoning":
+                thoughts = {"type": "reasoning_text", "text": block.text}
+                return {"id": item_id, "type": "reasoning", "summary": [], "content": [thoughts], "status": status}
+            case _:
+                return {
+                    "id": item_id, "type": "function_call", "status": status, "call_id": block.call_id,
+                    "name": block.name, "arguments": block.text,
+                }  # fmt: skip
+
+    def _response(self, blocks: Blocks, reason: str | None, turn: Turn | None) -> dict[str, Any]:
+        asked = self._asked
+        status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
+        usage = None
+        if turn is not None:
+            spent = turn.usage()
+            usage = {
+                "input_tokens": spent.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": spent.prompt_tokens_details.cached_tokens},
+                "output_tokens": spent.completion_tokens,
+                "output_tokens_details": spent.completion_tokens_details,
+                "total_tokens": spent.total_tokens,
+            }
+        last = blocks.all[-1].index if blocks.all else -1
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": asked.model,
+            "output": [
+                self._item(b, "incomplete" if reason == "length" and b.index == last else "completed")
+                for b in blocks.all
+            ],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+            "store": False,
+            "temperature": self._defaults.temperature if asked.temperature is None else asked.temperature,
+            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
+            "top_p": self._defaults.top_p if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": asked.user,
+            "metadata": asked.metadata or {},
+        }

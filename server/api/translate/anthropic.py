@@ -1,0 +1,153 @@
+"""The body of /v1/messages as the body of a chat."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from server.api.http.errors import ApiError, bad_request, shown
+
+# What clients mark for Anthropic's cache; ours needs no marks, and no answer depends on it.
+_SERVICE_KEYS = frozenset({"cache_control", "citations"})
+
+
+def chat_document(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
+    """The chat that a message request asks for. Raises ApiError."""
+    same = ("model", "max_tokens", "temperature", "top_p", "top_k")
+    chat: dict[str, Any] = {key: asked[key] for key in same if key in asked}
+    messages: list[dict[str, Any]] = []
+    if "system" in asked:
+        messages.append({"role": "system", "content": _texts(asked["system"], "system")})
+    for i, message in enumerate(asked["messages"]):
+        messages += _message(message, f"messages[{i}]")
+    chat["messages"] = messages
+    if messages[-1]["role"] == "assistant":
+        chat["continue_final_message"] = True  # Anthropic's way to begin the answer
+    if "stop_sequences" in asked:
+        chat["stop"] = asked["stop_sequences"]
+    if "tools" in asked:
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked["tools"])]
+    chat |= _choice(asked.get("tool_choice", {}))
+    chat |= _form(asked.get("output_config", {}).get("format"))
+    match asked.get("thinking", {}).get("type", "none"):
+        case "none":
+            pass
+        case "disabled":
+            chat["reasoning_effort"] = "none"
+        case "enabled" | "adaptive" if can_think:
+            chat["reasoning_effort"] = "medium"
+        case "enabled" | "adaptive":
+            raise _unsupported("thinking", "This model does not think on request: 'thinking'")
+        case other:
+            raise bad_request(
+                f"Invalid value for 'thinking.type': {shown(repr(other))}.", "thinking.type", "invalid_value"
+            )
+    effort = asked.get("output_config", {}).get("effort")
+    if effort is not None and chat.get("reasoning_effort") != "none":
+        if not can_think:
+            raise _unsupported("output_config.effort", "This model does not think on request: 'effort'")
+        chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    return chat
+
+
+def _form(asked: Any) -> dict[str, Any]:
+    match asked:
+        case None:
+            return {}
+        case {"type": "json_schema", "schema": dict(schema)} if len(asked) == 2:
+            named = {"name": "answer", "schema": schema, "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": named}}
+    where = "output_config.format"
+    raise bad_request(f"Invalid '{where}': expected 'type' json_schema and a 'schema'.", where, "invalid_value")
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    if choice.get("disable_parallel_tool_use"):
+        result["parallel_tool_calls"] = False
+    match choice.get("type"):
+        case None | "auto":
+            pass
+        case "none":
+            result["tool_choice"] = "none"
+        case "any":
+            result["tool_choice"] = "required"
+        case "tool" if isinstance(choice.get("name"), str):
+            result["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        case _:
+            raise bad_request("Invalid value for 'tool_choice'.", "tool_choice", "invalid_value")
+    return result
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise _unsupported(f"{where}.type", f"A tool of type {shown(repr(tool['type']))}")
+    names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+    for key in tool:
+        if key not in names and key not in _SERVICE_KEYS and key != "type":
+            param = f"{where}.{shown(key)}"
+            raise bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+    return {"type": "function", "function": {names[key]: value for key, value in tool.items() if key in names}}
+
+
+def _message(message: Any, where: str) -> list[dict[str, Any]]:
+    """One message, and before it one of the role tool for each tool_result in it."""
+    match message:
+        case {"role": "user" | "assistant" as role, "content": str(content)}:
+            return [{"role": role, "content": content}]
+        case {"role": "user" | "assistant" as role, "content": [*blocks]} if blocks:
+            pass
+        case _:
+            raise bad_request(
+                f"Invalid '{where}': expected an object with 'role' ('user' or 'assistant') and 'content' (a string or "
+                "an array of blocks).",
+                where,
+                "invalid_value",
+            )
+    made: dict[str, Any] = {"role": role}
+    results: list[dict[str, Any]] = []
+    for i, block in enumerate(blocks):
+        _read_block(block, role, f"{where}.content[{i}]", made, results)
+    if len(made) == 1:
+        return results
+    return [*results, {"content": "", **made}]
+
+
+def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """Put one block into the message, or into the results of tools before it."""
+    match role, block:
+        case _, {"type": "text", "text": str(text)}:
+            made["content"] = f"{made['content']}\n{text}" if "content" in made else text
+        case "assistant", {"type": "thinking", "thinking": str(text)}:
+            made["reasoning_content"] = made.get("reasoning_content", "") + text
+        case "assistant", {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
+            function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+            made.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        case "user", {"type": "tool_result", "tool_use_id": str(call_id)}:
+            content = _texts(block.get("content") or "", f"{param}.content")
+            if block.get("is_error"):
+                content = f"Error: {content}"
+            results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        case _, {"type": str(kind)}:
+            raise _unsupported(param, f"A block of type {shown(repr(kind))} here")
+        case _:
+            raise bad_request(f"Invalid '{param}': expected a content block.", param, "invalid_value")
+
+
+def _texts(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise bad_request(f"Invalid '{where}': expected a string or text blocks.", where, "invalid_type")
+    texts = []
+    for i, block in enumerate(value):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise _unsupported(f"{where}[{i}]", "A block that is no text")
+    return "\n".join(texts)
+
+
+def _unsupported(param: str, what: str) -> ApiError:
+    return bad_request(f"{what} is not supported by this server (in '{param}').", param, "unsupported_parameter")

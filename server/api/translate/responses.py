@@ -1,0 +1,118 @@
+"""The body of /v1/responses as the body of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.validation import json_type
+
+INPUT_SCHEMA = {
+    "description": "A text, or items: messages, function_call, function_call_output, reasoning",
+    "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}],
+}
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def chat_document(asked: dict[str, Any]) -> dict[str, Any]:
+    """The chat that a response asks for. Raises ApiError."""
+    chat: dict[str, Any] = {
+        key: asked[key] for key in ("model", "temperature", "top_p", "parallel_tool_calls") if key in asked
+    }
+    if "max_output_tokens" in asked:
+        chat["max_tokens"] = asked["max_output_tokens"]
+    messages = _messages(asked.get("input"))
+    if "instructions" in asked:
+        messages.insert(0, {"role": "system", "content": asked["instructions"]})
+    chat["messages"] = messages
+    if "tools" in asked:
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked["tools"])]
+    choice = asked.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        choice = {"type": "function", "function": {k: v for k, v in choice.items() if k != "type"}}
+    if choice is not None:
+        chat["tool_choice"] = choice
+    effort = asked.get("reasoning", {}).get("effort")
+    if effort is not None:
+        chat["reasoning_effort"] = effort
+    form = asked.get("text", {}).get("format")
+    if form is not None and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    if form is not None:
+        chat["response_format"] = form
+    return chat
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise bad_request(
+            f"Tools of type {shown(repr(tool.get('type')))} are not supported by this server (in '{where}').",
+            f"{where}.type",
+            "unsupported_parameter",
+        )
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise _wrong_type("input", "a string or an array", value)
+    messages: list[dict[str, Any]] = []
+    thoughts = ""
+    for i, item in enumerate(value):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise _wrong_type(where, "an object", item)
+        match item.get("type", "message"):
+            case "message":
+                message = {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
+                if thoughts and message["role"] == "assistant":
+                    message["reasoning_content"], thoughts = thoughts, ""
+                messages.append(message)
+            case "function_call":
+                if not (messages and messages[-1]["role"] == "assistant"):
+                    messages.append({"role": "assistant", "content": ""})
+                    if thoughts:
+                        messages[-1]["reasoning_content"], thoughts = thoughts, ""
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                content = _content(item.get("output"), f"{where}.output")
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case "reasoning":
+                thoughts = _content(item.get("content") or item.get("summary") or "", f"{where}.content")
+            case other:
+                raise bad_request(
+                    f"Items of type {shown(repr(other))} are not supported by this server (in '{where}').",
+                    f"{where}.type",
+                    "unsupported_parameter",
+                )
+    return messages
+
+
+def _content(value: Any, where: str) -> str:
+    """The text of parts of any of their names."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong_type(where, "a string or an array of content parts", value)
+    texts = []
+    for i, part in enumerate(value):
+        match part:
+            case {"type": str(kind), "text": str(text)} if kind in _TEXT_PARTS:
+                texts.append(text)
+            case _:
+                raise bad_request(
+                    f"Invalid '{where}[{i}]': only parts with text are supported by this server.",
+                    f"{where}[{i}]",
+                    "unsupported_parameter",
+                )
+    return "\n".join(texts)
+
+
+def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
+    return bad_request(
+        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
+    )

@@ -1,0 +1,240 @@
+"""Decoder layers as compiled functions: one compilation for all layers that are alike, for any batch.
+
+transformers' layers spend more time in Python and in small operations than in their products. torch.compile fuses the
+small operations; calling what it made directly, without its guards and without nn.Module's, saves as much again. What the
+guards would have checked is fixed here: which arguments a layer gets, their types, and which sizes vary (the tokens).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import PretrainedConfig
+
+from server.checkpoint.base import Progress
+from server.engine.runtime.compile.artifacts import artifact_path, load_artifact, store_artifact
+from server.engine.runtime.compile.pdl import overlapping_launches
+
+logger = logging.getLogger(__name__)
+
+# Up to so many tokens the fused operations are too small to be worth waking a second thread for.
+FEW_TOKENS = 16
+_Path = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """How the model calls a layer: where the tensors are among its arguments, and everything else."""
+
+    tensors: tuple[_Path, ...]
+    constants: tuple[tuple[_Path, Any], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+class CompileError(Exception):
+    """The layers cannot be compiled; the model runs as it is. The message is one line."""
+
+
+def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progress: Progress) -> Callable[[], None]:
+    """Replace the layers' forward by compiled functions; returns what undoes it. run(n) runs the model on n tokens.
+
+    Raises CompileError, with the layers as they were, when that cannot be done. Call in inference mode.
+    """
+    signatures = _observe(layers, run)
+    functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+    kinds = [(_structure(layer), signature) for layer, signature in zip(layers, signatures, strict=True)]
+    for done, kind in enumerate(dict.fromkeys(kinds)):
+        progress("compiling layers", done / len(set(kinds)))
+        layer = layers[kinds.index(kind)]
+        try:
+            if _device(layer).type == "cpu":
+                many = _kept(layer, kind, "many")
+                with torch._inductor.config.patch({"cpp.threads": 1}):
+                    functions[kind] = _kept(layer, kind, "few"), many
+            else:
+                many = _compile(layer, kind[1])[0]
+                functions[kind] = many, many
+        except Exception as e:
+            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+            raise CompileError(f"{type(layer).__name__}: {reason}") from e
+    for layer, kind in zip(layers, kinds, strict=True):
+        layer.forward = _call(*functions[kind], kind[1], _tensors(layer))
+
+    def undo() -> None:
+        for layer in layers:
+            del layer.forward
+
+    return undo
+
+
+def _observe(layers: list[nn.Module], run: Callable[[int], object]) -> list[_Signature]:
+    """Each layer's signature, with -1 for the sizes that differ between runs of 3 and of 5 tokens."""
+    with _recorded(layers) as short:
+        run(3)
+    with _recorded(layers) as long:
+        run(5)
+    if set(short) != set(long) or len(short) != len(layers):
+        raise CompileError("not every layer is called once for every batch")
+    signatures = []
+    for index in range(len(layers)):
+        a, b = short[index], long[index]
+        if (a.tensors, a.constants, a.dtypes) != (b.tensors, b.constants, b.dtypes):
+            raise CompileError("layers are called in different ways for different batches")
+        shapes = tuple(
+            tuple(-1 if m != n else m for m, n in zip(x, y, strict=True))
+            for x, y in zip(a.shapes, b.shapes, strict=True)
+        )
+        signatures.append(_Signature(a.tensors, a.constants, shapes, a.dtypes))
+    return signatures
+
+
+@contextmanager
+def _recorded(layers: list[nn.Module]) -> Iterator[dict[int, _Signature]]:
+    """Signatures by layer of the calls made while entered, with the sizes as they are."""
+    seen: dict[int, _Signature] = {}
+
+    def hook_for(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            leaves = [
+                *(leaf for i, value in enumerate(args) for leaf in _leaves((i,), value)),
+                *(leaf for name, value in kwargs.items() for leaf in _leaves((name,), value)),
+            ]
+            tensors = [(path, value) for path, value in leaves if isinstance(value, torch.Tensor)]
+            constants = tuple((path, value) for path, value in leaves if not isinstance(value, torch.Tensor))
+            for path, value in constants:
+                if not isinstance(value, int | float | str | None):
+                    raise CompileError(f"argument {path[0]} is of type {type(value).__name__}")
+            shapes = tuple(tuple(value.shape) for _, value in tensors)
+            dtypes = tuple(value.dtype for _, value in tensors)
+            seen[index] = _Signature(tuple(path for path, _ in tensors), constants, shapes, dtypes)
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(hook_for(index), with_kwargs=True) for index, layer in enumerate(layers)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leaves(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+    """The argument itself, or the items of one that is a tuple."""
+    if isinstance(value, tuple):
+        yield from (((*path, i), item) for i, item in enumerate(value))
+    else:
+        yield path, value
+
+
+def _arguments(signature: _Signature, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments, put together again."""
+    whole: dict[int | str, Any] = {}
+    parts: dict[int | str, dict[int | str, Any]] = {}
+    for path, value in (*zip(signature.tensors, tensors, strict=True), *signature.constants):
+        if len(path) == 1:
+            whole[path[0]] = value
+        else:
+            parts.setdefault(path[0], {})[path[1]] = value
+    for key, items in parts.items():
+        whole[key] = tuple(items[i] for i in range(len(items)))
+    args = tuple(whole[i] for i in range(sum(isinstance(key, int) for key in whole)))
+    return args, {key: value for key, value in whole.items() if isinstance(key, str)}
+
+
+def _structure(layer: nn.Module) -> Any:
+    """Everything that decides what a layer computes, but for its tensors' values and its number."""
+    modules = []
+    for name, module in layer.named_modules():
+        plain = tuple(
+            (key, repr(value))
+            for key, value in sorted(vars(module).items())
+            if key not in ("layer_idx", "_index_in_model")
+            and isinstance(value, int | float | str | tuple | list | None)
+        )
+        modules.append((name, type(module), plain))
+    tensors = tuple((name, tuple(t.shape), t.stride(), t.dtype) for name, t in _named_tensors(layer).items())
+    return tuple(modules), tensors
+
+
+def _configurations(layer: nn.Module) -> list[str]:
+    """What the layer's modules may read of the model's configuration; the same for all layers of one model."""
+    found = (getattr(module, "config", None) for module in layer.modules())
+    return sorted(
+        {repr(sorted(config.to_dict().items(), key=str)) for config in found if isinstance(config, PretrainedConfig)}
+    )
+
+
+def _named_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.detach() for name, t in (*layer.named_parameters(), *layer.named_buffers())}
+
+
+def _device(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device
+
+
+def _tensors(layer: nn.Module) -> list[torch.Tensor]:
+    return list(_named_tensors(layer).values())
+
+
+def _kept(layer: nn.Module, kind: tuple[Any, _Signature], size: str) -> Callable[..., Any]:
+    """_compile(), or what it made at an earlier start."""
+    path = artifact_path(kind, _configurations(layer), size)
+    function = load_artifact(path, layer)
+    if function is None:
+        function, ahead = _compile(layer, kind[1])
+        store_artifact(path, ahead, layer)
+    return function
+
+
+def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any], Any]:
+    """A function of (the signature's tensors..., the layer's tensors...) without guards, and torch's object of it."""
+    names = list(_named_tensors(layer))
+    count = len(signature.tensors)
+
+    def call(*tensors: torch.Tensor) -> Any:
+        args, kwargs = _arguments(signature, tensors[:count])
+        return functional_call(layer, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
+
+    examples = [
+        torch.zeros([4 if size < 0 else size for size in shape], dtype=dtype, device=_device(layer))
+        for shape, dtype in zip(signature.shapes, signature.dtypes, strict=True)
+    ]
+    for example, shape in zip(examples, signature.shapes, strict=True):
+        for dimension, size in enumerate(shape):
+            if size < 0:
+                torch._dynamo.decorators.mark_unbacked(example, dimension, strict=True)
+    # Off by default before torch 2.13.
+    with torch._dynamo.config.patch(enable_aot_compile=True), overlapping_launches():
+        compiled: Any = torch.compile(call, fullgraph=True)
+        ahead = compiled.aot_compile(((*examples, *_tensors(layer)), {}))
+    ahead.disable_guard_check()
+    return ahead.fn, ahead
+
+
+def _call(
+    few: Callable[..., Any], many: Callable[..., Any], signature: _Signature, own: list[torch.Tensor]
+) -> Callable[..., Any]:
+    """A layer's forward: picks the tensors out of the arguments; the rest of them are known to be constant.
+
+    few serves up to FEW_TOKENS, many more than that.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tensors = []
+        for path in signature.tensors:
+            key = path[0]
+            value = args[key] if isinstance(key, int) else kwargs[key]
+            tensors.append(value if len(path) == 1 else value[path[1]])
+        # The first tensor is the hidden states, [1, tokens, width].
+        function = few if tensors[0].shape[1] <= FEW_TOKENS else many
+        return function(*tensors, *own)
+
+    return forward

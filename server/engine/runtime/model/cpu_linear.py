@@ -1,0 +1,76 @@
+"""Linear layers on the CPU kernels with as little around each call as can be."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import nf4_kernels
+from nf4_kernels import cpu
+from server.engine.runtime.model.projections import NF4Linear
+
+_prepared: list[cpu.PreparedLinear] = []
+
+
+def _linear(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
+    return _prepared[handle.item()](x)  # type: ignore[index]
+
+
+# Which layer it is comes as data, so that one compilation of a decoder layer serves all of them.
+_library = torch.library.Library("nf4_server_cpu", "DEF")
+_library.define("linear(Tensor x, Tensor handle, int out_features) -> Tensor")
+_library.impl("linear", _linear, "CPU")
+
+
+@torch.library.register_fake("nf4_server_cpu::linear")  # type: ignore[untyped-decorator]
+def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+class CpuNF4Linear(nn.Module):
+    """One NF4 product whose arguments have been laid out for the kernel once."""
+
+    handle: torch.Tensor
+
+    def __init__(self, layer: NF4Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset)
+        shape = (layer.out_features, layer.in_features)
+        _prepared.append(cpu.PreparedLinear(layer.packed, shape, layer.absmax, layer.blocksize, layer.bias, *nested))
+        self.register_buffer("handle", torch.tensor(len(_prepared) - 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] to [..., out_features]."""
+        out: torch.Tensor = torch.ops.nf4_server_cpu.linear(x, self.handle, self.out_features)
+        return out
+
+
+class Bf16Linear(nn.Module):
+    """A float32 product with a weight that bfloat16 holds without loss: half the memory traffic, the same result."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.to(torch.bfloat16), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] to [..., N], float32."""
+        out: torch.Tensor = torch.ops.nf4.linear_bf16w(x, self.weight, self.bias)
+        return out
+
+
+def use_cpu_kernels(model: nn.Module) -> None:
+    """Put the model's NF4Linear layers and its output layer on the CPU kernels, where these can be used."""
+    if nf4_kernels.cpu.load_error() is not None:
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, NF4Linear):
+                setattr(parent, name, CpuNF4Linear(child))
+            elif name == "lm_head" and isinstance(child, nn.Linear) and _is_bfloat16(child.weight):
+                setattr(parent, name, Bf16Linear(child.weight.data, child.bias))
+
+
+def _is_bfloat16(weight: torch.Tensor) -> bool:
+    return weight.dtype is torch.float32 and bool(torch.equal(weight.to(torch.bfloat16).float(), weight))

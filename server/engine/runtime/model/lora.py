@@ -1,0 +1,224 @@
+"""LoRA adapters beside the base's projections: every token of a batch gets its own sequence's adapter, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.lora import AdapterFactors
+from server.engine.runtime.batch import Batch
+from server.engine.runtime.model.cpu_linear import CpuNF4Linear
+from server.engine.runtime.model.projections import GROUPS, GroupMember, NF4Linear
+
+# Up to so many tokens times slots, all slots' factors at once cost less than choosing each row's.
+FEW = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which of a batch's rows belong to which slot: slot and its rows, a slice where they are contiguous."""
+
+    count: int
+    parts: tuple[tuple[int, slice | torch.Tensor], ...]
+
+
+class _Active:
+    """What the forward pass that is running adds; the engine runs one at a time."""
+
+    rows: Rows | None = None
+    others: torch.Tensor | None = None
+    """bool [tokens, slots], whether the slot is not the row's; takes the place of rows (see others_of)."""
+
+
+def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """y [..., N] += each row's adapter of x [..., K]; a [slots, R, K], b [slots, R, N]."""
+    rows, others = _Active.rows, _Active.others
+    if rows is None and others is None:
+        return
+    out, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+    count = rows.count if others is None and rows is not None else inputs.shape[0]
+    if inputs.shape[0] != count:
+        raise RuntimeError(f"a projection with adapters got {inputs.shape[0]} of the batch's {count} tokens")
+    if others is not None:
+        # All slots' factors at once. What is not the row's is replaced, not multiplied by zero: it may be infinite.
+        inner = torch.mm(inputs, a.view(-1, a.shape[2]).T).view(-1, *a.shape[:2])
+        inner.masked_fill_(others[: inner.shape[0], :, None], 0)
+        out.addmm_(inner.flatten(1), b.view(-1, b.shape[2]))
+    elif rows is not None:
+        for slot, where in rows.parts:
+            if isinstance(where, slice):
+                out[where].addmm_(inputs[where] @ a[slot].T, b[slot])
+            else:
+                out.index_add_(0, where, inputs[where] @ a[slot].T @ b[slot])
+
+
+_library = torch.library.Library("nf4_server_lora", "DEF")
+_library.define("add(Tensor(a!) y, Tensor x, Tensor a, Tensor b) -> ()")
+_library.impl("add", _add, "CPU")
+_library.impl("add", _add, "CUDA")
+
+
+@torch.library.register_fake("nf4_server_lora::add")  # type: ignore[untyped-decorator]
+def _(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    return None
+
+
+class AdaptedLinear(nn.Module):
+    """A projection, or several joined into one product, and room for slots adapters of up to rank each.
+
+    Joined projections have one pair of factors with all their ranks; the second is zero where a rank is one
+    projection's and a column another's. So one pair of products serves all of them.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def __init__(self, base: nn.Module, sizes: list[int], slots: int, rank: int, example: torch.Tensor) -> None:
+        super().__init__()
+        self.base = base
+        self.sizes = sizes
+        self.rank = rank
+        self.in_features: int = base.in_features  # type: ignore[assignment]
+        self.out_features = sum(sizes)
+        ranks = len(sizes) * rank
+        self.register_buffer("a", example.new_zeros(slots, ranks, self.in_features), persistent=False)
+        self.register_buffer("b", example.new_zeros(slots, ranks, self.out_features), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] to [..., out_features]."""
+        y: torch.Tensor = self.base(x)
+        torch.ops.nf4_server_lora.add(y, x, self.a, self.b)
+        return y
+
+    def write(self, part: int, slot: int, factors: AdapterFactors | None) -> None:
+        """Put one part's factors into a slot; None: zeros."""
+        start, row = sum(self.sizes[:part]), part * self.rank
+        a = self.a[slot, row : row + self.rank]
+        b = self.b[slot, row : row + self.rank, start : start + self.sizes[part]]
+        a.zero_()
+        b.zero_()
+        if factors is not None:
+            a[: factors.rank].copy_(factors.a)
+            b[: factors.rank].copy_(factors.b.T)
+
+    def extra_repr(self) -> str:
+        """What print(model) says of it."""
+        return f"slots={self.a.shape[0]}, rank={self.rank}"
+
+
+class AdapterTable:
+    """The adapters on the device: which module has room for them, and what is in each slot."""
+
+    def __init__(self, model: nn.Module, layers: nn.Module, slots: int, rank: int, targets: set[str] | None) -> None:
+        """Put room for adapters beside the projections of layers; targets: the modules that get it, None for all.
+
+        model's projections must be in their final form (see replace_projections and use_cpu_kernels).
+        """
+        self.slots = slots
+        self.rank = rank
+        names = {id(module): name for name, module in model.named_modules()}
+        self._modules: dict[str, tuple[AdaptedLinear, int]] = {}
+        self._known: dict[str, tuple[int, int]] = {}
+        example = next(p for p in model.parameters() if p.is_floating_point())
+        for parent in list(layers.modules()):
+            for attributes, product, sizes in list(_products(parent)):
+                members = [f"{names[id(parent)]}.{attribute}" for attribute in attributes]
+                for member, size in zip(members, sizes, strict=True):
+                    self._known[member] = (product.in_features, size)  # type: ignore[assignment]
+                if targets is not None and targets.isdisjoint(members):
+                    continue
+                adapted = AdaptedLinear(product, sizes, slots, rank, example)
+                first = getattr(parent, attributes[0])
+                if isinstance(first, GroupMember):
+                    first.product = adapted
+                else:
+                    setattr(parent, attributes[0], adapted)
+                self._modules |= {member: (adapted, part) for part, member in enumerate(members)}
+
+    def check(self, name: str, adapter: Mapping[str, AdapterFactors]) -> None:
+        """Raise CheckpointError unless the adapter is one of this model, with room for its rank."""
+        for module, factors in adapter.items():
+            if module not in self._known:
+                raise CheckpointError(f"adapter {name!r}: the model has no projection {module!r}; it is another base's")
+            shape = (factors.a.shape[1], factors.b.shape[0])
+            if shape != self._known[module]:
+                raise CheckpointError(
+                    f"adapter {name!r}: {module} takes {shape[0]} and gives {shape[1]} features, the model's"
+                    f" {self._known[module][0]} and {self._known[module][1]}; it is another base's"
+                )
+            if factors.rank > self.rank:
+                raise CheckpointError(
+                    f"adapter {name!r}: rank {factors.rank} is above engine.max_lora_rank ({self.rank})"
+                )
+
+    @torch.inference_mode()
+    def write(self, slot: int, adapter: Mapping[str, AdapterFactors]) -> None:
+        """Put a checked adapter into a slot that no sequence uses."""
+        for module, (linear, part) in self._modules.items():
+            linear.write(part, slot, adapter.get(module))
+
+
+@contextmanager
+def adding(batch: Batch, slots: int) -> Iterator[None]:
+    """While entered, projections add the adapters of a batch's sequences; slots is how many adapters there may be."""
+    if slots and any(span.adapter is not None for span in batch.spans):
+        several = len({span.adapter for span in batch.spans} - {None}) > 1
+        few = several and batch.num_tokens * slots <= FEW
+        _Active.others = others_of(batch, slots).to(batch.ids.device, non_blocking=True) if few else None
+        _Active.rows = None if few else _rows_by_slot(batch)
+    try:
+        yield
+    finally:
+        _Active.rows = _Active.others = None
+
+
+@contextmanager
+def adding_masked(others: torch.Tensor | None) -> Iterator[None]:
+    """While entered, projections add what others leaves (see others_of): for CUDA graphs, whose work is always the
+    same. None adds nothing."""
+    _Active.others = others
+    try:
+        yield
+    finally:
+        _Active.others = None
+
+
+def others_of(batch: Batch, slots: int) -> torch.Tensor:
+    """bool [tokens, slots] on the CPU: whether the slot is not that of the token's sequence."""
+    own = [-1 if span.adapter is None else span.adapter for span in batch.spans for _ in range(span.length)]
+    return torch.tensor(own)[:, None] != torch.arange(slots)
+
+
+def _rows_by_slot(batch: Batch) -> Rows:
+    rows: dict[int, list[int]] = {}
+    for span in batch.spans:
+        if span.adapter is not None:
+            rows.setdefault(span.adapter, []).extend(range(span.row, span.row + span.length))
+    device = batch.ids.device
+    return Rows(batch.num_tokens, tuple((slot, _index(own, device)) for slot, own in sorted(rows.items())))
+
+
+def _index(rows: list[int], device: torch.device) -> slice | torch.Tensor:
+    contiguous = rows[-1] - rows[0] == len(rows) - 1
+    return slice(rows[0], rows[-1] + 1) if contiguous else torch.tensor(rows).to(device, non_blocking=True)
+
+
+def _products(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[int]]]:
+    """A module's linear layers: the attributes of those that are one product, the product, and their sizes."""
+    grouped: set[str] = set()
+    for names in GROUPS:
+        first = getattr(parent, names[0], None)
+        if isinstance(first, GroupMember) and first.product is not None:
+            sizes = [int(getattr(parent, name).out_features) for name in names]
+            grouped |= set(names)
+            yield names, first.product, sizes
+    for name, child in parent.named_children():
+        plain = isinstance(child, NF4Linear | CpuNF4Linear | Linear4bit | nn.Linear)
+        if plain and name not in grouped and not isinstance(parent, GroupMember | AdaptedLinear):
+            yield (name,), child, [int(child.out_features)]  # type: ignore[arg-type]

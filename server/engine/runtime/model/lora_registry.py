@@ -1,0 +1,138 @@
+"""Which LoRA adapters are loaded: by name, in which slot, and how they come and go while requests run."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.lora import AdapterFactors, read_adapter
+from server.config import EngineConfig
+from server.engine.runtime.model.lora import AdapterTable
+from server.engine.scheduling.sequence import LoadedAdapter
+from server.types import AdapterResult, LoadAdapter
+
+logger = logging.getLogger(__name__)
+
+LEAST_RUNTIME_RANK = 16
+_Weights = Mapping[str, AdapterFactors]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What came of reading a folder."""
+
+    request: LoadAdapter
+    weights: _Weights | None
+    error: str = ""
+
+
+class AdapterRegistry:
+    """Loaded adapters. Use from the engine's thread only; folders are read in threads of their own."""
+
+    def __init__(self, table: AdapterTable, dtype: torch.dtype) -> None:
+        self._table = table
+        self._dtype = dtype
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._numbers = itertools.count()
+        self._done: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+        self.num_reading = 0
+        """Folders that are being read."""
+
+    @property
+    def slots(self) -> int:
+        """Adapters there is room for."""
+        return self._table.slots
+
+    @property
+    def names(self) -> list[str]:
+        """Loaded adapters, oldest first."""
+        return list(self._loaded)
+
+    def get(self, name: str) -> LoadedAdapter:
+        """The adapter of this name. Raises ValueError when none is loaded."""
+        if name not in self._loaded:
+            raise ValueError(f"the adapter {name!r} is not loaded")
+        return self._loaded[name]
+
+    def put(self, name: str, weights: _Weights, in_use: Collection[int] = ()) -> None:
+        """Load weights under name, in the place of the adapter that has it; in_use are slots that sequences use.
+
+        Sequences of a replaced adapter go on with it. Raises CheckpointError when the weights are another base's, or
+        no slot is free.
+        """
+        self._table.check(name, weights)
+        kept = {adapter.slot for other, adapter in self._loaded.items() if other != name}
+        free = [slot for slot in range(self._table.slots) if slot not in kept and slot not in in_use]
+        if not free:
+            waiting = self._table.slots - len(kept)
+            raise CheckpointError(
+                f"adapter {name!r}: engine.max_loras ({self._table.slots}) adapters are loaded"
+                + (f", or still used by requests that run ({waiting})" if waiting else "")
+            )
+        self._loaded.pop(name, None)
+        self._table.write(free[0], weights)
+        self._loaded[name] = LoadedAdapter(free[0], f"adapter {next(self._numbers)}".encode())
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter; its slot is free once no sequence uses it. Unknown names are ignored."""
+        self._loaded.pop(name, None)
+
+    def read(self, request: LoadAdapter) -> None:
+        """Start reading an adapter's folder; settle() loads it once it is read."""
+        self.num_reading += 1
+        threading.Thread(target=self._read, args=(request,), name="adapter-reader", daemon=True).start()
+
+    def settle(self, in_use: Collection[int]) -> list[AdapterResult]:
+        """Load what has been read since the last call."""
+        results = []
+        while not self._done.empty():
+            read = self._done.get()
+            self.num_reading -= 1
+            name, error = read.request.name, read.error
+            if read.weights is not None:
+                try:
+                    self.put(name, read.weights, in_use)
+                    logger.info("adapter %s loaded from %s", name, read.request.path)
+                except CheckpointError as e:
+                    error = str(e)
+            results.append(AdapterResult(name, error or None))
+        return results
+
+    def _read(self, request: LoadAdapter) -> None:
+        try:
+            read = _Read(request, read_adapter(Path(request.path), self._dtype))
+        except CheckpointError as e:
+            read = _Read(request, None, str(e))
+        except Exception as e:
+            logger.exception("reading the adapter %s failed", request.name)
+            read = _Read(request, None, f"{request.path}: cannot be read: {type(e).__name__}: {e}")
+        self._done.put(read)
+
+
+def install_adapters(model: PreTrainedModel, config: EngineConfig) -> AdapterRegistry | None:
+    """Make room for config's adapters beside model's projections and load them; None where config has none.
+
+    Raises CheckpointError for an adapter that cannot be served.
+    """
+    if config.lora_slots == 0:
+        return None
+    weights = {module.name: read_adapter(module.path, model.dtype) for module in config.lora_modules}
+    ranks = [factors.rank for adapter in weights.values() for factors in adapter.values()]
+    least = [LEAST_RUNTIME_RANK] if config.allow_runtime_lora else []
+    rank = config.max_lora_rank or max(ranks + least)
+    # Adapters that come later may have any targets.
+    targets = None if config.allow_runtime_lora else {module for adapter in weights.values() for module in adapter}
+    table = AdapterTable(model, model.get_decoder(), config.lora_slots, rank, targets)
+    registry = AdapterRegistry(table, model.dtype)
+    for name, adapter in weights.items():
+        registry.put(name, adapter)
+    return registry

@@ -1,0 +1,217 @@
+"""Tokens drawn by inverse distribution: each from one uniform number, which its request's seed and its place make."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from server.engine.runtime.trials import failure
+from server.engine.scheduling.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+_MASK64 = (1 << 64) - 1
+# Filters look at this many of the most likely tokens first; a full sort of the vocabulary is 20 times slower.
+_FIRST_CANDIDATES = 1024
+# No sequence is as long: positions from here on give second draws their numbers.
+_SECOND_DRAWS = 1 << 40
+_TRIALS = 16
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on seed and position only (splitmix64 of their mixture, 53 bits)."""
+    state = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & _MASK64
+    for _ in range(2):
+        state = (state + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return (state >> 11) / 2**53
+
+
+def draw(logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor, second: bool = False) -> torch.Tensor:
+    """tokens, int64 [len(sequences)], with a drawn one in each row whose temperature is above 0.
+
+    logits [len(sequences), vocabulary], all on one device; on CUDA the host does not wait for it. A second draw for the
+    same places has random numbers of its own.
+    """
+    vocabulary = logits.shape[1]
+    drawn = [row for row, s in enumerate(sequences) if s.sampling.temperature > 0]
+    if drawn and logits.is_cuda and _DeviceDraws.draw_rows is not None:
+        tokens = tokens.clone()
+        _DeviceDraws.draw_rows(logits, _numbers(sequences, drawn, vocabulary, logits.device, second), tokens)
+        return tokens
+    filtered = [row for row in drawn if is_filtered(sequences[row], vocabulary)]
+    plain = [row for row in drawn if not is_filtered(sequences[row], vocabulary)]
+    for rows, pick in ((plain, _pick), (filtered, _pick_filtered)):
+        if rows:
+            numbers = _Numbers.of(_numbers(sequences, rows, vocabulary, logits.device, second))
+            scores = (logits if len(rows) == logits.shape[0] else logits[numbers.rows]).float()
+            # Less the maximum before dividing, so that a tiny temperature does not overflow.
+            scores = (scores - scores.amax(dim=-1, keepdim=True)) / numbers.temperatures
+            tokens = tokens.index_copy(0, numbers.rows, pick(scores, numbers))
+    return tokens
+
+
+class _DeviceDraws:
+    """The launch that draws on CUDA, once use_device_draws() has tried it."""
+
+    draw_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+
+
+@functools.cache
+def use_device_draws(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    """Draw tokens on a CUDA device in one launch (draw_cuda.py), if it draws what torch's operations draw.
+
+    It is tried on, and so compiled for, logits of dtype and float32 for this vocabulary.
+    """
+    failed = failure(lambda: _load_device_draws(device, dtype, vocabulary))
+    if failed is not None:
+        logger.warning("tokens are drawn by torch's operations, more slowly: our kernel fails: %s", failed)
+
+
+def _load_device_draws(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    from server.engine.runtime.sampling.triton_kernel import draw_rows
+
+    for logits_dtype in dict.fromkeys((dtype, torch.float32)):
+        _try_draws(draw_rows, device, logits_dtype, vocabulary)
+    _DeviceDraws.draw_rows = draw_rows
+
+
+def _try_draws(
+    draw_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    device: torch.device,
+    dtype: torch.dtype,
+    vocabulary: int,
+) -> None:
+    """Compare some draws with torch's. Raises ValueError."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(_TRIALS, vocabulary, generator=generator).mul_(3).to(device, dtype)
+    all_tokens = float(vocabulary)
+    filters = torch.tensor(
+        [[all_tokens, 1, 0], [20, 0.95, 0], [all_tokens, 0.9, 0], [all_tokens, 1, 0.05]], dtype=torch.float64
+    )
+    rows = torch.arange(_TRIALS, dtype=torch.float64).unsqueeze(1)
+    temperatures, uniforms = torch.full_like(rows, 0.8), torch.rand(_TRIALS, 1, generator=generator).double()
+    table = torch.cat([rows, temperatures, uniforms, filters.repeat(_TRIALS // 4, 1)], dim=1).to(device)
+    numbers = _Numbers.of(table)
+    scores = logits.float()
+    expected = _pick_filtered((scores - scores.amax(dim=-1, keepdim=True)) / numbers.temperatures, numbers)
+    found = torch.full_like(expected, -1)
+    draw_rows(logits, table, found)
+    # Sums in another order may move a draw by one token.
+    if int((found == expected).sum()) < _TRIALS - 2:
+        raise ValueError(f"it draws {found.tolist()} instead of {expected.tolist()}")
+
+
+def _numbers(
+    sequences: list[Sequence], rows: list[int], vocabulary: int, device: torch.device, second: bool
+) -> torch.Tensor:
+    """What the draws of some rows need, on their device, in one transfer: float64 [rows, 6], see draw_cuda.draw_rows()."""
+    shift = _SECOND_DRAWS if second else 0
+    chosen = [sequences[row] for row in rows]
+    return torch.tensor(
+        [
+            [
+                row,
+                s.sampling.temperature,
+                uniform(s.seed, len(s.tokens) + shift),
+                s.sampling.top_k if 0 < s.sampling.top_k < vocabulary else vocabulary,
+                s.sampling.top_p,
+                s.sampling.min_p,
+            ]
+            for row, s in zip(rows, chosen, strict=True)
+        ],
+        dtype=torch.float64,
+        pin_memory=device.type == "cuda",
+    ).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The columns of _numbers(). All but rows are [rows, 1]."""
+
+    rows: torch.Tensor
+    temperatures: torch.Tensor
+    uniforms: torch.Tensor
+    """float64."""
+    top_k: torch.Tensor
+    """The vocabulary's size where it is off."""
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    def only(self, mask: torch.Tensor) -> _Numbers:
+        """Those of the rows that mask, bool [rows], picks."""
+        return _Numbers(*(getattr(self, f.name)[mask] for f in fields(self)))
+
+    @classmethod
+    def of(cls, table: torch.Tensor) -> _Numbers:
+        places, temperatures, uniforms, top_k, top_p, min_p = table.unsqueeze(2).unbind(1)
+        return cls(
+            places.squeeze(1).long(), temperatures.float(), uniforms, top_k.long(), top_p.float(), min_p.float()
+        )  # fmt: skip
+
+
+def is_filtered(sequence: Sequence, vocabulary: int) -> bool:
+    """Whether top_k, top_p or min_p cuts tokens off."""
+    sampling = sequence.sampling
+    return 0 < sampling.top_k < vocabulary or sampling.top_p < 1 or sampling.min_p > 0
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Index, in each row of weights, where the running sum passes uniform * total."""
+    # float64: over a large vocabulary a float32 running sum loses the unlikely tokens.
+    running = weights.double().cumsum(-1)
+    index = torch.searchsorted(running, uniforms * running[:, -1:], right=True)
+    return index.squeeze(1).clamp_(max=weights.shape[1] - 1)
+
+
+def _pick(scores: torch.Tensor, numbers: _Numbers) -> torch.Tensor:
+    return _invert(scores.softmax(-1), numbers.uniforms)
+
+
+def _pick_filtered(scores: torch.Tensor, numbers: _Numbers) -> torch.Tensor:
+    vocabulary = scores.shape[1]
+    total = scores.exp().sum(-1, keepdim=True)
+    if scores.is_cuda:
+        # Whether the first candidates are enough could only be asked by waiting for the device.
+        return _pick_from_all(scores, total, numbers)
+    best, ids = scores.topk(min(_FIRST_CANDIDATES, vocabulary), dim=-1)
+    least, decided = _least_kept(best, vocabulary, total, numbers)
+    # In the order of their ids, as when all tokens are looked at.
+    ids, order = ids.sort(dim=-1)
+    best = best.gather(1, order)
+    places = _invert(best.exp().masked_fill(best < least, 0.0), numbers.uniforms)
+    tokens = ids.gather(1, places.unsqueeze(1)).squeeze(1)
+    if not decided.all():
+        tokens[~decided] = _pick_from_all(scores[~decided], total[~decided], numbers.only(~decided))
+    return tokens
+
+
+def _pick_from_all(scores: torch.Tensor, total: torch.Tensor, numbers: _Numbers) -> torch.Tensor:
+    least, _ = _least_kept(scores.sort(dim=-1, descending=True)[0], scores.shape[1], total, numbers)
+    return _invert(scores.exp().masked_fill(scores < least, 0.0), numbers.uniforms)
+
+
+def _least_kept(
+    best: torch.Tensor, vocabulary: int, total: torch.Tensor, numbers: _Numbers
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest score [rows, 1] that passes the filters, and whether all tokens that do are among the best.
+
+    best: the highest scores, descending. Tokens with the same score pass together.
+    """
+    candidates = best.shape[1]
+    place = torch.arange(candidates, device=best.device)
+    weights = best.exp().masked_fill(place >= numbers.top_k, 0.0)
+    limited = numbers.top_k < vocabulary
+    # The mass that top_p is a share of: what top_k leaves, known without a sort when top_k is off.
+    mass = torch.where(limited, weights.sum(-1, keepdim=True), total)
+    before = weights.double().cumsum(-1) - weights
+    kept = (before < numbers.top_p * mass) | (place == 0)
+    kept &= (weights >= numbers.min_p * weights[:, :1]) & (place < numbers.top_k)
+    least = best.gather(1, kept.sum(-1, keepdim=True) - 1)
+    return least, (best[:, -1:] < least).squeeze(1) | (candidates == vocabulary)

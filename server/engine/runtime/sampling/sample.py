@@ -1,0 +1,121 @@
+"""The next token of every sequence from its logits, each by its own parameters and its own random numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from server.engine.runtime.sampling.grammar_masks import apply_constraints, refused
+from server.engine.runtime.sampling.inverse_cdf import draw, is_filtered
+from server.engine.runtime.sampling.penalties import penalties
+from server.engine.scheduling.sequence import Sequence
+from server.types import TokenLogprob
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sequence's next token, or why there is none."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    """Next tokens from logits [len(sequences), vocabulary], which may be overwritten.
+
+    Order: penalties, logit_bias and the min_tokens ban, (log-probabilities are taken here,) temperature, top_k, top_p,
+    min_p. The draw is by inverse distribution from one uniform number per (seed, position).
+    """
+    if any(_is_adjusted(sequence) for sequence in sequences):
+        logits = logits.float()
+        penalized = [row for row, sequence in enumerate(sequences) if sequence.is_penalized]
+        if penalized:
+            penalties(logits.shape[1], logits.device).apply(logits, penalized, sequences)
+        for row, sequence in enumerate(sequences):
+            _adjust(logits[row], sequence)
+    best, drawn = _keep_to_grammars(logits, sequences)
+    tokens = drawn.tolist()
+    usable = torch.isfinite(best).tolist()
+    logprobs = _logprobs(logits, sequences, tokens)
+    return [
+        Sampled(token, logprobs.get(row)) if usable[row] else Sampled(0, error="the model's logits are not numbers")
+        for row, token in enumerate(tokens)
+    ]
+
+
+def is_drawn_from_own_logits(sequence: Sequence) -> bool:
+    """Whether the sequence's next token is the best of the model's own logits or drawn from them, and only that."""
+    return sequence.sampling.logprobs is None and not _is_adjusted(sequence)
+
+
+def _is_adjusted(sequence: Sequence) -> bool:
+    sampling = sequence.sampling
+    return (
+        bool(sampling.logit_bias)
+        or sequence.is_penalized
+        or sequence.num_generated < sampling.min_tokens
+        or sequence.constraint is not None
+    )
+
+
+def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
+    """Add the bias to one sequence's logits [vocabulary], and ban its ends before min_tokens, in place."""
+    sampling, device = sequence.sampling, logits.device
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias), device=device)
+        logits[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype, device=device)
+    if sequence.num_generated < sampling.min_tokens and sequence.stop_ids:
+        banned = [i for i in sequence.stop_ids if 0 <= i < logits.shape[0]]
+        logits[torch.tensor(banned, dtype=torch.int64, device=device)] = -math.inf
+
+
+def _keep_to_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of every sequence, and its token: one that its grammar permits, if it has one.
+
+    To find all permitted tokens takes a thousand times as long as to ask about one. So a token is drawn as if there
+    were no grammar, and drawn again among the permitted ones if it is not one of them. A permitted token comes with its
+    share of the permitted ones' probability all the same: p + (1 - z) p / z = p / z.
+    """
+    bound = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
+    tried = [row for row in bound if _is_tried(sequences[row], logits.shape[1])]
+    apply_constraints(logits, [row for row in bound if row not in tried], sequences)
+    best, greedy = logits.max(dim=-1)
+    tokens = draw(logits, sequences, greedy)
+    if tried:
+        again = refused(tokens.tolist(), tried, sequences)
+        compared = [row for row in tried if row not in again and sequences[row].sampling.logprobs is not None]
+        apply_constraints(logits, again + compared, sequences)
+        if again:
+            rows = torch.tensor(again, device=logits.device)
+            best[rows], greedy = logits[rows].max(dim=-1)
+            tokens[rows] = draw(logits[rows], [sequences[row] for row in again], greedy, second=True)
+    return best, tokens
+
+
+def _is_tried(sequence: Sequence, vocabulary: int) -> bool:
+    """Whether a token is drawn before the permitted ones are found. A draw must not depend on what is known when."""
+    if sequence.sampling.temperature == 0:
+        return sequence.constraint is not None and not sequence.constraint.is_known()
+    return not is_filtered(sequence, vocabulary)
+
+
+def _logprobs(logits: torch.Tensor, sequences: list[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
+    """Log-probabilities of the rows whose requests want them."""
+    rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
+    if not rows:
+        return {}
+    values = logits[rows].float().log_softmax(-1)
+    chosen = values.gather(1, torch.tensor([[tokens[i]] for i in rows], device=logits.device)).squeeze(1).tolist()
+    most = max(sequences[i].sampling.logprobs or 0 for i in rows)
+    top_values, top_ids = (t.tolist() for t in values.topk(most, dim=-1))
+    return {
+        row: TokenLogprob(
+            tokens[row],
+            chosen[i],
+            list(zip(top_ids[i], top_values[i], strict=True))[: sequences[row].sampling.logprobs or 0],
+        )
+        for i, row in enumerate(rows)
+    }
