@@ -79,7 +79,7 @@ def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
     from server.engine.start import load_runner
     from server.types import GenerateRequest, SamplingParams
 
-    # Every prompt is read anew: the same one is sent several times.
+    # The same prompt is sent several times, and each time it must be computed.
     config = EngineConfig(device="cpu", threads=threads, enable_prefix_caching=False)
     engine = Engine(load_runner(folder, config, lambda stage, fraction: None), config)
 
@@ -96,7 +96,7 @@ def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
             (prefill if stats.step_prefill_tokens else decode).append(time.perf_counter() - started)
         return prefill, decode
 
-    # Memory of the cache is still being made in the background for some seconds after a start.
+    # For some seconds after a start a thread still touches the cache's memory.
     for thread in threading.enumerate():
         if thread.name == PAGES_THREAD:
             thread.join()
@@ -154,7 +154,7 @@ def _measure_transformers(folder: Path, contender: str, threads: int) -> dict[st
 
 
 def _noting(moments: list[float]) -> Callable[..., Any]:
-    """A stopping criterion that stops nothing and notes when each token was there."""
+    """A stopping criterion that never stops and notes when each token was there."""
     import torch
 
     def criterion(ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:

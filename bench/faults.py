@@ -1,7 +1,7 @@
-"""A real server with the embedded model, overloaded, its engine killed, shut down under load: python -m bench.faults --help.
+"""Overload a real server of the embedded model, kill its engine and stop it under load: python -m bench.faults --help.
 
-Each trial starts a server of its own, says what it found, writes it to bench/results/faults.json and fails (exit code 1)
-where the server did not keep what is promised. Short forms run among the tests.
+Each trial starts a server of its own, prints what it found and writes it to bench/results/faults.json. The exit code is 1
+where the server did not do what is promised. Short forms of the trials run among the tests.
 """
 
 from __future__ import annotations
@@ -13,94 +13,29 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.load import Load, run_load, summarize
+from bench.embedded_server import MODEL, Server, serving
+from bench.load.client import Load, run_load
+from bench.load.summary import summarize
 from bench.machine import cores, cpu_name, versions
-from bench.processes import free_port, is_ready, wait_until_ready
 
 RESULT = Path(__file__).resolve().parent / "results" / "faults.json"
-MODEL = "smollm2-135m-instruct"
 DEADLINE_S = 60.0
 RECOVERY_S = 15.0
-READY_S = 120.0
-
-
-@dataclass
-class Server:
-    """A running server of the embedded model."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def ready(self) -> bool:
-        """Whether /health says so."""
-        return is_ready(f"{self.url}/health")
-
-    def engine(self) -> int:
-        """The engine's process id; KeyError where there is none."""
-        return self.processes()["nf4-engine"]
-
-    def metric(self, name: str) -> float:
-        """Sum of a metric's samples."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
-
-    def running(self, count: int) -> None:
-        """Wait until so many sequences run. Raises RuntimeError."""
-        end = time.monotonic() + DEADLINE_S
-        while self.metric("nf4_num_requests_running") < count:
-            if time.monotonic() > end:
-                raise RuntimeError(f"{count} sequences do not run at once")
-            time.sleep(0.02)
-
-    def processes(self) -> dict[str, int]:
-        """Process ids by name: the API's, the engine's, and that of the process that stands by for it."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return {"api": pid, **{Path(f"/proc/{c}/comm").read_text().strip(): int(c) for c in children}}
-
-    @staticmethod
-    def resident(pid: int) -> int:
-        """Resident bytes of a process."""
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
-
-    def memory(self) -> int:
-        """Resident bytes of the processes that serve."""
-        return sum(map(self.resident, (self.process.pid, self.engine())))
-
-
-@contextmanager
-def serving(**settings: object) -> Iterator[Server]:
-    """A server with these environment settings (NF4_ is put before them), ready."""
-    port = free_port()
-    variables = {f"NF4_{key.upper()}": str(value) for key, value in settings.items()}
-    command = [sys.executable, "-m", "server", "--port", str(port), "--log-level", "warning"]
-    process = subprocess.Popen(command, env={**os.environ, **variables})
-    server = Server(f"http://127.0.0.1:{port}", process)
-    try:
-        wait_until_ready(process, f"{server.url}/health", READY_S)
-        yield server
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        process.wait(90)
 
 
 @dataclass
 class Stream:
-    """What one client got."""
+    """The answer to one request, as its client got it."""
 
     prompt: int
     tokens: list[str] = field(default_factory=list)
@@ -123,7 +58,7 @@ def _body(prompt: int, max_tokens: int) -> dict[str, Any]:
 
 
 async def _stream(client: httpx.AsyncClient, prompt: int, max_tokens: int) -> Stream:
-    """Every token of one answer, told apart by the log-probabilities, and how it ended."""
+    """Ask for one answer with log-probabilities, which name every token, and note how it ended."""
     stream = Stream(prompt, begun=time.monotonic())
     try:
         async with client.stream("POST", "/v1/completions", json=_body(prompt, max_tokens)) as answer:
@@ -145,12 +80,12 @@ async def _stream(client: httpx.AsyncClient, prompt: int, max_tokens: int) -> St
 
 
 async def _clients(server: Server, count: int, max_tokens: int, until: asyncio.Event, prompts: int) -> list[Stream]:
-    """What `count` clients get that ask again and again; those refused wait a little."""
+    """The answers that `count` clients get who ask again and again; a client that was refused waits for half a second."""
     streams: list[Stream] = []
 
-    async def one(client: httpx.AsyncClient, draw: random.Random) -> None:
+    async def one(client: httpx.AsyncClient, rng: random.Random) -> None:
         while not until.is_set():
-            streams.append(await _stream(client, draw.randrange(prompts), max_tokens))
+            streams.append(await _stream(client, rng.randrange(prompts), max_tokens))
             if streams[-1].ending.startswith("HTTP"):
                 await asyncio.sleep(0.5)
 
@@ -162,9 +97,9 @@ async def _clients(server: Server, count: int, max_tokens: int, until: asyncio.E
 def kills(times: int, clients: int = 8, max_tokens: int = 24, seed: int = 0) -> dict[str, Any]:
     """Kill the engine at random moments under load: how requests ended, duplicate tokens, seconds to recover.
 
-    Half of the clients' requests run at a time, the others wait.
+    Half of the clients' requests run at a time; the others wait in the queue.
     """
-    draw, prompts, recoveries = random.Random(seed), 8, []
+    rng, prompts, recoveries = random.Random(seed), 8, []
     killed: list[float] = []
 
     async def trial(server: Server) -> list[Stream]:
@@ -173,7 +108,7 @@ def kills(times: int, clients: int = 8, max_tokens: int = 24, seed: int = 0) -> 
         over = asyncio.Event()
         load = asyncio.create_task(_clients(server, clients, max_tokens, over, prompts))
         for kill in range(1, times + 1):
-            await asyncio.sleep(draw.uniform(0.0, 5.0))
+            await asyncio.sleep(rng.uniform(0.0, 5.0))
             os.kill(server.engine(), signal.SIGKILL)
             begun = time.monotonic()
             killed.append(begun)
@@ -189,7 +124,7 @@ def kills(times: int, clients: int = 8, max_tokens: int = 24, seed: int = 0) -> 
         streams = await load
         for stream in streams:
             expected = whole[stream.prompt].tokens
-            # A token sent twice, or left out, moves all that follow.
+            # A token that was sent twice or left out shifts all tokens behind it.
             if stream.tokens != expected[: len(stream.tokens)]:
                 stream.ending = "other tokens"
         return streams
@@ -221,13 +156,13 @@ def kills(times: int, clients: int = 8, max_tokens: int = 24, seed: int = 0) -> 
 
 
 def drain(clients: int = 16, max_tokens: int = 96) -> dict[str, Any]:
-    """SIGTERM while clients stream: how their streams ended."""
+    """Send SIGTERM while clients stream: how their streams ended."""
 
     async def trial(server: Server) -> list[Stream]:
         async with httpx.AsyncClient(base_url=server.url, timeout=2 * DEADLINE_S) as client:
             tasks = [asyncio.create_task(_stream(client, i % 8, max_tokens)) for i in range(clients)]
-            await asyncio.to_thread(server.running, clients)
-            # To all of them, as systemd does; in a container only the first one gets it.
+            await asyncio.to_thread(server.wait_until_running, clients)
+            # systemd signals all processes of a service; in a container only process 1 gets the signal.
             for pid in server.processes().values():
                 os.kill(pid, signal.SIGTERM)
             return await asyncio.gather(*tasks)
@@ -277,7 +212,7 @@ def overload(seconds: float, factor: float = 10.0, slots: int = 8) -> dict[str, 
 
 
 TRIALS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]]]] = {
-    # As promised, and short.
+    # The whole trial, and its short form.
     "kills": (lambda: kills(20), lambda: kills(2)),
     "drain": (drain, lambda: drain(8, 32)),
     "overload": (lambda: overload(120.0), lambda: overload(10.0)),

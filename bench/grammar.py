@@ -1,4 +1,4 @@
-"""What a grammar costs while decoding: tokens per second of the engine with and without one, in turns.
+"""What a grammar costs in decode: the engine's tokens per second with and without one, interleaved.
 
 python -m bench.grammar --batch 8
 """
@@ -20,7 +20,7 @@ from server.engine.start import load_runner
 from server.text.grammar import json_grammar, regex_grammar
 from server.types import GenerateRequest, SamplingParams
 
-# Forms that cannot end before the measurement does: what applications ask for, and a regex that allows most words.
+# Neither grammar can end before the measurement does: a schema as applications use it, and a regex that allows most words.
 _ITEM = {
     "type": "object",
     "properties": {
@@ -77,7 +77,7 @@ def main() -> int:
         for name, grammar in FORMS.items():
             times[name].append(step_seconds(engine, grammar, asked.batch, asked.tokens, asked.temperature))
     for name, own in times.items():
-        # Round by round: what else the machine does changes from one to the next.
+        # Compared round by round, because the load of the machine changes from one round to the next.
         overhead = statistics.median(1 - base / seconds for base, seconds in zip(times["none"], own, strict=True))
         rate = asked.batch / statistics.median(own)
         print(f"{name}: {rate:.1f} tokens/s, {100 * overhead:.1f} % less than without a grammar")

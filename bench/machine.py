@@ -1,4 +1,4 @@
-"""What a result was measured on: the processor, the cores it may use, and versions."""
+"""The processor, its cores and the versions that a result was measured with."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def cpu_name() -> str:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the packages that compute, and the kernel library's variant on this machine."""
+    """Versions of Python and of the packages that compute, and the kernel library's variant on this machine."""
     import nf4_kernels
 
     return {

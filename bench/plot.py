@@ -1,7 +1,7 @@
-"""Plots bench/results/kernels-*.json and e2e-*.json: python -m bench.plot [FILE ...]; PNGs go into docs/. Extra "plots".
+"""Plot bench/results/kernels-*.json and e2e-*.json as PNGs in docs/: python -m bench.plot [FILE ...] (extra "plots").
 
-Time of a linear layer over the floor, by the number of tokens, for the large projections of three models; tokens per
-second of whole models, by the number of sequences.
+One picture shows the time of a linear layer over the floor by the number of tokens, for the large projections of three
+models; the other shows tokens per second of whole models by the number of sequences.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from bench.kernels import LARGE
-from bench.readme import RESULTS, ROOT
+from bench.tables import RESULTS, large_rows
 
+DOCS = RESULTS.parents[1] / "docs"
 SERIES = (
     ("ours_us", "nf4_kernels", "tab:blue"),
     ("bf16_us", "bf16 cuBLAS", "tab:green"),
     ("bnb_us", "bitsandbytes", "tab:red"),
 )
-
-
 ENGINES = (
     ("ours_tok_s", "nf4-server", "tab:blue"),
     ("hf_generate_batch_tok_s", "transformers generate_batch + bitsandbytes", "tab:orange"),
@@ -52,7 +50,7 @@ def plot_engines(report: dict[str, Any], target: Path) -> None:
 
 def plot_kernels(report: dict[str, Any], target: Path) -> None:
     """Write the PNG of linear layers, a panel a projection."""
-    rows = [r for r in report["rows"] if r["op"] == "linear" and r["N"] * r["K"] >= LARGE]
+    rows = [row for row in large_rows(report) if row["op"] == "linear"]
     shapes = sorted({(r["model"], r["N"], r["K"]) for r in rows})
     figure, axes = plt.subplots(2, -(-len(shapes) // 2), figsize=(13, 6), sharex=True, sharey=True)
     for axis, (model, n, k) in zip(axes.flat, shapes, strict=False):
@@ -87,7 +85,7 @@ def main() -> int:
     """Plot the files given, or the H200's; returns the exit status."""
     mpl.use("Agg")
     for source in map(Path, sys.argv[1:] or (RESULTS / f"{name}-nvidia-h200.json" for name in ("kernels", "e2e"))):
-        target = ROOT / "docs" / source.with_suffix(".png").name
+        target = DOCS / source.with_suffix(".png").name
         draw = plot_engines if source.name.startswith("e2e-") else plot_kernels
         draw(json.loads(source.read_text()), target)
         print(target)

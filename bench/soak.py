@@ -1,9 +1,9 @@
-"""A server under a mixed load for minutes: nothing may leak. python -m bench.soak [--minutes 20]
+"""Run a server under a mixed load for minutes and see that nothing leaks: python -m bench.soak [--minutes 20].
 
-Clients send short and long prompts, grammars that are all different, adapters, several sequences, and leave at random
-moments; adapters are loaded and unloaded meanwhile; the cache is small enough for preemptions. Afterwards no block is held
-and every process has as many files open and as much memory as after the first part, within 3 %. Written to
-bench/results/soak.json; exit code 1 where something has leaked.
+Clients send short and long prompts, a different grammar each time, adapters and several sequences, and leave at random
+moments. Adapters are loaded and unloaded meanwhile, and the KV cache is small enough for preemptions. Afterwards no KV block
+may be held, and every process must have as many open files and as much memory as after the first part, within 3 %. The
+result is bench/results/soak.json; the exit code is 1 where something has leaked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 from safetensors.numpy import save_file
 
-from bench.faults import MODEL, Server, serving
+from bench.embedded_server import MODEL, Server, serving
 from bench.machine import cores, cpu_name, versions
 from server.checkpoint.source import resolve_checkpoint
 from server.config import default_cache_dir
@@ -31,7 +31,7 @@ from server.engine.grammar import CACHED_GRAMMARS
 
 RESULT = Path(__file__).resolve().parent / "results" / "soak.json"
 CLIENTS = 8
-# Part of the time in which caches and allocators fill. What they keep at most follows it: grammars, and two peaks.
+# The share of the time in which caches and allocators fill. After it come the loads that fill them to their limits.
 WARM = 0.25
 MOST_GROWTH = 0.03
 KV_CACHE_BYTES = 128 * 2**20
@@ -40,18 +40,18 @@ SAMPLE_S = 30.0
 WORDS = ("night", "river", "code", "seven", "lamp")
 
 
-def _body(draw: random.Random) -> dict[str, Any]:
-    length = draw.choice((4, 30, 120, 600, 1500))
+def _body(rng: random.Random) -> dict[str, Any]:
+    length = rng.choice((4, 30, 120, 600, 1500))
     body: dict[str, Any] = {
-        "model": draw.choice((MODEL, MODEL, *ADAPTERS)),
-        "messages": [{"role": "user", "content": " ".join(draw.choices(WORDS, k=length))}],
-        "max_tokens": draw.choice((1, 8, 40, 120)),
-        "temperature": draw.choice((0, 0.8)),
-        "stream": draw.random() < 0.7,
+        "model": rng.choice((MODEL, MODEL, *ADAPTERS)),
+        "messages": [{"role": "user", "content": " ".join(rng.choices(WORDS, k=length))}],
+        "max_tokens": rng.choice((1, 8, 40, 120)),
+        "temperature": rng.choice((0, 0.8)),
+        "stream": rng.random() < 0.7,
     }
-    kind = draw.random()
+    kind = rng.random()
     if kind < 0.2:
-        body["response_format"] = _grammar(draw)
+        body["response_format"] = _grammar(rng)
     elif kind < 0.3:
         body["n"] = 3
     elif kind < 0.4:
@@ -59,21 +59,21 @@ def _body(draw: random.Random) -> dict[str, Any]:
     return body
 
 
-def _grammar(draw: random.Random) -> dict[str, Any]:
-    """One that nobody has asked for before."""
-    name = f"p{draw.getrandbits(32)}"
+def _grammar(rng: random.Random) -> dict[str, Any]:
+    """A JSON schema that no request has used before."""
+    name = f"p{rng.getrandbits(32)}"
     properties = {name: {"type": "integer"}, "kind": {"enum": ["x", "y"]}}
     schema = {"type": "object", "properties": properties, "required": [name, "kind"]}
     return {"type": "json_schema", "json_schema": {"name": "soak", "schema": schema}}
 
 
 async def _client(server: Server, number: int, until: float, endings: Counter[str]) -> None:
-    draw = random.Random(number)
+    rng = random.Random(number)
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         while time.monotonic() < until:
-            body, leave = _body(draw), draw.random() < 0.25
+            body, leave = _body(rng), rng.random() < 0.25
             try:
-                async with asyncio.timeout(draw.uniform(0.01, 8) if leave else None):
+                async with asyncio.timeout(rng.uniform(0.01, 8) if leave else None):
                     answer = await client.post("/v1/chat/completions", json=body)
                 error = answer.status_code == 200 and '"error":' in answer.text
                 endings["an error in a stream" if error else f"HTTP {answer.status_code}"] += 1
@@ -84,9 +84,9 @@ async def _client(server: Server, number: int, until: float, endings: Counter[st
 
 
 async def _peak(server: Server, endings: Counter[str]) -> None:
-    """As many sequences at once as the clients can have, with the largest answers: what allocators keep from then on."""
-    draw = random.Random(1)
-    words = " ".join(draw.choices(WORDS, k=600))
+    """Run as many sequences at once as the clients can, with the largest answers, so that allocators reach their peak."""
+    rng = random.Random(1)
+    words = " ".join(rng.choices(WORDS, k=600))
     body = {"messages": [{"role": "user", "content": words}], "n": 4, "logprobs": True, "top_logprobs": 20,
             "max_tokens": 24, "temperature": 0.8, "ignore_eos": True}  # fmt: skip
     models = (MODEL, *ADAPTERS)
@@ -97,13 +97,13 @@ async def _peak(server: Server, endings: Counter[str]) -> None:
 
 
 async def _fill_grammars(server: Server, endings: Counter[str]) -> None:
-    """As many grammars as are kept."""
-    draw = random.Random(2)
+    """Fill the cache of compiled grammars."""
+    rng = random.Random(2)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
     async def ask(client: httpx.AsyncClient, count: int) -> None:
         for _ in range(count):
-            answer = await client.post("/v1/chat/completions", json={**body, "response_format": _grammar(draw)})
+            answer = await client.post("/v1/chat/completions", json={**body, "response_format": _grammar(rng)})
             endings[f"HTTP {answer.status_code}"] += 1
 
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
@@ -111,7 +111,7 @@ async def _fill_grammars(server: Server, endings: Counter[str]) -> None:
 
 
 async def _reload_adapters(server: Server, folder: Path, until: float, endings: Counter[str]) -> None:
-    """One adapter comes and goes while the others are in use."""
+    """Load and unload one adapter again and again while the others are in use."""
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         while time.monotonic() < until:
             loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": "three", "lora_path": str(folder)})
@@ -121,18 +121,18 @@ async def _reload_adapters(server: Server, folder: Path, until: float, endings: 
 
 
 def write_adapter(checkpoint: Path, folder: Path, seed: int) -> None:
-    """A LoRA adapter with random weights for a checkpoint's attention, as PEFT would save it."""
+    """Write a LoRA adapter with random weights for a checkpoint's attention, as PEFT would save it."""
     config = json.loads((checkpoint / "config.json").read_text())
     hidden, rank = config["hidden_size"], 8
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     sizes = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         for name, size in sizes.items():
             key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{key}.lora_A.weight"] = draw.normal(0, 0.03, (rank, hidden)).astype(np.float32)
-            tensors[f"{key}.lora_B.weight"] = draw.normal(0, 0.03, (size, rank)).astype(np.float32)
+            tensors[f"{key}.lora_A.weight"] = rng.normal(0, 0.03, (rank, hidden)).astype(np.float32)
+            tensors[f"{key}.lora_B.weight"] = rng.normal(0, 0.03, (size, rank)).astype(np.float32)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": [*sizes]}
@@ -152,7 +152,7 @@ def _state(server: Server) -> dict[str, dict[str, float]]:
 
 
 def _idle(server: Server) -> dict[str, Any]:
-    """What the server holds once nothing runs."""
+    """What the server holds once no request runs."""
     end = time.monotonic() + 30
     while server.metric("nf4_num_requests_running") + server.metric("nf4_kv_cache_usage_perc"):
         if time.monotonic() > end:
@@ -165,7 +165,7 @@ def _idle(server: Server) -> dict[str, Any]:
 
 
 async def _watch(server: Server, begun: float, samples: list[dict[str, Any]]) -> None:
-    """A line every half minute, under load."""
+    """Print the processes' memory every half minute while the load runs."""
     while True:
         memory = {name: round(server.resident(pid) / 2**20) for name, pid in server.processes().items()}
         samples.append({"minute": round((time.monotonic() - begun) / 60, 1), "memory_mib": memory})
@@ -181,7 +181,7 @@ def _growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str
 
 
 def soak(minutes: float) -> dict[str, Any]:
-    """Load for so many minutes: states after the first part and at the end, and what has grown."""
+    """Load a server for this many minutes; returns its state after the first part and at the end, and its growth."""
     endings: Counter[str] = Counter()
     samples: list[dict[str, Any]] = []
     begun = time.monotonic()
@@ -230,7 +230,7 @@ def soak(minutes: float) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; returns 1 where something has leaked."""
+    """Run the load and write the result; returns 1 where something has leaked."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--json", type=Path, default=RESULT)

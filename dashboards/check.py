@@ -1,4 +1,4 @@
-"""Ask every query of every panel of a Prometheus: python -m dashboards.check [URL] [--png FILE].
+"""Send every query of every panel to a Prometheus: python -m dashboards.check [URL] [--png FILE].
 
 The Prometheus must scrape a server that has had some load, refused requests among it; without URL both are started
 here, with the embedded model (the program `prometheus` must be installed). Fails, naming it, where a query has no
@@ -9,52 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from dashboards.__main__ import FOLDER
 from dashboards.loaded import loaded
+from dashboards.prometheus import Prometheus
 from dashboards.queries import PanelQuery, panels_of, queries_of
-
-
-class Prometheus:
-    """Prometheus' HTTP API. Raises RuntimeError with its message when it does not take a query."""
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=30, trust_env=False)
-
-    def instant(self, expression: str) -> list[float]:
-        """The numbers that an expression has now, one a series; what is not a number is left out."""
-        series = self._ask("/api/v1/query", {"query": expression})
-        values = [float(one["value"][1]) for one in series]
-        return [value for value in values if not math.isnan(value)]
-
-    def range(self, expression: str, minutes: float, step_s: float) -> list[tuple[dict[str, str], list[Any]]]:
-        """Labels and [time, value] pairs of each series over the last minutes."""
-        now = time.time()
-        query = {"query": expression, "start": now - 60 * minutes, "end": now, "step": step_s}
-        return [(one["metric"], one["values"]) for one in self._ask("/api/v1/query_range", query)]
-
-    def broken_rules(self) -> list[str]:
-        """Names and errors of the alert rules that it cannot evaluate."""
-        groups = self._http.get("/api/v1/rules").json()["data"]["groups"]
-        rules = [rule for group in groups for rule in group["rules"]]
-        if not rules:
-            return ["there are no rules"]
-        return [f"{rule['name']}: {rule.get('lastError', '')}" for rule in rules if rule["health"] == "err"]
-
-    def _ask(self, path: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-        document = self._http.get(path, params=parameters).json()
-        if document["status"] != "success":
-            raise RuntimeError(f"{document.get('error')}: {parameters['query']}")
-        found: list[dict[str, Any]] = document["data"]["result"]
-        return found
 
 
 def without_data(prometheus: Prometheus, board: dict[str, Any], interval: str) -> list[PanelQuery]:
@@ -79,11 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dashboards.check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("prometheus", metavar="URL", nargs="?", help="left out: a server and a Prometheus are started")
+    parser.add_argument(
+        "prometheus", metavar="URL", nargs="?", help="if left out, a server and a Prometheus are started"
+    )
     parser.add_argument("--rate-interval", default="5m", help="Grafana's $__rate_interval (default 5m)")
     parser.add_argument("--png", type=Path, help="draw the overview there")
-    parser.add_argument("--minutes", type=float, default=5, help="drawn: the last so many (default 5)")
-    parser.add_argument("--load-seconds", type=float, default=30, help="of the server started here (default 30)")
+    parser.add_argument("--minutes", type=float, default=5, help="the time that is drawn, up to now (default 5)")
+    parser.add_argument(
+        "--load-seconds", type=float, default=30, help="how long the server started here is under load (default 30)"
+    )
     options = parser.parse_args(arguments)
     with nullcontext(options.prometheus) if options.prometheus else loaded(options.load_seconds) as url:
         prometheus = Prometheus(url)

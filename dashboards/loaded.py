@@ -1,4 +1,4 @@
-"""A server under load and a Prometheus that scrapes it, for as long as the check of the dashboards takes."""
+"""A server under load and a Prometheus that scrapes it, which the check of the dashboards asks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from bench.faults import MODEL, serving
-from bench.load import Load, run_load
+from bench.embedded_server import MODEL, serving
+from bench.load.client import Load, run_load
 from bench.processes import free_port, wait_until_ready
 
 SOURCE = Path(__file__).resolve().parents[1] / "docker" / "prometheus"
@@ -23,7 +23,7 @@ READY_S = 30.0
 
 @contextmanager
 def scraped(server_url: str) -> Iterator[str]:
-    """A Prometheus (the program must be installed) with our rules that scrapes a server every second; its URL.
+    """A Prometheus with our alert rules that scrapes a server every second; its URL. The program must be installed.
 
     Raises RuntimeError when it does not start, FileNotFoundError where it is not installed.
     """
@@ -48,7 +48,7 @@ def scraped(server_url: str) -> Iterator[str]:
 
 @contextmanager
 def loaded(seconds: float) -> Iterator[str]:
-    """A Prometheus that has scraped a server for so long under more than it takes; its URL. Errors as of scraped()."""
+    """A Prometheus that has scraped an overloaded server for this many seconds; its URL. Raises what scraped() raises."""
     with serving(http__max_queue=QUEUE) as server, scraped(server.url) as prometheus:
         end = time.monotonic() + seconds
         seed = 0

@@ -1,4 +1,4 @@
-"""The overview: what comes in, how long it takes, what is in the way."""
+"""The overview dashboard: load, latency, objectives, engine and HTTP."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _latency(found: dashboard.Dashboard) -> None:
     found.with_panel(graph("Time to first token", "s", quantiles(TTFT)))
     found.with_panel(graph("Time between tokens", "s", quantiles(TOKEN)))
     found.with_panel(graph("Whole request", "s", quantiles(REQUEST), "Sequences that ended by stop or length."))
-    stations = [(mean(f"nf4_request_{s}_time_seconds"), s) for s in ("queue", "prefill", "decode")]
-    found.with_panel(graph("Where the time goes", "s", stations, "Mean of a sequence.", stacked=True))
+    phases = [(mean(f"nf4_request_{phase}_time_seconds"), phase) for phase in ("queue", "prefill", "decode")]
+    found.with_panel(graph("Where the time goes", "s", phases, "Mean of a sequence.", stacked=True))
     kept = [(within(TTFT, "$ttft_slo"), "first token"), (within(TOKEN, "$token_slo"), "later tokens")]
     found.with_panel(graph("Objectives kept", "percentunit", kept, "Share within the limits chosen above."))
     found.with_panel(graph("Waiting in the queue", "s", quantiles("nf4_request_queue_time_seconds")))
@@ -82,14 +82,16 @@ def _engine(found: dashboard.Dashboard) -> None:
     ]
     found.with_panel(graph("Sequences", "short", sequences))
     hits = f"{total('nf4_prefix_cache_hits_total')} / {total('nf4_prefix_cache_queries_total')}"
-    cache = [('max(nf4_kv_cache_usage_perc{model_name=~"$model"})', "blocks in use"), (hits, "prefix found")]
-    found.with_panel(graph("KV cache", "percentunit", cache, "Blocks in use; prompt tokens found, of those looked up."))
+    cache = [('max(nf4_kv_cache_usage_perc{model_name=~"$model"})', "blocks in use"), (hits, "prefix hits")]
+    found.with_panel(
+        graph("KV cache", "percentunit", cache, "KV blocks in use; share of prompt tokens found in the prefix cache.")
+    )
     found.with_panel(graph("Preemptions", "short", [(total("nf4_num_preemptions_total"), "per second")]))
     found.with_panel(graph("Step time", "s", quantiles("nf4_engine_step_seconds")))
     found.with_panel(heat("Sequences in a step", "nf4_engine_step_batch_size", "short"))
     memory = [
         ('sum(nf4_device_memory_used_bytes{model_name=~"$model"})', "used"),
-        ('sum(nf4_device_memory_total_bytes{model_name=~"$model"})', "there is"),
+        ('sum(nf4_device_memory_total_bytes{model_name=~"$model"})', "total"),
     ]
     found.with_panel(graph("Device memory", "bytes", memory))
 
@@ -99,5 +101,7 @@ def _http(found: dashboard.Dashboard) -> None:
     by_status = [(f"sum by (route, status) ({rate('nf4_http_requests_total', '')})", "{{route}} {{status}}")]
     found.with_panel(graph("Answers", "reqps", by_status, "By route and status."))
     reasons = [(f"sum by (reason) ({rate('nf4_request_rejections_total', '')})", "{{reason}}")]
-    found.with_panel(graph("Requests refused or failed", "reqps", reasons, "By reason; nothing until the first one."))
+    found.with_panel(
+        graph("Requests refused or failed", "reqps", reasons, "By reason; there is no data before the first one.")
+    )
     found.with_panel(graph("In flight", "short", [("sum(nf4_http_requests_in_flight)", "requests")]))

@@ -1,4 +1,4 @@
-"""What the dashboards are made of: panels of PromQL, and the variables that all of them share."""
+"""Panels of PromQL queries, and the variables that all dashboards share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _target(query: Query, index: int) -> prometheus.Dataquery:
 def graph(
     title: str, unit: str, queries: Sequence[Query], text: str = "", width: int = 8, *, stacked: bool = False
 ) -> timeseries.Panel:
-    """Lines over time; width is of 24 columns."""
+    """A panel of lines over time; width is in columns, of which there are 24."""
     panel = timeseries.Panel().title(title).description(text).unit(unit).min(0).span(width).height(HEIGHT)
     panel = panel.datasource(SOURCE).fill_opacity(30 if stacked else 5).show_points(shapes.VisibilityMode.NEVER)
     panel = panel.legend(
@@ -74,7 +74,7 @@ def graph(
 
 
 def heat(title: str, histogram: str, unit: str = "s", width: int = 8) -> heatmap.Panel:
-    """How a histogram's observations are distributed, over time."""
+    """A heat map of a histogram's observations over time."""
     query = (total(f"{histogram}_bucket", "le"), "{{le}}")
     return (
         heatmap.Panel()
@@ -90,7 +90,7 @@ def heat(title: str, histogram: str, unit: str = "s", width: int = 8) -> heatmap
 
 
 def number(title: str, unit: str, query: str, text: str = "", width: int = 4) -> stat.Panel:
-    """One number, its latest."""
+    """A panel with one number, the latest value."""
     panel = stat.Panel().title(title).description(text).unit(unit).span(width).height(4).datasource(SOURCE)
     panel = panel.color_mode(shapes.BigValueColorMode.VALUE).graph_mode(shapes.BigValueGraphMode.AREA)
     return panel.targets([_target((query, title), 0)])

@@ -1,20 +1,18 @@
-"""A dashboard drawn with matplotlib from Prometheus' answers, panel for panel where Grafana has them."""
+"""Draw a dashboard with matplotlib from Prometheus' answers, each panel where Grafana has it."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.dates import AutoDateLocator, DateFormatter
 
+from dashboards.prometheus import Prometheus
 from dashboards.queries import fill, variables_of
-
-if TYPE_CHECKING:
-    from dashboards.check import Prometheus
 
 CELL = 0.32
 """Inches of one grid unit upwards; a column is 0.75 wide."""

@@ -12,9 +12,9 @@ from server.types import EngineStats
 
 
 class EngineCollector(Collector):
-    """Gauges of the engine's state after its last step, and what it has counted since it started.
+    """Gauges of the engine's state after its last step, and its counters since it started.
 
-    Its counters begin at zero with every engine, as Prometheus expects of a process that was started again.
+    The counters begin at zero with every engine, as Prometheus expects after a restart.
     """
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats], state: Callable[[], tuple[str, int]]) -> None:
@@ -31,25 +31,33 @@ class EngineCollector(Collector):
             ("num_requests_running", "Requests in the engine's batches.", stats.running),
             ("num_requests_waiting", "Requests waiting in the engine.", stats.waiting),
             ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage),
-            ("weight_bytes", "Codes and scales of all NF4 layers: what a step reads at least.", stats.nf4_weight_bytes),
+            (
+                "weight_bytes",
+                "Bytes of the codes and scales of all NF4 layers, which a step reads at least once.",
+                stats.nf4_weight_bytes,
+            ),
             ("kv_cache_blocks", "Blocks of the KV cache.", stats.kv_blocks_total),
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
             (
                 "device_memory_used_bytes",
-                "Memory in use: of the GPU, or of the engine on CPU.",
+                "Memory in use: the GPU's, or on CPU the engine's.",
                 stats.device_memory_used,
             ),
-            ("device_memory_total_bytes", "Memory there is: of the GPU, or of the machine.", stats.device_memory_total),
+            (
+                "device_memory_total_bytes",
+                "Memory in total: the GPU's, or on CPU the machine's.",
+                stats.device_memory_total,
+            ),
         )
         yield from self._counters(
             ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("graph_replays", "CUDA graphs started since the engine started.", stats.graph_replays),
-            ("engine_restarts", "How often the engine was started again.", restarts),
+            ("graph_replays", "CUDA graphs replayed since the engine started.", stats.graph_replays),
+            ("engine_restarts", "How often the engine was restarted.", restarts),
             (
                 "dequant_seconds",
-                "Time spent expanding NF4 weights since the engine started.",
+                "Time spent dequantizing NF4 weights since the engine started.",
                 stats.dequant_seconds_total,
             ),
             ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
@@ -73,7 +81,7 @@ class EngineCollector(Collector):
     def _kernels(self, seconds: dict[str, float]) -> Metric:
         family = CounterMetricFamily(
             "nf4_kernel_seconds",
-            "Time spent in NF4 kernels since the engine started, by what they do and which they are.",
+            "Time spent in NF4 kernels since the engine started, by kind and variant.",
             labels=["model_name", "kind", "variant"],
         )
         for kernel, value in sorted(seconds.items()):
@@ -81,7 +89,7 @@ class EngineCollector(Collector):
         return family
 
     def _adapters(self, stats: EngineStats) -> Metric:
-        """As vLLM has it, for routers that send a request where its adapter is: one series at a time."""
+        """One series at a time, as in vLLM, for routers that send a request to where its adapter is."""
         family = GaugeMetricFamily(
             "nf4_lora_requests_info",
             "LoRA adapters of running and of waiting requests, and how many can be loaded; the value is the time.",
@@ -93,7 +101,7 @@ class EngineCollector(Collector):
 
 
 def kind_and_variant(kernel: str) -> tuple[str, str]:
-    """A key of EngineStats.kernel_seconds as labels: ("dequantize" or "linear", device and kernel).
+    """A key of EngineStats.kernel_seconds as labels: kind ("dequantize" or "linear") and variant (device and kernel).
 
     >>> kind_and_variant("cuda_dequantize"), kind_and_variant("cuda_wgmma"), kind_and_variant("cpu_linear")
     (('dequantize', 'cuda'), ('linear', 'cuda_wgmma'), ('linear', 'cpu'))

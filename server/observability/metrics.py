@@ -12,13 +12,13 @@ from server.observability.engine_state import EngineCollector
 from server.observability.timeline import RequestTimeline
 from server.types import EngineReady, EngineStats, RequestOutput, StepOutputs
 
-# A second series for every counter and histogram, which Prometheus has no use for.
+# Prometheus has no use for the second series that these would be for every counter and histogram.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Phase = str
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
-# Seconds. Fine around 2 ms, where a token of a small model on a GPU lies.
+# Seconds. The buckets are narrow around 2 ms, the time of a token of a small model on a GPU.
 TOKEN_BUCKETS = (
     *(0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0),
@@ -78,12 +78,10 @@ class Metrics:
         self._answer_length = self._histogram(
             "request_generation_tokens", "Generated tokens of a request.", LENGTH_BUCKETS
         )
-        self._max_tokens = self._histogram(
-            "request_params_max_tokens", "Most tokens that a request allowed its answer.", LENGTH_BUCKETS
-        )
-        self._n = self._histogram("request_params_n", "Answers that a request wanted to a prompt.", N_BUCKETS)
+        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a request.", LENGTH_BUCKETS)
+        self._n = self._histogram("request_params_n", "Answers that a request asked for to one prompt.", N_BUCKETS)
         self._longest = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest of a prompt's answers.", LENGTH_BUCKETS
+            "request_max_num_generation_tokens", "Tokens of the longest answer to a prompt.", LENGTH_BUCKETS
         )
         self._computed = self._histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", LENGTH_BUCKETS
@@ -98,7 +96,7 @@ class Metrics:
             reason: success.labels(self._model, reason) for reason in ("stop", "length", "abort", "error")
         }
         self._dequant = self._by_phase(
-            "request_dequant_seconds", "A request's share of the time its steps spent expanding NF4 weights."
+            "request_dequant_seconds", "A request's share of the time its steps spent dequantizing NF4 weights."
         )
         self._linear = self._by_phase(
             "request_linear_seconds", "A request's share of the time its steps spent in NF4 linear layers as a whole."
@@ -111,7 +109,7 @@ class Metrics:
 
         self._cache_config = Gauge(
             "nf4_cache_config_info",
-            "How the KV cache is set up, in the labels.",
+            "Configuration of the KV cache, in the labels.",
             ["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
             registry=self.registry,
         )
@@ -155,11 +153,11 @@ class Metrics:
         return self._state()
 
     def watch_engine(self, state: Callable[[], tuple[str, int]]) -> None:
-        """Ask state for the engine's state in a word and its number of restarts at every scrape."""
+        """At every scrape call state for the engine's state, one word, and its number of restarts."""
         self._state = state
 
     def step_done(self, step: StepOutputs) -> None:
-        """Account for one engine step."""
+        """Count one engine step."""
         stats = self._stats = step.stats
         if stats.step_batch:
             self._step_seconds.observe(stats.step_seconds)
@@ -167,7 +165,7 @@ class Metrics:
             self._step_tokens.observe(stats.step_tokens)
 
     def engine_ready(self, ready: EngineReady, *, prefix_caching: bool) -> None:
-        """Note how a new engine's cache is set up."""
+        """Note the configuration of a new engine's KV cache."""
         self._cache_config.clear()
         labels = (self._model, str(ready.block_size), str(ready.num_blocks), str(prefix_caching))
         self._cache_config.labels(*labels).set(1)
@@ -177,7 +175,7 @@ class Metrics:
         self._stats = EngineStats()
 
     def tokens_received(self, timeline: RequestTimeline, output: RequestOutput) -> None:
-        """Account for one output of the engine, and note it in the sequence's timeline."""
+        """Count one output of the engine, and note it in the sequence's timeline."""
         if output.timings is not None:
             timeline.timings = output.timings
         count = len(output.new_token_ids)
@@ -200,7 +198,7 @@ class Metrics:
         self.generation_tokens.inc(count)
 
     def sequence_finished(self, timeline: RequestTimeline) -> None:
-        """Account for a whole sequence; its finish_reason must be set."""
+        """Count a sequence that has ended; its finish_reason must be set."""
         timeline.finished = time.monotonic()
         self._finished[timeline.finish_reason or "error"].inc()
         self._prompt_length.observe(timeline.prompt_tokens)
@@ -226,7 +224,7 @@ class Metrics:
             self._linear["decode"].observe(timings.linear_decode)
 
     def prompt_finished(self, answers: int, longest: int) -> None:
-        """Account for all answers to one prompt: how many were asked for, and the tokens of the longest."""
+        """Count one prompt: how many answers were asked for, and the tokens of the longest."""
         self._n.observe(answers)
         self._longest.observe(longest)
 

@@ -1,4 +1,4 @@
-"""When one generated sequence passed its stations, on the monotonic clock."""
+"""When a sequence arrived, had its tokens and ended, on the monotonic clock."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from server.types import FinishReason, RequestTimings
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """Stations of one sequence, in seconds of time.monotonic(), and what passed there."""
+    """The times of one sequence, in seconds of time.monotonic(), and its tokens."""
 
     arrival: float = field(default_factory=time.monotonic)
-    """When the server had the request's body."""
+    """When the server had received the whole body of the request."""
     first_token: float | None = None
     last_token: float | None = None
     finished: float | None = None
     prompt_tokens: int = 0
     max_tokens: int = 0
-    """Most tokens that it was allowed to generate."""
+    """The most tokens that it may generate."""
     cached_tokens: int = 0
     generation_tokens: int = 0
     adapter: str | None = None
-    """The LoRA adapter that it runs with."""
+    """Name of its LoRA adapter."""
     finish_reason: FinishReason | None = None
     timings: RequestTimings | None = None
-    """The engine's own account; only the latest one it sent."""
+    """The engine's own times, as it sent them last."""
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -50,11 +50,11 @@ class RequestTimeline:
 
 
 timelines: ContextVar[list[RequestTimeline] | None] = ContextVar("timelines", default=None)
-"""Those of the HTTP request being answered; set by the API's outermost layer, filled where sequences are made."""
+"""Timelines of the HTTP request that is being answered. The API's outermost middleware sets it, answering fills it."""
 
 
 def server_timing(sequences: Iterable[RequestTimeline]) -> str:
-    """A Server-Timing header (milliseconds) of one HTTP request's sequences; empty when none has the engine's account.
+    """A Server-Timing header, in milliseconds, of one HTTP request's sequences; empty when no sequence has timings.
 
     queue, prefill and decode are the longest sequence's; dequant and linear, shares of the device's time, are summed.
     """

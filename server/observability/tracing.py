@@ -1,7 +1,7 @@
 """OpenTelemetry spans of finished requests, sent over OTLP/HTTP when an endpoint is configured.
 
-A span of the HTTP request and, below it, one of each sequence with the attributes of the GenAI semantic conventions.
-They are made when a request has ended, from its timeline, so that nothing is done while it runs.
+An HTTP request is one span, and each of its sequences is a child span with the attributes of the GenAI semantic
+conventions. Spans are made from the timelines when a request has ended, so that nothing is done while it runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TracingError(Exception):
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """An HTTP request that has been answered; started is of time.monotonic()."""
+    """An HTTP request that has been answered; started is in seconds of time.monotonic()."""
 
     request_id: str
     status: int
@@ -64,9 +64,9 @@ class Tracing:
         self._tracer: Tracer = self._provider.get_tracer(PROVIDER)
 
     def record(self, request: FinishedRequest, method: str, route: str, headers: Mapping[str, str]) -> None:
-        """Make the spans of a request; one without sequences, such as a refused one, has that of HTTP only.
+        """Make the spans of a request; one without sequences, such as a refused one, has the HTTP span only.
 
-        headers are the request's, by lower-case name: traceparent and tracestate say what the spans belong to.
+        headers are the request's, by lower-case name; traceparent and tracestate name the trace that the spans belong to.
         """
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -104,7 +104,7 @@ class Tracing:
         span.end(ended)
 
     def close(self) -> None:
-        """Send what is left; waits a few seconds for the endpoint at most."""
+        """Send the spans that are left; waits for the endpoint for 3 seconds at most."""
         self._provider.force_flush(3000)
         self._provider.shutdown()
 

@@ -8,8 +8,9 @@ import statistics
 
 import pytest
 
-from bench.load import Answer, quantiles, summarize
-from bench.load_lengths import draw_length, parse_lengths
+from bench.load.client import Answer
+from bench.load.lengths import parse_lengths, sample_length
+from bench.load.summary import quantiles, summarize
 
 
 def answered(sent: float, *chunks: float, tokens: int | None = None) -> Answer:
@@ -47,9 +48,9 @@ def test_lengths() -> None:
     draw = random.Random(0)
     assert parse_lengths("64") == (64, 64)
     assert parse_lengths("3-9") == (3, 9)
-    assert {draw_length((3, 5), draw) for _ in range(100)} == {3, 4, 5}
+    assert {sample_length((3, 5), draw) for _ in range(100)} == {3, 4, 5}
     lengths = parse_lengths("lognormal:200:0.8")
-    drawn = [draw_length(lengths, draw) for _ in range(4000)]
+    drawn = [sample_length(lengths, draw) for _ in range(4000)]
     assert 185 < statistics.median(drawn) < 215
     assert statistics.fmean(drawn) > 1.2 * statistics.median(drawn)
     assert max(drawn) <= 4000

@@ -11,9 +11,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.load import Load, main, run_load, summarize
-from bench.load_lengths import LogNormal
-from bench.load_processes import run_in_processes
+from bench.load.__main__ import main
+from bench.load.client import Load, run_load
+from bench.load.lengths import LogNormal
+from bench.load.processes import run_in_processes
+from bench.load.summary import summarize
 from tests.conftest import RunningServer
 
 MODEL = "smollm2-135m-instruct"

@@ -1,4 +1,4 @@
-"""The pictures of the README are drawn from the committed results."""
+"""The pictures of docs/performance.md are drawn from the committed results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.readme import RESULTS
+from bench.tables import RESULTS
 
 pytest.importorskip("matplotlib", reason="the extra plots is not installed")
 

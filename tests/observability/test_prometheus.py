@@ -8,8 +8,9 @@ import shutil
 import pytest
 
 from dashboards.__main__ import FOLDER
-from dashboards.check import Prometheus, check, without_data
+from dashboards.check import check, without_data
 from dashboards.loaded import loaded
+from dashboards.prometheus import Prometheus
 
 pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: apt install prometheus)"

@@ -1,4 +1,4 @@
-"""How far the engine's log-probabilities are from those of transformers' own forward pass on the same weights."""
+"""Compare the engine's log-probabilities with those of transformers' own forward pass on the same weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from server.engine.core import Engine
 from server.engine.runtime.model.projections import block_scales
 from server.types import GenerateRequest, SamplingParams
 
-# Tokens of the prompts: less than a block, more than one, more than a sliding window of 1024.
+# Lengths of the prompts: less than one KV block, more than one, more than a sliding window of 1024 tokens.
 PROMPTS = (7, 300, 1500)
 ANSWER = 24
-# A continuation of the longest prompt, most of which is then in the prefix cache.
+# Tokens that continue the longest prompt, most of which is in the prefix cache by then.
 MORE = 40
 
 
@@ -33,11 +33,11 @@ class Scored:
 
 
 def score(engine: Engine, vocabulary: int, seed: int) -> list[Scored]:
-    """Greedy answers to random prompts: scored with their prompts, but for the last, which begins in the cache."""
-    draw = random.Random(seed)
-    prompts = [[draw.randrange(1000, vocabulary - 1000) for _ in range(length)] for length in PROMPTS]
+    """Greedy answers to random prompts, scored together with their prompts, and one that begins in the prefix cache."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1000, vocabulary - 1000) for _ in range(length)] for length in PROMPTS]
     scored = [_run(engine, f"{seed}-{i}", prompt, scores_prompt=True) for i, prompt in enumerate(prompts)]
-    more = [draw.randrange(1000, vocabulary - 1000) for _ in range(MORE)]
+    more = [rng.randrange(1000, vocabulary - 1000) for _ in range(MORE)]
     # A prompt that is scored stays out of the prefix cache.
     scored.append(_run(engine, f"{seed}-again", prompts[-1], scores_prompt=False))
     return [*scored, _run(engine, f"{seed}-more", prompts[-1] + more, scores_prompt=False)]
@@ -46,8 +46,8 @@ def score(engine: Engine, vocabulary: int, seed: int) -> list[Scored]:
 def compare(model: PreTrainedModel, scored: list[Scored]) -> dict[str, float]:
     """Errors of the log-probabilities, root mean square and largest: the engine's and those of model, as it is.
 
-    The truth is the model with its NF4 weights expanded to float32 and everything else in float32, too, which model is
-    afterwards.
+    The reference is the same model with its NF4 weights dequantized to float32 and everything else in float32. model is
+    converted to that and stays so.
     """
     theirs = torch.cat([_logprobs(model, text) for text in scored])
     _make_exact(model)
@@ -63,11 +63,11 @@ def compare(model: PreTrainedModel, scored: list[Scored]) -> dict[str, float]:
 
 
 class _Exact(nn.Module):
-    """A Linear4bit's product in float32, its weight expanded anew each time."""
+    """A Linear4bit layer in float32, which dequantizes its weight at every call."""
 
     def __init__(self, layer: Linear4bit) -> None:
         super().__init__()
-        # In a tuple, so that it is no child: the model's conversion must leave its scales alone.
+        # The tuple keeps the layer from being a child module, whose scales the model's conversion would change.
         self._hidden = (layer,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

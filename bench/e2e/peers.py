@@ -1,4 +1,4 @@
-"""What the engine is measured beside: transformers' generate and generate_batch on the same kind of weights."""
+"""transformers' generate and generate_batch, which the engine is measured beside, on the same kind of weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 
 def generate(model: PreTrainedModel, batch: int, prompt: int, answer: int, first: int) -> float:
-    """Decode tokens per second of generate(): a run of answer tokens less a run of first tokens."""
+    """Decode tokens per second of generate(), from the difference of a run of `answer` tokens and one of `first` tokens."""
     ids = _random_ids(model, batch, prompt)
 
     def run(tokens: int) -> float:
@@ -26,7 +26,7 @@ def generate(model: PreTrainedModel, batch: int, prompt: int, answer: int, first
 
 
 def generate_batch(model: PreTrainedModel, batch: int, prompt: int, answer: int, first: int) -> float:
-    """Decode tokens per second of generate_batch(), transformers' continuous batching, measured as generate()."""
+    """Decode tokens per second of generate_batch(), transformers' continuous batching, measured like generate()."""
     prompts = _random_ids(model, batch, prompt).tolist()
 
     def run(tokens: int) -> float:

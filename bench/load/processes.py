@@ -1,6 +1,6 @@
-"""A load sent from several processes: httpx's clients need more of a processor for a token than the server does.
+"""Send a load from several processes, because httpx's clients need more processor time for a token than the server does.
 
-As a program (python -m bench.load_processes) it is one of them: a Load as JSON on its input, its answers on its output.
+As a program (python -m bench.load.processes) this is one of them: it reads a Load as JSON and prints its answers as JSON.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import replace
 
 import msgspec
 
-from bench.load import Answer, Load, run_load
+from bench.load.client import Answer, Load, run_load
 
 
 def run_in_processes(load: Load, processes: int, on_done: Callable[[], object] = lambda: None) -> list[Answer]:
-    """Send a load from so many processes, which begin together; the answers are in the order of sending.
+    """Send a load from this many processes, which begin together. The answers are in the order of sending.
 
-    on_done is called for each answer, where there are several processes when all of one's are there. RuntimeError when
-    a process fails.
+    on_done is called once for each answer; with several processes that is when one of them has all its answers. Raises
+    RuntimeError when a process fails.
     """
     shares = _shares(load, processes)
     if len(shares) == 1:
         return asyncio.run(run_load(load, on_done))
-    command = [sys.executable, "-m", "bench.load_processes"]
+    command = [sys.executable, "-m", "bench.load.processes"]
     workers = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in shares
     ]
@@ -50,14 +50,14 @@ def run_in_processes(load: Load, processes: int, on_done: Callable[[], object] =
 
 
 def _shares(load: Load, processes: int) -> list[Load]:
-    """What each process sends: the requests are dealt out, with their arrivals, and the clients shared.
+    """What each process sends: the requests, with their arrivals, and the clients are divided among the processes.
 
-    There are fewer processes where that leaves one without a client.
+    There are fewer processes where one would be left without a client.
     """
     clients = load.requests if load.rate is not None else load.concurrency or 1
     count = min(processes, load.requests, clients)
     return [
-        replace(load, concurrency=clients // count + (index < clients % count), deal=(index, count))
+        replace(load, concurrency=clients // count + (index < clients % count), share=(index, count))
         for index in range(count)
     ]
 
@@ -79,7 +79,7 @@ def _hear(worker: subprocess.Popen[str]) -> str:
 
 
 def _ended(worker: subprocess.Popen[str]) -> RuntimeError:
-    return RuntimeError(f"a process of the load ended with exit code {worker.wait()}")
+    return RuntimeError(f"a process that sends the load ended with exit code {worker.wait()}")
 
 
 def _work() -> None:

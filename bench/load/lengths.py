@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 
 LONGEST_TIMES = 20
-"""A log-normal draw is cut at so many times its median: one odd request must not be the whole load."""
+"""A log-normal sample is at most this many times the median, so that one long request is not the whole load."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ Lengths = tuple[int, int] | LogNormal
 """(low, high), both included; or a LogNormal."""
 
 
-def draw_length(lengths: Lengths, draw: random.Random) -> int:
+def sample_length(lengths: Lengths, rng: random.Random) -> int:
     """One length, at least 1."""
     if isinstance(lengths, LogNormal):
-        drawn = draw.lognormvariate(math.log(lengths.median), lengths.sigma)
-        return max(1, round(min(drawn, LONGEST_TIMES * lengths.median)))
-    return draw.randint(*lengths)
+        sampled = rng.lognormvariate(math.log(lengths.median), lengths.sigma)
+        return max(1, round(min(sampled, LONGEST_TIMES * lengths.median)))
+    return rng.randint(*lengths)
 
 
 def parse_lengths(text: str) -> Lengths:

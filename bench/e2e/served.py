@@ -16,8 +16,9 @@ from typing import Any
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench.load import Load, summarize
-from bench.load_processes import run_in_processes
+from bench.load.client import Load
+from bench.load.processes import run_in_processes
+from bench.load.summary import summarize
 from bench.processes import free_port, wait_until_ready
 
 READY_S = 1200.0
@@ -68,8 +69,8 @@ def under_load(
 ) -> dict[str, Any]:
     """Output tokens per second, TTFT and ITL of requests of 128 tokens in and 128 out: a row's figures.
 
-    rate: requests per second, arriving at random; None: so many clients at once. Another seed asks for other answers, none
-    of which is in the prefix cache.
+    With a rate, in requests per second, requests arrive at random; without one each of `concurrency` clients sends its next
+    request when its last one has ended. Another seed makes other prompts, none of which is in the prefix cache.
     """
     lengths = (128, 128)
     load = Load(url, model, requests, concurrency, rate, lengths, lengths, seed=seed)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-if TYPE_CHECKING:
-    from bench.load import Answer
+from bench.load.client import Answer
 
 
 def plot_load(answers: Sequence[Answer], title: str, target: Path, slo: tuple[float | None, float | None]) -> None:

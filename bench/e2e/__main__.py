@@ -1,0 +1,72 @@
+"""Decode and prefill speed of the engine on dummy NF4 weights: python -m bench.e2e --help.
+
+The engine is called directly, in one process; --peers adds transformers' generate and generate_batch with bitsandbytes'
+kernels in the same run (prefill of one prompt there, of one and of eight here). Decode is timed from the step in which
+every request has 16 tokens to the last one, prefill until every request has its first token. Writes
+bench/results/e2e-<device>.json after every model, also when it is stopped, and keeps the rows that were not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.e2e.engine_speed import FIRST
+from bench.e2e.measure import MODELS, measure
+from bench.e2e.results import Row, current_commit, write
+from server.engine.supervisor.process import ENVIRONMENT
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",") if part]
+
+
+def main() -> int:
+    """Measure the models asked for and write the result."""
+    parser = argparse.ArgumentParser(prog="python -m bench.e2e", description=__doc__)
+    parser.add_argument("models", nargs="*", default=sorted(folder.name for folder in MODELS.iterdir()))
+    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32, 128])
+    parser.add_argument("--prefill", type=_numbers, default=[2048, 8192])
+    parser.add_argument("--budget", type=int, default=4096, help="max_num_batched_tokens")
+    parser.add_argument("--max-model-len", type=int, default=8448)
+    parser.add_argument("--kv-gib", type=int, default=24)
+    parser.add_argument("--peers", type=_numbers, default=[], help="batch sizes to run transformers at, too")
+    parser.add_argument("--peer-tokens", type=int, default=64)
+    parser.add_argument("--http", type=_rates, default=[], help="requests per second to send to the real server, too")
+    parser.add_argument("--fidelity", action="store_true", help="compare log-probabilities with transformers', too")
+    parser.add_argument("--batch-invariant", action="store_true", help="decode only, in rows of their own")
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    parser.add_argument("--out", type=Path, help="default: bench/results/e2e-<device>.json")
+    options = parser.parse_args()
+    if options.peers and options.peer_tokens <= FIRST:
+        parser.error(f"--peer-tokens must be more than {FIRST}: transformers is timed from its {FIRST}th token on")
+    if ENVIRONMENT.keys() - os.environ:
+        # As the server starts its engine: C libraries and torch ask for it as they are loaded.
+        command = [sys.executable, "-m", "bench.e2e", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**ENVIRONMENT, **os.environ})
+    device = torch.cuda.get_device_name().lower().replace(" ", "-")
+    path = options.out or RESULTS / f"e2e-{device}.json"
+    commit = current_commit()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for name in options.models:
+        rows: list[Row] = []
+        try:
+            measure(name, options, rows)
+        finally:
+            write(path, device, rows, commit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A load over HTTP on a running server: `python -m bench.load --help`."""

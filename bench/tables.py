@@ -1,0 +1,279 @@
+"""Markdown tables of bench/results/*.json for README.md and docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.kernels import LARGE, large
+
+RESULTS = Path(__file__).resolve().parent / "results"
+KERNELS, E2E, CPU = "kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "cpu.json"
+PEERS = {"H200": "peers-nvidia-h200.json", "H100": "peers-nvidia-h100.json"}
+NAMES = {
+    "qwen3-8b": "Qwen3-8B",
+    "qwen3-32b": "Qwen3-32B",
+    "gemma-3-27b": "Gemma-3-27B",
+    "llama-3.3-70b": "Llama-3.3-70B",
+    "llama-3.1-8b": "Llama-3.1-8B",
+}
+# At their best, beside bitsandbytes 0.47.0 on an A100, and the batch size of that.
+PAPER = {"llama-3.3-70b": (1.54, 2), "qwen3-32b": (1.29, 32), "gemma-3-27b": (1.32, 64)}
+SHORT = (1, 8, 64, 256, 2048)
+"""Numbers of tokens in the README's table of kernels."""
+Result = dict[str, Any]
+
+
+def load(file: str) -> Result:
+    """A file of bench/results/, read."""
+    found: Result = json.loads((RESULTS / file).read_text())
+    return found
+
+
+def large_rows(result: Result) -> list[Result]:
+    """The rows of a kernel benchmark that are of projections with many weights."""
+    return [row for row in result["rows"] if row["N"] * row["K"] >= LARGE]
+
+
+def headline() -> str:
+    """The README's three lines of figures: decode, the kernels, a CPU."""
+    batches = (1, 8, 32, 128)
+    ours = [_find(_e2e("decode"), "qwen3-8b", batch)["ours_tok_s"] for batch in batches]
+    awq, bf16 = (
+        [_peer("H200", "vLLM", weights, "qwen3-8b", batch) for batch in batches] for weights in ("AWQ", "bf16")
+    )
+    linear = {row["M"]: row for row in _projection() if row["op"] == "linear"}
+    one, many = linear[1], linear[2048]
+    cpu = load(CPU)["rows"][0]
+    return "\n".join(
+        [
+            "* **Decode** of Qwen3-8B with 1 / 8 / 32 / 128 sequences on one H200, tokens per second:",
+            f"  {_slashes(ours)}; vLLM 0.26 with AWQ-Marlin {_slashes(awq)}, in bf16",
+            f"  {_slashes(bf16)}. vLLM is faster in prefill, and on an H200 from 200 sequences on.",
+            f"* **Kernels**: there a {one['N']} x {one['K']} layer takes {one['ours_us']:.0f} us for one token,"
+            f" bitsandbytes' {one['bnb_us']:.0f} and bf16 cuBLAS {one['bf16_us']:.0f}.",
+            f"  From 256 tokens on cuBLAS wins: at 2048 it takes {many['bf16_us'] / many['ours_us']:.2f} of our time,"
+            f" bitsandbytes {many['bnb_us'] / many['ours_us']:.2f}.",
+            f"* **CPU**: the embedded model decodes {cpu['ours']:.0f} tokens per second on two cores, in transformers"
+            f" {cpu['transformers_bnb_nf4']:.0f} with bitsandbytes and {cpu['transformers_bf16']:.0f} in bf16.",
+        ]
+    )
+
+
+def kernels_short() -> str:
+    """Six rows of kernels_all()."""
+    return _kernel_rows([row for row in _projection() if row["op"] == "dequantize_nested" or row["M"] in SHORT])
+
+
+def kernels_all() -> str:
+    """A projection of Qwen3-32B: dequantize, and the linear layer at every number of tokens."""
+    return _kernel_rows(_projection())
+
+
+def kernels_large() -> str:
+    """The ranges over all large projections, and how many miss which target."""
+    result = load(KERNELS)
+    count = len({(r["N"], r["K"]) for r in large_rows(result)})
+    return f"{count} projections of three models, each of {LARGE // 1_000_000}M weights or more.\n\n{large(result)}"
+
+
+def models() -> str:
+    """Decode of two models beside vLLM and transformers, rows of one state of the code."""
+    rows = [row for row in _e2e("decode") if row["model"] in ("qwen3-8b", "qwen3-32b")]
+    (commit,) = {row["commit"] for row in rows}
+    lines = []
+    for row in sorted(rows, key=lambda row: (list(NAMES).index(row["model"]), row["batch"])):
+        place = row["model"], row["batch"]
+        vllm = [_speed(_peer("H200", "vLLM", weights, *place)) for weights in ("NF4", "AWQ", "bf16")]
+        lines.append([NAMES[place[0]], str(place[1]), f"**{_speed(row['ours_tok_s'])}**", *vllm, _transformers(row)])
+    heads = ["model", "sequences", "ours, NF4", "vLLM, NF4", "vLLM, AWQ-Marlin", "vLLM, bf16", "transformers, NF4"]
+    versions = load(PEERS["H200"])["runs"][0]["versions"]
+    return (
+        f"One H200, tokens per second, 128 in and 128 out; commit {commit}; vLLM {versions['vllm']}, transformers"
+        f" {load(E2E)['versions']['transformers']} on two hosts, both with bitsandbytes {versions['bitsandbytes']}."
+        f"\n\n{_table(heads, lines)}"
+    )
+
+
+def decode() -> str:
+    """Decode of all models beside transformers."""
+    heads = ["model", "sequences", "ours", "transformers generate", "times as fast", "generate_batch", "commit"]
+    lines = [
+        [
+            NAMES[row["model"]],
+            str(row["batch"]),
+            _speed(row["ours_tok_s"]),
+            _transformers(row),
+            _span(_times(row)),
+            _speed(row.get("hf_generate_batch_tok_s")),
+            row["commit"],
+        ]
+        for row in _e2e("decode")
+    ]
+    return f"Tokens per second; {_versions(load(E2E))}.\n\n{_table(heads, lines)}"
+
+
+def prefill() -> str:
+    """Prefill of all models beside transformers and vLLM."""
+    heads = [
+        "model",
+        "prompts x tokens",
+        "ours",
+        "transformers",
+        "vLLM, NF4",
+        "vLLM, AWQ-Marlin",
+        "vLLM, bf16",
+        "commit",
+    ]
+    lines = []
+    for row in _e2e("prefill"):
+        vllm = [_peer("H200", "vLLM", w, row["model"], row["batch"], row["length"]) for w in ("NF4", "AWQ", "bf16")]
+        cells = map(_speed, (row["ours_tok_s"], row.get("hf_generate_tok_s"), *vllm))
+        lines.append([NAMES[row["model"]], f"{row['batch']} x {row['length']}", *cells, row["commit"]])
+    return _table(heads, lines)
+
+
+def vllm() -> str:
+    """Llama-3.1-8B's shape at large batches and long contexts, ours and vLLM, on two GPUs."""
+    columns = ((1, 100), (100, 100), (200, 100), (256, 100), (512, 100), (16, 4000), (16, 12000), (4, 3000))
+    heads = ["GPU", "engine", *(f"{batch} x {length}" for batch, length in columns[:-1]), "prefill 4 x 3000"]
+    lines = []
+    for gpu in PEERS:
+        for engine, weights in (("nf4-server", "NF4"), ("vLLM", "AWQ"), ("vLLM", "bf16")):
+            cells = [_speed(_peer(gpu, engine, weights, "llama-3.1-8b", *place)) for place in columns]
+            lines.append([gpu, f"{engine}, {weights}", *cells])
+    return _table(heads, lines)
+
+
+def paper() -> str:
+    """End to end, in times of transformers with bitsandbytes: the paper's kernels and this engine."""
+    heads = ["times as fast as transformers", "the paper's kernels, at their best", "ours, 1 sequence", "32 sequences"]
+    lines = []
+    for model, (times, batch) in PAPER.items():
+        ours = (_span(_times(_find(_e2e("decode"), model, sequences))) for sequences in (1, 32))
+        lines.append([NAMES[model], f"{times:.2f} (batch {batch})", *ours])
+    return _table(heads, lines)
+
+
+def http() -> str:
+    """The real server under load, as its clients see it."""
+    heads = ["model", "load", "tokens per second", "the engine alone", "TTFT median, p99", "ITL median, p99", "commit"]
+    lines = []
+    for row in _e2e("http"):
+        offered = f"{row['batch']} clients" if "batch" in row else f"{row['rate']:g} requests per second"
+        alone = row.get("direct_tok_s")
+        share = f"{alone:.0f} ({row['ours_tok_s'] / alone:.0%} of it)" if alone else ""
+        times = (f"{row[k]['p50'] * 1e3:.0f}, {row[k]['p99'] * 1e3:.0f}" for k in ("ttft_s", "itl_s"))
+        lines.append([NAMES[row["model"]], offered, f"{row['ours_tok_s']:.0f}", share, *times, row["commit"]])
+    return _table(heads, lines)
+
+
+def fidelity() -> str:
+    """Errors of log-probabilities, memory and starts, of whole models."""
+    heads = [
+        "model", "error of log-probabilities, root mean square: ours", "transformers in bf16", "commit", "weights, GiB",
+        "memory beside weights and KV cache, GiB", "ready after, s", "the server after that, s", "commit of the start",
+    ]  # fmt: skip
+    starts = {row["model"]: row for row in _e2e("start")}
+    lines = []
+    for row in _e2e("fidelity"):
+        start = starts[row["model"]]
+        weights, beside = start["weights_gib"], start["allocated_gib"] - start["weights_gib"] - start["kv_gib"]
+        memory = [f"{weights:.1f}", f"{beside:.2f} ({beside / weights:.1%})"]
+        times = [f"{start['ready_s']:.0f}", f"{start['again_s']:.0f}" if "again_s" in start else ""]
+        errors = [f"{row['ours_rms']:.4f}", f"{row['hf_rms']:.4f}", row["commit"]]
+        lines.append([NAMES[row["model"]], *errors, *memory, *times, start["commit"]])
+    return _table(heads, lines)
+
+
+def cpu() -> str:
+    """The engine on a CPU beside transformers."""
+    result = load(CPU)
+    heads = ["", "ours", "transformers + bitsandbytes NF4", "transformers bf16"]
+    lines = [
+        [
+            row["what"],
+            f"{row['ours']:.0f}",
+            f"{row['transformers_bnb_nf4']:.0f} ({row['transformers_bnb_dtype']})",
+            f"{row['transformers_bf16']:.0f}",
+        ]
+        for row in result["rows"]
+    ]
+    about = f"{result['device']}, {result['threads']} threads, tokens per second; {_versions(result)}."
+    return f"{about}\n\n{_table(heads, lines)}"
+
+
+def _projection() -> list[Result]:
+    return [row for row in load(KERNELS)["rows"] if (row["model"], row["shape"]) == ("Qwen3-32B", "up")]
+
+
+def _kernel_rows(rows: list[Result]) -> str:
+    result = load(KERNELS)
+    lines = []
+    for row in rows:
+        name = f"M = {row['M']}" if row["op"] == "linear" else row["op"].replace("_nested", ", nested scales")
+        ours = f"**{row['ours_us']:.1f}** ({row['ours_us'] / row['floor_us']:.2f})"
+        others = [_us(row.get(key), row["ours_us"]) for key in ("bnb_us", "bf16_us")]
+        lines.append([name, ours, *others, f"{row['floor_us']:.1f}"])
+    about = (
+        f"{result['device']}, {rows[0]['N']} x {rows[0]['K']}, microseconds (ours: times the floor; others: times ours);"
+        f" {_versions(result)}."
+    )
+    return f"{about}\n\n{_table(['', 'ours', 'bitsandbytes', 'bf16 cuBLAS', 'floor'], lines)}"
+
+
+def _e2e(mode: str) -> list[Result]:
+    return [row for row in load(E2E)["rows"] if row["mode"] == mode]
+
+
+def _find(rows: Iterable[Result], model: str, batch: int) -> Result:
+    return next(row for row in rows if (row["model"], row["batch"]) == (model, batch))
+
+
+def _peer(gpu: str, engine: str, weights: str, model: str, batch: int, length: int | None = None) -> float | None:
+    """What an engine reached there, in tokens per second; None where it was not measured."""
+    place = {"engine": engine, "weights": weights, "model": model, "batch": batch, "length": length}
+    rows = (row for run in load(PEERS[gpu])["runs"] for row in run["rows"])
+    return next((row["tok_s"] for row in rows if {key: row.get(key) for key in place} == place), None)
+
+
+def _theirs(row: Result) -> list[float]:
+    """transformers' speeds of a decode row: on the host of our own figure first, then on the other host."""
+    other = _peer("H200", "transformers generate", "NF4", row["model"], row["batch"])
+    return [speed for speed in (row.get("hf_generate_tok_s"), other) if speed is not None]
+
+
+def _transformers(row: Result) -> str:
+    return " to ".join(map(_speed, sorted(_theirs(row))))
+
+
+def _times(row: Result) -> list[float]:
+    """Our speed over transformers': of the run that had both, and over the other host's."""
+    ours = row.get("ours_beside_hf_tok_s", row["ours_tok_s"])
+    return [ours / speed for speed in _theirs(row)]
+
+
+def _span(values: Sequence[float]) -> str:
+    return " to ".join(f"{value:.1f}" for value in sorted(values))
+
+
+def _slashes(values: Sequence[float | None]) -> str:
+    return " / ".join(f"{value:.0f}" for value in values if value is not None)
+
+
+def _versions(result: Result) -> str:
+    return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def _speed(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _us(value: float | None, ours: float) -> str:
+    return "" if value is None else f"{value:.1f} ({value / ours:.2f})"
