@@ -251,7 +251,7 @@ def _transformers(row: Result) -> str:
 
 def _times(row: Result) -> list[float]:
     """Our speed over transformers': of the run that had both, and over the other host's."""
-    ours = row.get("ours_beside_hf_tok_s", row["ours_tok_s"])
+    ours = float(row.get("ours_beside_hf_tok_s", row["ours_tok_s"]))
     return [ours / speed for speed in _theirs(row)]
 
 
