@@ -1,11 +1,12 @@
 # syntax=docker/dockerfile:1
 # Targets: cuda (the default; NVIDIA GPUs from sm_80 to sm_120) and cpu. See docs/operations.md.
 #   docker build -t nf4-server .
-#   docker run --gpus all -p 8000:8000 -v models:/models nf4-server --model /models/NAME
+#   docker run --gpus all -p 8000:8000 -v "$PWD/NAME:/models/NAME:ro" -v nf4-cache:/models/.cache \
+#     nf4-server --model /models/NAME
 ARG BASE=python:3.12-slim-bookworm
 
-# What both targets run on. g++ stays in it: attention on CPU is compiled for the processor that it meets, and torch's
-# compiler calls it on CUDA.
+# Both targets run on this. g++ stays in it: attention on CPU is compiled for the processor at hand, and torch's compiler
+# calls g++ on CUDA.
 # hadolint ignore=DL3006
 FROM ${BASE} AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -19,7 +20,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY docker/requirements.py docker/requirements.py
-# The packages are a layer of their own, which a change of the source does not touch.
+# The packages are a layer of their own, so that a change of the source does not install them again.
 RUN python docker/requirements.py > requirements.txt \
  && pip install --extra-index-url "${TORCH_INDEX}" -r requirements.txt
 COPY nf4_kernels nf4_kernels
@@ -31,8 +32,8 @@ FROM base AS cuda-packages
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY docker/requirements.py docker/requirements.py
-# PyPI's torch brings CUDA's libraries along; nvcc comes as NVIDIA's wheels. It stays in the image: FlashInfer compiles its
-# attention for the GPU and the model that it meets, since all for all would take hours, and keeps it in the volume.
+# PyPI's torch comes with CUDA's libraries, and nvcc comes as NVIDIA's wheels. nvcc stays in the image: FlashInfer compiles its
+# attention for the GPU and the model at hand and keeps it in the volume; all kinds for all GPUs would take hours.
 RUN python docker/requirements.py > requirements.txt \
  && python docker/requirements.py cuda build-cuda >> requirements.txt \
  && pip install -r requirements.txt
@@ -43,16 +44,16 @@ COPY bench bench
 RUN pip install --no-deps .
 
 FROM base AS runtime
-RUN useradd --uid 10001 --create-home nf4 && mkdir /models && chown nf4 /models
+RUN useradd --uid 10001 --create-home nf4 && mkdir -p /models/.cache && chown -R nf4 /models
 ENV NF4_HTTP__HOST=0.0.0.0 NF4_HTTP__PORT=8000 XDG_CACHE_HOME=/models/.cache HF_HOME=/models/.cache/huggingface
 WORKDIR /home/nf4
 COPY --chown=nf4 config.yaml docker/healthcheck.py ./
 USER 10001
 VOLUME /models
 EXPOSE 8000
-# A model may take minutes to load; until then an answer of 503 does not count.
+# A model may take minutes to load, and a 503 does not count during the start period.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 CMD ["python", "healthcheck.py"]
-# The server is process 1 itself: it gets SIGTERM and drains.
+# The server itself is process 1, so it gets SIGTERM and drains.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["python", "-m", "server", "--config", "config.yaml"]
 
@@ -61,6 +62,6 @@ COPY --from=cpu-packages /opt/nf4 /opt/nf4
 
 FROM runtime AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-# What is compiled at the first start; FlashInfer adds .cache itself, torch's compiler goes by XDG_CACHE_HOME.
+# Caches of what is compiled at the first start: FlashInfer adds .cache itself, torch's compiler uses XDG_CACHE_HOME.
 ENV FLASHINFER_WORKSPACE_BASE=/models TRITON_CACHE_DIR=/models/.cache/triton
 COPY --from=cuda-packages /opt/nf4 /opt/nf4

@@ -2,7 +2,7 @@
 # Build the cpu target without Docker and without a registry: buildah, on a Debian that debootstrap makes. As root.
 #   apt-get install buildah podman crun debootstrap
 #   docker/build-cpu.sh [tag] [arguments of buildah build, such as --volume or --build-arg]
-# The Debian is kept in $ROOTFS (default /var/tmp/nf4-base) and used again.
+# The Debian stays in $ROOTFS (default /var/tmp/nf4-base) for the next build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tag=${1:-nf4-server:cpu}
@@ -19,6 +19,6 @@ if ! buildah "${store[@]}" inspect localhost/nf4-base > /dev/null 2>&1; then
   buildah "${store[@]}" commit --quiet "$container" localhost/nf4-base
   buildah "${store[@]}" rm "$container" > /dev/null
 fi
-# chroot: containers inside containers have no namespaces to give. One layer: vfs copies everything for each.
+# chroot, because inside a container there may be no namespaces; one layer, because vfs copies everything for each layer.
 buildah "${store[@]}" build --isolation chroot --layers=false --format docker --target cpu \
   --build-arg BASE=localhost/nf4-base "$@" --tag "$tag" .

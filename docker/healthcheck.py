@@ -1,4 +1,4 @@
-"""The container's health check: exit status 0 when /health answers 200, over HTTP or, where it speaks that, TLS."""
+"""The container's health check: exit status 0 when /health answers 200, over HTTP or, where the server uses it, TLS."""
 
 import http.client
 import os
@@ -7,7 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 
-# Its own certificate is for the name that clients use.
+# The server's certificate names the host that clients use, not this address.
 unverified = ssl._create_unverified_context()
 reasons = []
 for scheme in ("http", "https"):

@@ -1,4 +1,4 @@
-"""Print what pyproject.toml lists, for pip install -r: the dependencies, or with arguments, those of these extras."""
+"""Print the dependencies in pyproject.toml for pip install -r, or with arguments those of these extras."""
 
 import sys
 import tomllib
