@@ -32,7 +32,7 @@ FROM base AS cuda-packages
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY docker/requirements.py docker/requirements.py
-# PyPI's torch comes with CUDA's libraries, and nvcc comes as NVIDIA's wheels. nvcc stays in the image: FlashInfer compiles its
+# PyPI's torch comes with CUDA's libraries, and nvcc as NVIDIA's wheels. nvcc stays in the image: FlashInfer compiles its
 # attention for the GPU and the model at hand and keeps it in the volume; all kinds for all GPUs would take hours.
 RUN python docker/requirements.py > requirements.txt \
  && python docker/requirements.py cuda build-cuda >> requirements.txt \

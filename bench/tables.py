@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,19 +48,18 @@ def headline() -> str:
     linear = {row["M"]: row for row in _projection() if row["op"] == "linear"}
     one, many = linear[1], linear[2048]
     cpu = load(CPU)["rows"][0]
-    return "\n".join(
-        [
-            "* **Decode** of Qwen3-8B with 1 / 8 / 32 / 128 sequences on one H200, tokens per second:",
-            f"  {_slashes(ours)}; vLLM 0.26 with AWQ-Marlin {_slashes(awq)}, in bf16",
-            f"  {_slashes(bf16)}. vLLM is faster in prefill, and on an H200 from 200 sequences on.",
-            f"* **Kernels**: there a {one['N']} x {one['K']} layer takes {one['ours_us']:.0f} us for one token,"
-            f" bitsandbytes' {one['bnb_us']:.0f} and bf16 cuBLAS {one['bf16_us']:.0f}.",
-            f"  From 256 tokens on cuBLAS wins: at 2048 it takes {many['bf16_us'] / many['ours_us']:.2f} of our time,"
-            f" bitsandbytes {many['bnb_us'] / many['ours_us']:.2f}.",
-            f"* **CPU**: the embedded model decodes {cpu['ours']:.0f} tokens per second on two cores, in transformers"
-            f" {cpu['transformers_bnb_nf4']:.0f} with bitsandbytes and {cpu['transformers_bf16']:.0f} in bf16.",
-        ]
-    )
+    lines = [
+        f"**Decode** of Qwen3-8B with 1 / 8 / 32 / 128 sequences on one H200, tokens per second: {_slashes(ours)}; vLLM 0.26"
+        f" with AWQ-Marlin {_slashes(awq)}, in bf16 {_slashes(bf16)}. vLLM is faster in prefill, and on an H200 from 200"
+        " sequences on.",
+        f"**Kernels** on the same GPU: a linear layer of {one['N']} x {one['K']} takes {one['ours_us']:.0f} us for one"
+        f" token, with bitsandbytes {one['bnb_us']:.0f} and with bf16 cuBLAS {one['bf16_us']:.0f}. cuBLAS wins from 256"
+        f" tokens on: at 2048 it takes {many['bf16_us'] / many['ours_us']:.2f} of our time, bitsandbytes"
+        f" {many['bnb_us'] / many['ours_us']:.2f}.",
+        f"**CPU**: the embedded model decodes {cpu['ours']:.0f} tokens per second on two cores, in transformers"
+        f" {cpu['transformers_bnb_nf4']:.0f} with bitsandbytes and {cpu['transformers_bf16']:.0f} in bf16.",
+    ]
+    return "\n".join(_wrapped(line, "* ") for line in lines)
 
 
 def kernels_short() -> str:
@@ -90,11 +90,11 @@ def models() -> str:
         lines.append([NAMES[place[0]], str(place[1]), f"**{_speed(row['ours_tok_s'])}**", *vllm, _transformers(row)])
     heads = ["model", "sequences", "ours, NF4", "vLLM, NF4", "vLLM, AWQ-Marlin", "vLLM, bf16", "transformers, NF4"]
     versions = load(PEERS["H200"])["runs"][0]["versions"]
-    return (
+    about = (
         f"One H200, tokens per second, 128 in and 128 out; commit {commit}; vLLM {versions['vllm']}, transformers"
         f" {load(E2E)['versions']['transformers']} on two hosts, both with bitsandbytes {versions['bitsandbytes']}."
-        f"\n\n{_table(heads, lines)}"
     )
+    return f"{_wrapped(about)}\n\n{_table(heads, lines)}"
 
 
 def decode() -> str:
@@ -112,7 +112,7 @@ def decode() -> str:
         ]
         for row in _e2e("decode")
     ]
-    return f"Tokens per second; {_versions(load(E2E))}.\n\n{_table(heads, lines)}"
+    return f"{_wrapped(f'Tokens per second; {_versions(load(E2E))}.')}\n\n{_table(heads, lines)}"
 
 
 def prefill() -> str:
@@ -202,7 +202,7 @@ def cpu() -> str:
         for row in result["rows"]
     ]
     about = f"{result['device']}, {result['threads']} threads, tokens per second; {_versions(result)}."
-    return f"{about}\n\n{_table(heads, lines)}"
+    return f"{_wrapped(about)}\n\n{_table(heads, lines)}"
 
 
 def _projection() -> list[Result]:
@@ -221,7 +221,7 @@ def _kernel_rows(rows: list[Result]) -> str:
         f"{result['device']}, {rows[0]['N']} x {rows[0]['K']}, microseconds (ours: times the floor; others: times ours);"
         f" {_versions(result)}."
     )
-    return f"{about}\n\n{_table(['', 'ours', 'bitsandbytes', 'bf16 cuBLAS', 'floor'], lines)}"
+    return f"{_wrapped(about)}\n\n{_table(['', 'ours', 'bitsandbytes', 'bf16 cuBLAS', 'floor'], lines)}"
 
 
 def _e2e(mode: str) -> list[Result]:
@@ -251,7 +251,7 @@ def _transformers(row: Result) -> str:
 
 def _times(row: Result) -> list[float]:
     """Our speed over transformers': of the run that had both, and over the other host's."""
-    ours = float(row.get("ours_beside_hf_tok_s", row["ours_tok_s"]))
+    ours = row["ours_beside_hf_tok_s" if "ours_beside_hf_tok_s" in row else "ours_tok_s"]
     return [ours / speed for speed in _theirs(row)]
 
 
@@ -261,6 +261,10 @@ def _span(values: Sequence[float]) -> str:
 
 def _slashes(values: Sequence[float | None]) -> str:
     return " / ".join(f"{value:.0f}" for value in values if value is not None)
+
+
+def _wrapped(text: str, bullet: str = "") -> str:
+    return textwrap.fill(text, 125, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False)
 
 
 def _versions(result: Result) -> str:
