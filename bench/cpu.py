@@ -84,7 +84,7 @@ def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
     engine = Engine(load_runner(folder, config, lambda stage, fraction: None), config)
 
     def run(batch: int, length: int, tokens: int) -> tuple[list[float], list[float]]:
-        """Seconds of the steps that prefilled and of those that only decoded, all sequences in each."""
+        """Seconds of the steps with prefill and of those with decode only; every step has all sequences."""
         for i in range(batch):
             sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
             engine.add(GenerateRequest(str(i), _prompt(i, length), sampling))

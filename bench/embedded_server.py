@@ -67,7 +67,7 @@ class Server:
 
 @contextmanager
 def serving(**settings: object) -> Iterator[Server]:
-    """A server with these environment settings (NF4_ is put before them), ready."""
+    """A server that is ready, with these settings as environment variables; NF4_ is put before their names."""
     port = free_port()
     variables = {f"NF4_{key.upper()}": str(value) for key, value in settings.items()}
     command = [sys.executable, "-m", "server", "--port", str(port), "--log-level", "warning"]

@@ -41,13 +41,13 @@ class Stream:
     tokens: list[str] = field(default_factory=list)
     ending: str = ""
     begun: float = 0.0
-    """This and the others on time.monotonic()."""
+    """Seconds of time.monotonic(), like first_token and ended."""
     first_token: float | None = None
     ended: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """From the request to the end of its answer."""
+        """The time from the request to the end of its answer."""
         return self.ended - self.begun
 
 

@@ -72,7 +72,7 @@ def plot_kernels(report: dict[str, Any], target: Path) -> None:
 
 
 def _scale(axis: Any, title: str, ticks: list[int]) -> None:
-    """Logarithmic both ways, ticks along x."""
+    """Make both axes logarithmic, with these ticks on x."""
     axis.set_title(title, fontsize=9)
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
@@ -86,8 +86,8 @@ def main() -> int:
     mpl.use("Agg")
     for source in map(Path, sys.argv[1:] or (RESULTS / f"{name}-nvidia-h200.json" for name in ("kernels", "e2e"))):
         target = DOCS / source.with_suffix(".png").name
-        draw = plot_engines if source.name.startswith("e2e-") else plot_kernels
-        draw(json.loads(source.read_text()), target)
+        plot = plot_engines if source.name.startswith("e2e-") else plot_kernels
+        plot(json.loads(source.read_text()), target)
         print(target)
     return 0
 

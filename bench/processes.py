@@ -25,7 +25,7 @@ def is_ready(url: str) -> bool:
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, limit_s: float) -> None:
-    """Until is_ready(url). RuntimeError when process ends before, with what it wrote to a pipe, or takes longer."""
+    """Wait until is_ready(url). Raises RuntimeError when limit_s is over or process ends, with what it wrote to its pipe."""
     end = time.monotonic() + limit_s
     while not is_ready(url):
         if process.poll() is not None:

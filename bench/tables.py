@@ -28,7 +28,7 @@ Result = dict[str, Any]
 
 
 def load(file: str) -> Result:
-    """A file of bench/results/, read."""
+    """What a file of bench/results/ holds."""
     found: Result = json.loads((RESULTS / file).read_text())
     return found
 
@@ -233,7 +233,7 @@ def _find(rows: Iterable[Result], model: str, batch: int) -> Result:
 
 
 def _peer(gpu: str, engine: str, weights: str, model: str, batch: int, length: int | None = None) -> float | None:
-    """What an engine reached there, in tokens per second; None where it was not measured."""
+    """The tokens per second of another engine on that GPU; None where it was not measured."""
     place = {"engine": engine, "weights": weights, "model": model, "batch": batch, "length": length}
     rows = (row for run in load(PEERS[gpu])["runs"] for row in run["rows"])
     return next((row["tok_s"] for row in rows if {key: row.get(key) for key in place} == place), None)
@@ -250,7 +250,7 @@ def _transformers(row: Result) -> str:
 
 
 def _times(row: Result) -> list[float]:
-    """Our speed over transformers': of the run that had both, and over the other host's."""
+    """Our speed over transformers' speed on the same host, and over that on the other host."""
     ours = row["ours_beside_hf_tok_s" if "ours_beside_hf_tok_s" in row else "ours_tok_s"]
     return [ours / speed for speed in _theirs(row)]
 

@@ -52,7 +52,7 @@ def main() -> int:
     if options.peers and options.peer_tokens <= FIRST:
         parser.error(f"--peer-tokens must be more than {FIRST}: transformers is timed from its {FIRST}th token on")
     if ENVIRONMENT.keys() - os.environ:
-        # As the server starts its engine: C libraries and torch ask for it as they are loaded.
+        # The server starts its engine with these variables; C libraries and torch read them when they are loaded.
         command = [sys.executable, "-m", "bench.e2e", *sys.argv[1:]]
         os.execve(sys.executable, command, {**ENVIRONMENT, **os.environ})
     device = torch.cuda.get_device_name().lower().replace(" ", "-")

@@ -26,7 +26,7 @@ def requests(count: int, prompt: int, answer: int, vocabulary: int, seed: int) -
 
 
 def decode(engine: Engine, batch: int, vocabulary: int, seed: int) -> dict[str, float]:
-    """Tokens per second of batch requests together, and the median step in milliseconds."""
+    """Tokens per second of `batch` requests together, and the median time of a step in milliseconds."""
     for request in requests(batch, PROMPT, ANSWER, vocabulary, seed):
         engine.add(request)
     generated, started, begun_with, steps = 0, 0.0, 0, []
@@ -46,7 +46,7 @@ def decode(engine: Engine, batch: int, vocabulary: int, seed: int) -> dict[str, 
 
 
 def prefill(engine: Engine, batch: int, length: int, vocabulary: int, seed: int) -> float:
-    """Prompt tokens per second of batch prompts of length tokens."""
+    """Prompt tokens per second of `batch` prompts of `length` tokens each."""
     for request in requests(batch, length, 1, vocabulary, seed):
         engine.add(request)
     started = time.perf_counter()

@@ -100,7 +100,7 @@ def _add_served(name: str, rows: list[Row], direct: float, options: argparse.Nam
     with served.serving(MODELS / name / "config.json", settings) as url:
         for row in rows:
             if row["mode"] == "start":
-                # With what the engine before has compiled.
+                # The engine of this process has compiled the layers that this start finds.
                 row["again_s"] = time.perf_counter() - started
         served.under_load(url, name, requests=2 * clients, concurrency=clients, seed=1)
         row = served.under_load(url, name, requests=4 * clients, concurrency=clients, seed=2)
@@ -113,7 +113,7 @@ def _add_served(name: str, rows: list[Row], direct: float, options: argparse.Nam
 
 
 def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], options: argparse.Namespace) -> None:
-    """Put what transformers reaches into the rows of the batches asked for; a peer that fails leaves its reason."""
+    """Add transformers' speeds to the rows of the batches asked for; a peer that fails leaves its reason there."""
     _free()
     model = dummy_model(MODELS / name, torch.device("cuda", 0), torch.bfloat16, _print_progress, seed=0)
     for row in rows:
@@ -126,7 +126,7 @@ def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], option
     for row in rows:
         if row["mode"] == "prefill" and row["batch"] == 1:
             _add_peer(row, "hf_generate", partial(peers.prefill, model, 1, row["length"]))
-    # Last: it changes the model's attention for good.
+    # This comes last, because it changes the model's attention for good.
     for row in decoding:
         _add_peer(row, "hf_generate_batch", partial(peers.generate_batch, model, row["batch"], *lengths))
     del model

@@ -30,7 +30,7 @@ def generate_batch(model: PreTrainedModel, batch: int, prompt: int, answer: int,
     prompts = _random_ids(model, batch, prompt).tolist()
 
     def run(tokens: int) -> float:
-        # No token ends an answer; -1 is none of the vocabulary.
+        # No token may end an answer, and -1 is not in the vocabulary.
         config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
         def once() -> None:

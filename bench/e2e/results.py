@@ -13,7 +13,7 @@ import torch
 import transformers
 
 BESIDE = ("hf_generate", "weights_gib", "again_s")
-"""How the names of those columns begin that not every run measures."""
+"""Prefixes of the columns that not every run measures."""
 Row = dict[str, Any]
 
 

@@ -34,7 +34,7 @@ def serving(config: Path, settings: dict[str, Any]) -> Iterator[str]:
         folder = Path(work) / config.parent.name
         folder.mkdir()
         shutil.copy(config, folder / "config.json")
-        # The server looks at the weight files before the engine is asked, which makes its own.
+        # The server looks for weight files before the engine starts, which makes weights of its own.
         save_file({}, folder / "model.safetensors")
         _write_tokenizer(folder, json.loads(config.read_text())["vocab_size"])
         port = free_port()
@@ -67,14 +67,14 @@ def serving(config: Path, settings: dict[str, Any]) -> Iterator[str]:
 def under_load(
     url: str, model: str, requests: int, rate: float | None = None, concurrency: int = 1, seed: int = 0
 ) -> dict[str, Any]:
-    """Output tokens per second, TTFT and ITL of requests of 128 tokens in and 128 out: a row's figures.
+    """A row's figures: output tokens per second, TTFT and ITL of requests of 128 tokens in and 128 out.
 
     With a rate, in requests per second, requests arrive at random; without one each of `concurrency` clients sends its next
     request when its last one has ended. Another seed makes other prompts, none of which is in the prefix cache.
     """
     lengths = (128, 128)
     load = Load(url, model, requests, concurrency, rate, lengths, lengths, seed=seed)
-    # Half of the cores are the server's.
+    # The other half of the cores is left to the server.
     summary = summarize(run_in_processes(load, min(8, (os.cpu_count() or 2) // 2)))
     if summary["completed"] != requests:
         raise RuntimeError(f"{summary['completed']} of {requests} requests were answered: {summary['errors']}")

@@ -22,7 +22,7 @@ _NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1000)
 
 @dataclass(frozen=True)
 class Load:
-    """What to send. Lengths are tokens; rate is requests per second."""
+    """What is sent. Lengths are in tokens, rate in requests per second."""
 
     base_url: str
     model: str
@@ -35,7 +35,7 @@ class Load:
     seed: int = 0
     timeout_s: float = 600.0
     poisson: bool = True
-    """Whether the open loop's requests arrive at random; else one every 1 / rate seconds."""
+    """Whether the requests of an open loop arrive at random; otherwise one arrives every 1 / rate seconds."""
     share: tuple[int, int] = (0, 1)
     """(first, step): this process sends the requests first, first + step, ... of all, at the times they have in the whole
     load. concurrency is then that of this process."""
@@ -91,7 +91,7 @@ async def run_load(load: Load, on_done: Callable[[], object] = lambda: None) -> 
 
 
 _Send = Callable[[int, dict[str, Any]], Awaitable[Answer]]
-"""Sends a body by the client of this number."""
+"""Sends a body through the client with this number."""
 
 
 async def _open_loop(bodies: list[dict[str, Any]], arrivals: list[float], send: _Send) -> list[Answer]:

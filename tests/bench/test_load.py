@@ -45,15 +45,15 @@ def test_goodput_counts_answers_within_both_limits() -> None:
 
 
 def test_lengths() -> None:
-    draw = random.Random(0)
+    rng = random.Random(0)
     assert parse_lengths("64") == (64, 64)
     assert parse_lengths("3-9") == (3, 9)
-    assert {sample_length((3, 5), draw) for _ in range(100)} == {3, 4, 5}
+    assert {sample_length((3, 5), rng) for _ in range(100)} == {3, 4, 5}
     lengths = parse_lengths("lognormal:200:0.8")
-    drawn = [sample_length(lengths, draw) for _ in range(4000)]
-    assert 185 < statistics.median(drawn) < 215
-    assert statistics.fmean(drawn) > 1.2 * statistics.median(drawn)
-    assert max(drawn) <= 4000
+    lengths_sampled = [sample_length(lengths, rng) for _ in range(4000)]
+    assert 185 < statistics.median(lengths_sampled) < 215
+    assert statistics.fmean(lengths_sampled) > 1.2 * statistics.median(lengths_sampled)
+    assert max(lengths_sampled) <= 4000
 
 
 @pytest.mark.parametrize("text", ["", "0", "9-3", "a", "-5", "lognormal:1", "lognormal:0:1", "lognormal:5:x", "1-2-3"])
