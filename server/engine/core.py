@@ -12,10 +12,11 @@ import torch
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
-from server.engine.runtime.graphs.decode import Launched
+from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.sample import Sampled
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.runtime.trials import first_line
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
@@ -52,13 +53,13 @@ class Engine:
         self._clocks: dict[str, RequestClock] = {}
         self._step_clock = StepClock(self._runner.kernel_times)
         self._rejected: list[RequestOutput] = []
-        self._unread: Launched | None = None
+        self._pending: AsyncStep | None = None
         self._random = random.SystemRandom()
 
     @property
     def has_work(self) -> bool:
         """Whether step() has something to do."""
-        return self._scheduler.has_work or self._unread is not None or bool(self._rejected)
+        return self._scheduler.has_work or self._pending is not None or bool(self._rejected)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; one that cannot run gets its error as the output of the next step."""
@@ -100,22 +101,22 @@ class Engine:
     def step(self) -> StepOutputs:
         """Run one step. A sequence whose computation fails ends with finish_reason "error"; the others go on."""
         outputs, self._rejected = self._rejected, []
-        # Where the runner can, the next step is on the device before the last one's tokens are read.
-        unread, self._unread = self._unread, None
+        # Async scheduling: where the runner can, this step is launched before the last one's tokens are read.
+        pending, self._pending = self._pending, None
         step = self._scheduler.schedule()
-        launched = self._runner.launch(step, unread) if step.chunks else None
-        if unread is None:
+        launched = self._runner.execute_async(step, pending) if step.chunks else None
+        if pending is None:
             self._step_clock.start()
         for chunk in step.chunks:
             self._clocks[chunk.sequence.request_id].schedule(self._step_clock.started)
         ran = step
-        if unread is not None:
-            ran = unread.step
-            outputs += self._account(ran, unread.read(), {})
+        if pending is not None:
+            ran = pending.step
+            outputs += self._account(ran, pending.read(), {})
             self._step_clock.start()
         if launched is not None:
             self._scheduler.advance(step)
-            self._unread = launched
+            self._pending = launched
         else:
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
             if step.chunks:
@@ -152,7 +153,7 @@ class Engine:
         )
 
     def _check(self, request: GenerateRequest) -> None:
-        """ValueError for what would otherwise fail inside a step, or draw from no distribution."""
+        """ValueError for what would otherwise fail inside a step, or sample from no distribution."""
         sampling, vocabulary = request.sampling, self._runner.limits.vocab_size
         ids = request.prompt_token_ids
         if not ids:
@@ -184,7 +185,7 @@ class Engine:
         return self._account(step, results, failures)
 
     def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
-        """What each request of a step that was advanced got; requests that ended while it ran get nothing."""
+        """What each request got from a step that advance() was called for; requests that ended while it ran get nothing."""
         results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
         step = Step([chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED])
         self._step_clock.stop()
@@ -216,7 +217,7 @@ class Engine:
             raise  # the device's context is lost: only a new process helps
         except Exception:
             logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
-        # Computing a chunk again writes the same cache entries again, so those that are not at fault lose nothing.
+        # Computing a chunk again writes the same keys and values again, so sequences that are not at fault lose nothing.
         results: list[Sampled] = []
         failures: dict[str, str] = {}
         for chunk in step.chunks:
@@ -225,7 +226,7 @@ class Engine:
             except torch.AcceleratorError:
                 raise
             except Exception as e:
-                failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {_first_line(e)}"
+                failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {first_line(e)}"
                 results += [Sampled(0)] if chunk.samples else []
         return results, failures
 
@@ -257,7 +258,3 @@ def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprob] | None:
     if sequence.sampling.prompt_logprobs is None or sequence.num_generated != 1:
         return None
     return [sequence.prompt_scores[position] for position in range(1, sequence.num_prompt)]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

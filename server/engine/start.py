@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model runner that is ready: threads, kernels, weights, cache, first pass."""
+"""From a checkpoint folder to a model runner that is ready."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from server.checkpoint.dummy import dummy_model
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig, default_cache_dir
 from server.engine.runtime.limits import resolve_device, usable_threads
+from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,7 @@ def load_runner(folder: Path, config: EngineConfig, progress: Progress) -> Model
     else:
         model = load_model(folder, device, dtype, progress)
     progress("preparing the model", 0.0)
-    runner = ModelRunner(model, config)
-    runner.prepare(config, progress)
+    runner = build_runner(model, config, progress)
     limits = runner.limits
     logger.info(
         "%s on %s in %s: contexts to %d tokens, %d cache blocks of %d",

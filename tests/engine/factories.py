@@ -1,12 +1,14 @@
-"""Short ways to make requests and sequences, and to run requests."""
+"""Short ways to make requests and sequences, and to run requests and schedulers."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from server.engine.core import Engine
-from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.sequence import Phase, Sequence
 from server.types import GenerateRequest, RequestOutput, SamplingParams
 
 _ids = itertools.count()
@@ -40,3 +42,46 @@ def run_together(engine: Engine, *requests: GenerateRequest) -> dict[str, list[R
 def tokens(outputs: list[RequestOutput]) -> list[int]:
     """The tokens of one request's outputs."""
     return [token for output in outputs for token in output.new_token_ids]
+
+
+class SchedulerDriver:
+    """Runs a scheduler's steps in the engine's order (Engine.step()), without a model.
+
+    With async_scheduling a decode step is launched before the tokens of the one before have been read.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, token: Callable[[], int] = lambda: 9, async_scheduling: bool = False
+    ) -> None:
+        self._scheduler = scheduler
+        self._token = token
+        self._async = async_scheduling
+        self._pending: Step | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """As Engine.has_work."""
+        return self._scheduler.has_work or self._pending is not None
+
+    def step(self, run: Callable[[Step], object] = lambda _: None) -> Step:
+        """Schedule a step and run it; returns the chunks that ran."""
+        pending, self._pending = self._pending, None
+        step = self._scheduler.schedule()
+        launched = self._async and bool(step.chunks) and all(c.samples and c.length == 1 for c in step.chunks)
+        if launched:
+            run(step)
+        if pending is not None:
+            self._resolve(pending)
+        if launched:
+            self._scheduler.advance(step)
+            self._pending = step
+        else:
+            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+            run(step)
+            self._scheduler.advance(step)
+            self._resolve(step)
+        return step
+
+    def _resolve(self, step: Step) -> None:
+        alive = Step([chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED])
+        self._scheduler.resolve(alive, [self._token() for _ in alive.sampled])

@@ -1,4 +1,4 @@
-"""Graphs with the pass of runtime/compile/passes/norms.py: how they are made, and what is in them."""
+"""Makes graphs with the pass of runtime/compile/passes/fusion.py, and counts what is in them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch.fx import Graph, GraphModule
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTATED
+from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTARY
+from server.engine.runtime.compile.passes.fusion import FusedOperations
 from server.engine.runtime.compile.passes.matching import HasLaunch
-from server.engine.runtime.compile.passes.norms import FusedOperations
-from server.engine.runtime.compile.passes.tiled_inputs import TileRows
+from server.engine.runtime.compile.passes.tiled_inputs import TileOf
 from server.engine.runtime.model.projections import NF4Linear
 
 BF16 = torch.bfloat16
@@ -30,37 +30,37 @@ def always(*_: object) -> bool:
 
 
 def sixteen(device: torch.device, dtype: torch.dtype, rows: int, shape: Sequence[int], *_: object) -> bool:
-    """A gating launch for all sizes that one could have."""
+    """As ops.gates(), for all sizes that such a launch could have."""
     return shape[0] % 16 == 0
 
 
 def count(graph: Graph) -> Counter[str]:
-    """The products of a graph by what they take along, the norms, and the attention."""
+    """A graph's GEMMs by what their launches do beside, its norms, and its attention."""
     found: Counter[str] = Counter()
     for node in graph.nodes:
         if node.target is torch.ops.nf4.fused_linear.default:
             residual, weight = node.args[9], node.args[10]
             found[" ".join(["norm"] * (weight is not None) + ["residual"] * (residual is not None))] += 1
         if node.target is torch.ops.nf4.arranged_linear.default:
-            found["arranged residual" if node.args[-1] is not None else "arranged"] += 1
+            found["tiled residual" if node.args[-1] is not None else "tiled"] += 1
         if node.target is torch.ops.nf4.gated_linear.default:
             weight, activation, tile = node.args[9], node.args[11], node.args[12]
             found[" ".join(["norm"] * (weight is not None) + [activation] + ["in tiles"] * (tile > 0))] += 1
         found["plain"] += node.target is torch.ops.nf4.linear.default
         found["attend"] += node.target is ATTEND
-        found["rotated"] += node.target is ATTEND_ROTATED
+        found["rotary"] += node.target is ATTEND_ROTARY
         found["rsqrt"] += node.target is torch.ops.aten.rsqrt.default
     return +found
 
 
 @contextmanager
 def fusing(
-    fuses: HasLaunch = always, rotates: bool = False, tile_rows: TileRows | None = None, gates: HasLaunch = sixteen
+    fuses: HasLaunch = always, applies_rotary: bool = False, tile_of: TileOf | None = None, gates: HasLaunch = sixteen
 ) -> Iterator[list[Counter[str]]]:
     """While entered, graphs are fused; gives what is in each of them."""
     found: list[Counter[str]] = []
     hooks = {
-        "post_grad_custom_pre_pass": FusedOperations(fuses, rotates, tile_rows, gates),
+        "post_grad_custom_pre_pass": FusedOperations(fuses, applies_rotary, tile_of, gates),
         "post_grad_custom_post_pass": lambda graph: found.append(count(graph)),
         "force_disable_caches": True,
     }
@@ -98,7 +98,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 class Around(nn.Module):
-    """A product with a norm and a residual around it, put together by function(self, h)."""
+    """GEMMs with a norm and a residual around them, put together by function(self, h)."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()

@@ -11,19 +11,20 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.sample import Sampled
+from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.scheduler import Step
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
 
-CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6)
+CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
 MODEL = tiny_model("llama")
 
 
 def make_engine(**changes: Any) -> tuple[Engine, ModelRunner]:
     config = CONFIG.model_copy(update=changes)
-    runner = ModelRunner(copy.deepcopy(MODEL), config)
+    runner = build_runner(copy.deepcopy(MODEL), config)
     return Engine(runner, config), runner
 
 

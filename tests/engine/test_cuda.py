@@ -1,4 +1,4 @@
-"""The engine on a GPU: FlashInfer, CUDA graphs over compiled layers, late tokens, against transformers' forward."""
+"""The engine on a GPU: FlashInfer, CUDA graphs over compiled layers, async scheduling, against transformers' forward."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nf4_kernels import cuda
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime import runner as runtime
 from server.engine.runtime.attention.flashinfer import FlashInferBackend
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.preparation import graph_capture
+from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, SamplingParams
 from tests.nf4_kernels.cuda_weights import HOPPER
 
@@ -42,8 +42,8 @@ NEAR_TIE = 0.02
 def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
     name: str, blocks: int | None, tmp_path: Path
 ) -> None:
-    draw = random.Random(1)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230)]
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230)]
     bytes_per_block = 16 * 7 * 2 * 2 * 128 * 2
     preempted = check_answers(
         name,
@@ -59,28 +59,28 @@ def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
 
 @HOPPER
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-27b", "llama-3.3-70b"])
-def test_graphs_of_many_sequences_pass_on_what_is_arranged(
+def test_graphs_of_many_sequences_pass_on_tiled_activations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the attention of each layer, and from the product that takes the activation along, to the next product."""
+    """From each layer's attention to its next GEMM, and from the GEMM that computes the gated activation to the next."""
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> Callable[..., torch.Tensor]:
         function: Callable[..., torch.Tensor] = getattr(cuda, name)
 
         def call(*arguments: Any) -> torch.Tensor:
-            # What is gated may come in rows: its last argument is the tile.
-            in_tiles = name == "arranged_linear" or arguments[-1] > 0
-            calls[name] += torch.cuda.is_current_stream_capturing() and in_tiles
+            # A gated GEMM tiles its result where its last argument, the tile, is not 0.
+            tiled = name == "arranged_linear" or arguments[-1] > 0
+            calls[name] += torch.cuda.is_current_stream_capturing() and tiled
             return function(*arguments)
 
         return call
 
     for function in ("arranged_linear", "gated_linear"):
         monkeypatch.setattr(cuda, function, counted(function))
-    monkeypatch.setattr(runtime, "ladder", lambda largest: [largest])
-    draw = random.Random(2)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 100))] for _ in range(12)]
+    monkeypatch.setattr(graph_capture, "ladder", lambda largest: [largest])
+    rng = random.Random(2)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 100))] for _ in range(12)]
     # Sums of wgmma and of transformers are up to two of the steps below apart, both logits each.
     check_answers(name, tmp_path, prompts, 0.035, max_num_seqs=48, max_num_batched_tokens=512, kv_cache_bytes=1 << 28)
     assert calls == {"arranged_linear": 14, "gated_linear": 7}
@@ -97,9 +97,8 @@ def check_answers(name: str, tmp_path: Path, prompts: list[list[int]], near_tie:
         dummy_model(tmp_path, device, torch.bfloat16, lambda *_: None, seed=0) for _ in range(2)
     )  # fmt: skip
     config = EngineConfig(device="cuda", max_model_len=512, **limits)
-    runner = ModelRunner(model, config)
-    assert isinstance(runner._backend, FlashInferBackend)
-    runner.prepare(config, lambda *_: None)
+    runner = build_runner(model, config)
+    assert isinstance(runner._paged.backend, FlashInferBackend)
     engine = Engine(runner, config)
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

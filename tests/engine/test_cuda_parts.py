@@ -1,4 +1,4 @@
-"""Parts of the GPU engine alone: the cache write, compiled layers of any batch, tokens drawn behind a graph."""
+"""Parts of the GPU engine alone: the cache write, compiled layers of any batch, tokens sampled behind a graph."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.runner import TRIAL_TOLERANCES, ModelRunner
+from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.preparation.trial_steps import TRIAL_TOLERANCES
+from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling import inverse_cdf
-from server.engine.runtime.sampling.inverse_cdf import draw
-from server.engine.runtime.sampling.sample import sample
+from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
+from server.engine.runtime.sampling.sampler import sample
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, make_sequence, run_together, tokens
 from tests.engine.test_cuda import MODELS, SMALL, VOCABULARY
@@ -49,13 +51,13 @@ def test_write_kv_writes_its_slots_and_nothing_else(heads: int, dim: int, block_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [True, False])
-def test_draws_on_the_device_are_those_of_the_host(
+def test_tokens_sampled_on_the_device_are_those_of_the_host(
     kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inverse_cdf.use_device_draws(torch.device("cuda", 0), dtype, 151_936)
-    assert inverse_cdf._DeviceDraws.draw_rows is not None
+    inverse_cdf.use_device_sampling(torch.device("cuda", 0), dtype, 151_936)
+    assert inverse_cdf._DeviceSampling.sample_rows is not None
     if not kernel:
-        monkeypatch.setattr(inverse_cdf._DeviceDraws, "draw_rows", None)
+        monkeypatch.setattr(inverse_cdf._DeviceSampling, "sample_rows", None)
     sequences = [
         make_sequence(index + 1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=index)
         for index, (temperature, top_k, top_p, min_p) in enumerate(
@@ -63,14 +65,14 @@ def test_draws_on_the_device_are_those_of_the_host(
         )
     ]
     logits = (torch.randn(len(sequences), 151_936) * 3).to(dtype)
-    on_host = draw(logits, sequences, logits.argmax(-1))
+    on_host = sample_by_inversion(logits, sequences, logits.argmax(-1))
     on_device = logits.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = draw(on_device, sequences, on_device.argmax(-1))
+        found = sample_by_inversion(on_device, sequences, on_device.argmax(-1))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # Sums in another order may move a draw by one token.
+    # Sums in another order may give the next token.
     assert (found.cpu() == on_host).float().mean() > 0.9
 
 
@@ -94,8 +96,7 @@ def make_engine(folder: Path, **changes: object) -> tuple[Engine, ModelRunner]:
     config = EngineConfig(
         device="cuda", max_num_seqs=8, max_num_batched_tokens=100, max_model_len=512, kv_cache_bytes=2**28
     ).model_copy(update=changes)
-    runner = ModelRunner(model, config)
-    runner.prepare(config, lambda *_: None)
+    runner = build_runner(model, config)
     return Engine(runner, config), runner
 
 
@@ -103,27 +104,27 @@ def test_layers_run_compiled_for_any_batch(tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         _, runner = make_engine(tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("server.engine")]
-    assert all("forward" in vars(layer) for layer in runner._model.get_decoder().layers)
+    assert all("forward" in vars(layer) for layer in runner._paged.model.get_decoder().layers)
 
 
 def test_steps_with_prompts_run_as_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make_engine(tmp_path)
-    mixed = runner._mixed_graphs
+    mixed = runner._graphs.mixed
     assert mixed is not None
     replay, errors, kinds = mixed.run, [], set()
 
     def run(batch: Batch) -> torch.Tensor:
         # The same step again, without a graph: it writes the same keys and values.
-        expected = runner._run(batch)
+        expected = runner._paged.run(batch)
         logits = replay(batch).float()
         errors.append(float((logits - expected).norm() / expected.norm()))
         kinds.add((batch.num_single > 0, any(span.start > 0 and span.length > 1 for span in batch.spans)))
         return logits
 
     monkeypatch.setattr(mixed, "run", run)
-    draw_prompt = random.Random(3)
+    rng = random.Random(3)
     for lengths in ((5,), (60, 33, 7), (150, 90, 2, 20, 64)):
-        prompts = [[draw_prompt.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
+        prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
         for _ in range(2):  # the second time from the prefix cache
             answers(engine, *(make_request(p, max_tokens=5 + i, ignore_eos=True) for i, p in enumerate(prompts)))
     # Prompts alone and beside decoding sequences, from their beginning and from what is in the cache.
@@ -132,10 +133,10 @@ def test_steps_with_prompts_run_as_graphs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def seeded_requests(*lengths: int) -> list[GenerateRequest]:
-    draw_prompt = random.Random(2)
+    rng = random.Random(2)
     return [
         make_request(
-            [draw_prompt.randrange(3, VOCABULARY) for _ in range(n)],
+            [rng.randrange(3, VOCABULARY) for _ in range(n)],
             max_tokens=40, temperature=1.0, top_p=top_p, seed=n, ignore_eos=True,
         )
         for n, top_p in zip(lengths, (1.0, 0.9, 0.5, 1.0), strict=True)
@@ -149,7 +150,7 @@ def answers(engine: Engine, *together: GenerateRequest) -> dict[str, list[int]]:
 
 
 def test_seeded_requests_do_not_depend_on_neighbours(tmp_path: Path) -> None:
-    # Else the neighbours' number chooses kernels, whose roundings move draws where logits lie close together.
+    # Otherwise the number of neighbours chooses the kernels, whose roundings change tokens where logits lie close together.
     engine, _ = make_engine(tmp_path, batch_invariant=True)
     requests = seeded_requests(5, 60, 33, 150)
     alone = {key: value for request in requests for key, value in answers(engine, request).items()}
@@ -157,7 +158,7 @@ def test_seeded_requests_do_not_depend_on_neighbours(tmp_path: Path) -> None:
     assert len({tuple(value) for value in alone.values()}) == len(requests)
 
 
-def test_seeded_requests_that_are_launched_ahead_do_not_depend_on_their_order(tmp_path: Path) -> None:
+def test_seeded_requests_under_async_scheduling_do_not_depend_on_their_order(tmp_path: Path) -> None:
     engine, _ = make_engine(tmp_path)
     # All prompts fit into the first step, so that the kernels are the same in any order.
     requests = seeded_requests(5, 20, 33, 40)

@@ -1,4 +1,4 @@
-"""Which program of the decode kernel takes which keys; the kernel itself is tested in test_attention_cuda.py."""
+"""Which thread block of the decode kernel takes which keys; the kernel itself is tested in test_attention_cuda.py."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from server.engine.runtime.attention.decode import FIELDS, HEADER, SMALLEST_PART, layout, share_out
+from server.engine.runtime.attention.decode import FIELDS, HEADER, SMALLEST_PART, layout, split_keys
 from server.engine.runtime.batch import Span
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_parts_are_all_keys_once_and_fit(seed: int) -> None:
-    draw = random.Random(seed)
-    lengths = [int(2 ** draw.uniform(0, 15)) for _ in range(draw.choice((1, 2, 7, 128)))]
-    spare, window = draw.choice((1, 9, 66)), draw.choice((None, 1, 100, 4096))
-    items = share_out(lengths, spare, window)
+    rng = random.Random(seed)
+    lengths = [int(2 ** rng.uniform(0, 15)) for _ in range(rng.choice((1, 2, 7, 128)))]
+    spare, window = rng.choice((1, 9, 66)), rng.choice((None, 1, 100, 4096))
+    items = split_keys(lengths, spare, window)
     assert len(items) <= len(lengths) + spare
     for sequence, length in enumerate(lengths):
         own = [index for index, item in enumerate(items) if item[0] == sequence]
@@ -26,9 +26,9 @@ def test_parts_are_all_keys_once_and_fit(seed: int) -> None:
 
 
 def test_few_keys_are_one_part_and_many_are_shared_out_evenly() -> None:
-    assert share_out([SMALLEST_PART, 1], 66, None) == [(0, 0, SMALLEST_PART, 0, 1), (1, 0, 1, 1, 1)]
+    assert split_keys([SMALLEST_PART, 1], 66, None) == [(0, 0, SMALLEST_PART, 0, 1), (1, 0, 1, 1, 1)]
     # One long sequence beside short ones: the parts are no longer than what each program gets of all keys.
-    items = share_out([300] * 31 + [20_000], 66, None)
+    items = split_keys([300] * 31 + [20_000], 66, None)
     assert max(end - begin for _, begin, end, _, _ in items) <= 512
     assert {parts for sequence, _, _, _, parts in items if sequence < 31} == {1}
 
@@ -40,7 +40,7 @@ def test_the_layout_is_where_the_kernel_looks() -> None:
     blocks = numbers[0]
     assert numbers[blocks:] == [*range(100, 119), 7]
     for place, window in enumerate((None, 128)):
-        items = share_out([300, 5], spare, window)
+        items = split_keys([300, 5], spare, window)
         assert numbers[1 + place] == len(items) <= len(spans) + spare
         for index, (sequence, begin, end, first, parts) in enumerate(items):
             at = HEADER + (place * (len(spans) + spare) + index) * FIELDS

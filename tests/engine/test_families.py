@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from server.config import EngineConfig
-from server.engine.runtime import runner as runner_module
 from server.engine.runtime.attention.base import LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.limits import EngineConfigError
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.preparation import cache
+from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import Sequence
-from tests.engine.factories import make_sequence
+from tests.engine.factories import SchedulerDriver, make_sequence
 from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
 
-CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=16, max_num_seqs=5)
+CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=16, max_num_seqs=5, enforce_eager=True)
 
 
 def _reference_backend(
@@ -36,10 +36,10 @@ def test_chunked_and_mixed_batches_give_transformers_logits(
     family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "reference":
-        monkeypatch.setattr(runner_module, "create_backend", _reference_backend)
+        monkeypatch.setattr(cache, "create_backend", _reference_backend)
     model = tiny_model(family)
     reference = copy.deepcopy(model)
-    runner = ModelRunner(model, CONFIG)
+    runner = build_runner(model, CONFIG)
     rng = random.Random(family)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 5, 41, 17, 30, 2, 9)]
     sequences = [make_sequence(prompt, max_tokens=6) for prompt in prompts]
@@ -49,13 +49,14 @@ def test_chunked_and_mixed_batches_give_transformers_logits(
     for sequence in sequences:
         scheduler.add(sequence)
     found: list[tuple[Sequence, int, torch.Tensor]] = []
-    while scheduler.has_work:
-        step = scheduler.schedule()
-        logits = runner.forward(step)
-        found += [
-            (c.sequence, c.start + c.length, row) for c, row in zip(step.sampled, logits, strict=True)
-        ]  # fmt: skip
-        scheduler.complete(step, [rng.randrange(3, VOCABULARY) for _ in step.sampled])
+    driver = SchedulerDriver(scheduler, lambda: rng.randrange(3, VOCABULARY))
+
+    def run(step: Step) -> None:
+        rows = zip(step.sampled, runner.forward(step), strict=True)
+        found.extend((chunk.sequence, chunk.start + chunk.length, row) for chunk, row in rows)
+
+    while driver.has_work:
+        driver.step(run)
     assert len(found) == 6 * len(sequences)
     expected = {s.request_id: _reference_logits(reference, s.tokens) for s in sequences}
     for sequence, length, row in found:
@@ -83,15 +84,15 @@ def test_layers_that_keep_state_elsewhere_are_refused() -> None:
 
 def test_limits_come_from_the_model_the_cache_and_the_configuration() -> None:
     model = tiny_model("llama")
-    assert ModelRunner(model, CONFIG).limits.max_model_len == 256
+    assert build_runner(model, CONFIG).limits.max_model_len == 256
     # 3 layers, 2 heads of 16, keys and values, float32: 768 bytes a token.
     small = CONFIG.model_copy(update={"kv_cache_bytes": 768 * 100})
-    assert ModelRunner(model, small).limits.max_model_len == 100
+    assert build_runner(model, small).limits.max_model_len == 100
     with pytest.raises(EngineConfigError, match="holds 100 tokens"):
-        ModelRunner(model, small.model_copy(update={"max_model_len": 101}))
+        build_runner(model, small.model_copy(update={"max_model_len": 101}))
     with pytest.raises(EngineConfigError, match="made for 256"):
-        ModelRunner(model, CONFIG.model_copy(update={"max_model_len": 257}))
-    limits = ModelRunner(model, CONFIG.model_copy(update={"max_model_len": 64})).limits
+        build_runner(model, CONFIG.model_copy(update={"max_model_len": 257}))
+    limits = build_runner(model, CONFIG.model_copy(update={"max_model_len": 64})).limits
     assert (limits.max_model_len, limits.num_blocks) == (64, 5 * 16)
     assert limits.eos_token_ids == (2,)
     assert limits.vocab_size == VOCABULARY

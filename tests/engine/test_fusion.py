@@ -1,4 +1,4 @@
-"""Products that take along the norm before them and the sum after: where, where not, and the same numbers."""
+"""GEMMs of whole layers with their norms, residuals and adapters: what is fused, what not, and the same numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers import PreTrainedModel
 
 import nf4_kernels.ops
-from server.engine.runtime.compile.passes.norms import FusedOperations, HasLaunch, fused_operations
+from server.engine.runtime.compile.passes.fusion import FusedOperations, HasLaunch, fused_operations
 from server.engine.runtime.model import lora
 from server.engine.runtime.model.lora import AdapterTable, adding_masked
 from server.engine.runtime.model.projections import replace_projections
@@ -21,9 +21,9 @@ from tests.engine.fusing import BF16, Around, always, close, compiled, fusing, n
 from tests.engine.models import tiny_model
 
 
-def nf4_model(family: str, dtype: torch.dtype = BF16, **overrides: Any) -> PreTrainedModel:
-    """Of one layer, with norms that matter."""
-    model = tiny_model(family, **{"num_hidden_layers": 1, "rms_norm_eps": 0.3, **overrides}).to(dtype)
+def nf4_model(family: str, dtype: torch.dtype = BF16, layers: int = 1, **overrides: Any) -> PreTrainedModel:
+    """A model of a family with NF4 projections, and norms that matter."""
+    model = tiny_model(family, **{"num_hidden_layers": layers, "rms_norm_eps": 0.3, **overrides}).to(dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 2)
@@ -31,7 +31,7 @@ def nf4_model(family: str, dtype: torch.dtype = BF16, **overrides: Any) -> PreTr
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(parent, name, nf4(child.in_features, child.out_features, dtype, child.weight.data))
-    assert replace_projections(model) == 7
+    assert replace_projections(model) == 7 * layers
     return model
 
 
@@ -55,7 +55,7 @@ def counts_of(model: PreTrainedModel, tokens: int = 5, fuses: HasLaunch = always
 @pytest.mark.parametrize(
     ("family", "tokens", "other_norms"), [("llama", 5, 0), ("llama", 1, 0), ("mistral", 2, 0), ("qwen3", 5, 2)]
 )
-def test_every_product_of_a_layer_takes_something_along(family: str, tokens: int, other_norms: int) -> None:
+def test_every_gemm_of_a_layer_is_fused(family: str, tokens: int, other_norms: int) -> None:
     expected = {"norm": 1, "norm silu": 1, "residual": 2, "rsqrt": other_norms}
     assert counts_of(nf4_model(family), tokens) == +Counter(expected)
 
@@ -110,7 +110,7 @@ def test_kernels_say_what_has_a_launch() -> None:
         (("up_proj",), {"norm": 1, "residual": 2, "plain": 1, "rsqrt": 1}),
     ],
 )
-def test_products_with_adapters_stay(targets: tuple[str, ...], expected: dict[str, int]) -> None:
+def test_gemms_with_adapters_stay(targets: tuple[str, ...], expected: dict[str, int]) -> None:
     model = nf4_model("llama")
     names = {name for name, _ in model.named_modules() if name.endswith(targets)}
     AdapterTable(model, model.get_decoder().layers, 2, 4, names)

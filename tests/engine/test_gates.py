@@ -1,4 +1,4 @@
-"""Products that take along the gated activation of what they give: where, where not, and the same numbers."""
+"""GEMMs that compute the gated activation: where they do, where not, and the same numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from server.engine.runtime.compile.passes.fusion import FusedOperations
 from server.engine.runtime.compile.passes.matching import HasLaunch
-from server.engine.runtime.compile.passes.norms import FusedOperations
 from server.engine.runtime.model.lora import adding_masked
 from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.fusing import BF16, always, close, compiled, count, fusing, nf4, sixteen
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("error:erase_node")
 
 
 class Gated(nn.Module):
-    """What function(self, h) makes of h [3, 15, 64] with products of it, 256 wide, and of their halves."""
+    """What function(self, h) makes of h [3, 15, 64] with GEMMs of it, 256 wide, and of their halves."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor], Any], dtype: torch.dtype = BF16) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def also_given(m: Any, h: torch.Tensor) -> Any:
     return m.down(x), x
 
 
-def added_to_its_product(m: Any, h: torch.Tensor) -> Any:
+def added_to_its_gemm(m: Any, h: torch.Tensor) -> Any:
     x = swiglu(m.up(h))
     return x + m.square(x)
 
@@ -93,11 +93,11 @@ def written_between(m: Any, h: torch.Tensor) -> Any:
         (wide_sigmoid, {"silu": 1, "plain": 1}),
         (gelu, {"gelu_tanh": 1, "residual": 1}),
         (also_given, {"silu": 1, "plain": 1}),
-        (added_to_its_product, {"silu": 1, "residual": 1}),
+        (added_to_its_gemm, {"silu": 1, "residual": 1}),
         (written_between, {"silu": 1}),
     ],
 )
-def test_forms_that_are_taken_along(function: Callable[..., Any], expected: dict[str, int]) -> None:
+def test_forms_that_are_fused(function: Callable[..., Any], expected: dict[str, int]) -> None:
     check(function, expected)
 
 
@@ -161,7 +161,7 @@ def halves_of_two(m: Any, h: torch.Tensor) -> Any:
     return functional.silu(gate) * up
 
 
-def of_two_products(m: Any, h: torch.Tensor) -> Any:
+def of_two_gemms(m: Any, h: torch.Tensor) -> Any:
     return functional.silu(halves(m.up(h))[0]) * halves(m.biased(h))[1]
 
 
@@ -223,7 +223,7 @@ def with_an_adapter(m: Any, h: torch.Tensor) -> Any:
                 with_an_adapter,
             )
         ),
-        (of_two_products, {"plain": 2}),
+        (of_two_gemms, {"plain": 2}),
         (lambda m, h: swiglu(m.up(h) * 2), {"plain": 1}),
         (lambda m, h: swiglu(m.up(h) + h @ m.a[0].T @ m.b[0]), {"residual": 1}),
         (lambda m, h: swiglu(m.up(h.transpose(0, 1))), {"plain": 1}),
@@ -240,7 +240,7 @@ def test_only_bfloat16(dtype: torch.dtype) -> None:
     check(lambda m, h: m.down(swiglu(m.up(h))), {"plain": 2}, dtype)
 
 
-def test_only_products_with_a_launch() -> None:
+def test_only_gemms_with_a_launch() -> None:
     """Of its own; the norm in front may have none."""
 
     def swiglu_of_norm(m: Any, h: torch.Tensor) -> Any:
@@ -250,7 +250,7 @@ def test_only_products_with_a_launch() -> None:
     check(swiglu_of_norm, {"silu": 1, "plain": 1, "rsqrt": 1}, fuses=lambda *question: not question[-1])
 
 
-def test_only_products_whose_launch_gates() -> None:
+def test_only_gemms_whose_launch_gates() -> None:
     asked: list[tuple[Any, ...]] = []
 
     def gates(*question: Any) -> bool:
@@ -283,12 +283,12 @@ def check(
 
 
 @pytest.mark.parametrize("between", [True, False])
-def test_nothing_is_taken_along_behind_a_write(between: bool) -> None:
+def test_nothing_is_fused_behind_a_write(between: bool) -> None:
     """Graphs that inductor's passes see have none; make_fx leaves them in."""
-    product = NF4Linear(nf4(64, 256))
+    linear = NF4Linear(nf4(64, 256))
 
     def function(h: torch.Tensor) -> torch.Tensor:
-        gate_up = product(h)
+        gate_up = linear(h)
         if between:
             h.add_(1)
         return swiglu(gate_up)

@@ -13,7 +13,7 @@ import torch
 from llguidance import LLMatcher
 
 from server.engine.grammar import GrammarError, Grammars
-from server.engine.runtime.sampling.sample import sample
+from server.engine.runtime.sampling.sampler import sample
 from server.engine.scheduling.sequence import Sequence
 from server.text.tokenizer import Tokenizer
 from server.types import GenerateRequest, SamplingParams
@@ -91,7 +91,9 @@ def test_single_tokens_are_permitted_as_the_mask_says(grammars: Grammars) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.999999}], ids=["tried first", "masked first"])
-def test_draws_keep_the_share_that_permitted_tokens_have(grammars: Grammars, options: dict[str, float]) -> None:
+def test_sampled_tokens_keep_the_share_that_permitted_tokens_have(
+    grammars: Grammars, options: dict[str, float]
+) -> None:
     grammar = LLMatcher.grammar_from_regex("[abc]")
     states = [sequence(grammars, grammar, seed, **options) for seed in range(600)]
     mask = grammars.start(grammar).allowed()
@@ -99,16 +101,18 @@ def test_draws_keep_the_share_that_permitted_tokens_have(grammars: Grammars, opt
     assert len(permitted) == 3
     logits = torch.full((1, VOCABULARY), -50.0)
     logits[0, permitted] = torch.tensor([2.0, 1.0, 0.0])
-    logits[0, 5000:5100] = 0.0  # nine in ten draws without the grammar are none of the three
+    logits[0, 5000:5100] = 0.0  # without the grammar nine in ten samples are none of the three
     expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0]), 0) * len(states)
-    drawn = [result.token for i in range(0, 600, 200) for result in sample(logits.repeat(200, 1), states[i : i + 200])]
-    counts = torch.tensor([float(drawn.count(token)) for token in permitted])
+    sampled = [
+        result.token for i in range(0, 600, 200) for result in sample(logits.repeat(200, 1), states[i : i + 200])
+    ]
+    counts = torch.tensor([float(sampled.count(token)) for token in permitted])
     assert counts.sum() == len(states)
     assert ((counts - expected) ** 2 / expected).sum() < 18.4  # chi-square, 2 degrees of freedom: p = 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_draws_depend_on_nothing_but_the_seed(embedded_folder: Path, temperature: float) -> None:
+def test_sampled_tokens_depend_on_nothing_but_the_seed(embedded_folder: Path, temperature: float) -> None:
     grammar = LLMatcher.grammar_from_regex("[a-e ]+")
     texts = []
     for ahead, logprobs in ((False, None), (True, None), (False, 2)):
@@ -125,7 +129,7 @@ def test_draws_depend_on_nothing_but_the_seed(embedded_folder: Path, temperature
             if own.finish_reason is not None:
                 break
             if ahead and own.constraint is not None:
-                own.constraint.allowed()  # known before the next draw
+                own.constraint.allowed()  # known before the next token is sampled
         texts.append(own.tokens)
     assert texts[0] == texts[1] == texts[2]
 

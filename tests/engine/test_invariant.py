@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from server.config import EngineConfig
 from server.engine.runtime.batch import Batch, Span
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.limits import EngineConfigError
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.models import tiny_model
 
 
@@ -35,6 +33,5 @@ def test_groups_hold_every_token_once_with_the_keys_before_it() -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_it_needs_cuda(eager: bool) -> None:
     config = EngineConfig(device="cpu", max_model_len=64, batch_invariant=True, enforce_eager=eager)
-    runner = ModelRunner(copy.deepcopy(tiny_model("qwen3")), config)
     with pytest.raises(EngineConfigError, match="batch_invariant needs CUDA"):
-        runner.prepare(config, lambda *_: None)
+        build_runner(tiny_model("qwen3"), config)

@@ -20,7 +20,7 @@ from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.runtime.model import lora
 from server.engine.runtime.model.lora import adding_masked
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, LoadAdapter, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.engine.models import tiny_model
@@ -61,9 +61,7 @@ def engine_with(folder: Path, names: list[str], **options: Any) -> Engine:
     modules = tuple(LoraModule(name=name, path=folder / name) for name in names)
     settings: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 2**22, "max_num_batched_tokens": 32, **options}
     config = EngineConfig(lora_modules=modules, **settings)
-    runner = ModelRunner(tiny_model("llama"), config)
-    runner.prepare(config, lambda stage, fraction: None)
-    return Engine(runner, config)
+    return Engine(build_runner(tiny_model("llama"), config), config)
 
 
 def start(engine: Engine, request_id: str, prompt: list[int], adapter: str | None, tokens: int = TOKENS) -> None:
@@ -184,7 +182,7 @@ def test_row_by_row_and_all_at_once_are_the_same(folder: Path, few: int, monkeyp
         assert [found[f"{name} {i}"] for i in range(len(PROMPTS))] == [expected(oracle, prompt) for prompt in PROMPTS]
 
 
-def test_a_graphs_products_add_what_is_not_masked(folder: Path) -> None:
+def test_a_graphs_gemms_add_what_is_not_masked(folder: Path) -> None:
     engine = engine_with(folder, list(ADAPTERS), enforce_eager=True)
     linear, _ = engine._runner.adapters._table._modules["model.layers.0.mlp.up_proj"]
     x = torch.randn(1, 4, linear.in_features)
@@ -296,7 +294,7 @@ def test_families(family: str, tmp_path: Path) -> None:
         enforce_eager=True,
         lora_modules=(LoraModule(name="a", path=tmp_path / "a"),),
     )
-    engine = Engine(ModelRunner(tiny_model(family), config), config)
+    engine = Engine(build_runner(tiny_model(family), config), config)
     for i, prompt in enumerate(PROMPTS):
         start(engine, f"a {i}", prompt, "a")
         start(engine, f"None {i}", prompt, None)

@@ -14,7 +14,7 @@ from server.checkpoint.dummy import dummy_model
 from server.checkpoint.lora import read_adapter
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.engine.test_cuda import MODELS, SMALL, VOCABULARY
@@ -53,13 +53,12 @@ def check(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         lora_modules=(LoraModule(name="all", path=folder / "all"),),
         allow_runtime_lora=True,
     )
-    runner = ModelRunner(model, config)
-    runner.prepare(config, lambda *_: None)
+    runner = build_runner(model, config)
     assert runner.adapters is not None
     runner.adapters.put("few", read_adapter(folder / "few", dtype))
     engine = Engine(runner, config)
-    draw = random.Random(1)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 33, 1)]
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 33, 1)]
     answers: dict[tuple[str | None, int], list[int]] = {}
     for index, prompt in enumerate(prompts):
         for name in (None, *ADAPTERS):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest
 from tests.engine.factories import make_request
 from tests.engine.models import tiny_model
@@ -26,29 +26,29 @@ STARTS = 6
 
 def make_requests(vocabulary: int, longest: int, most_answers: int) -> list[GenerateRequest]:
     """Prompts of 1 to longest tokens, some of which begin alike."""
-    draw = random.Random(5)
-    starts = [[draw.randrange(3, vocabulary) for _ in range(longest // 2)] for _ in range(STARTS)]
+    rng = random.Random(5)
+    starts = [[rng.randrange(3, vocabulary) for _ in range(longest // 2)] for _ in range(STARTS)]
     requests = []
     for _ in range(COUNT):
-        own = [draw.randrange(3, vocabulary) for _ in range(draw.randint(1, longest // 2))]
-        prompt = draw.choice(starts) + own if draw.random() < 0.3 else own
-        requests.append(make_request(prompt, max_tokens=draw.randint(1, most_answers), ignore_eos=True))
+        own = [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, longest // 2))]
+        prompt = rng.choice(starts) + own if rng.random() < 0.3 else own
+        requests.append(make_request(prompt, max_tokens=rng.randint(1, most_answers), ignore_eos=True))
     return requests
 
 
 def run(engine: Engine, requests: list[GenerateRequest], cancel: bool) -> tuple[dict[str, list[int]], set[str]]:
     """Answers by request id, and the ids that were cancelled; requests arrive a few at a time."""
-    draw = random.Random(6)
+    rng = random.Random(6)
     answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
     coming, cancelled = list(reversed(requests)), set()
     while coming or engine.has_work:
-        for _ in range(min(len(coming), draw.randint(0, 8))):
+        for _ in range(min(len(coming), rng.randint(0, 8))):
             engine.add(coming.pop())
         for output in engine.step().outputs:
             assert output.error is None
             answers[output.request_id] += output.new_token_ids
-        if cancel and draw.random() < 0.1:
-            request_id = draw.choice(requests).request_id
+        if cancel and rng.random() < 0.1:
+            request_id = rng.choice(requests).request_id
             cancelled.add(request_id)
             engine.abort([request_id])
     return answers, cancelled
@@ -93,13 +93,13 @@ def test_many_requests_get_what_each_gets_alone() -> None:
     # Less than the configuration lets a person ask for.
     config = config.model_copy(update={"kv_cache_bytes": 70 * block_bytes})
     requests = make_requests(model.config.vocab_size, longest=60, most_answers=40)
-    engine = Engine(ModelRunner(copy.deepcopy(model), config), config)
+    engine = Engine(build_runner(copy.deepcopy(model), config), config)
     found, cancelled = run(engine, requests, cancel=True)
     assert engine.stats().preemptions > 10
     assert engine.stats().kv_blocks_used == 0
     assert len(cancelled) > 10
     single = config.model_copy(update={"enable_prefix_caching": False})
-    one = Engine(ModelRunner(copy.deepcopy(model), single), single)
+    one = Engine(build_runner(copy.deepcopy(model), single), single)
     alone = {id_: answer for request in requests for id_, answer in run(one, [request], cancel=False)[0].items()}
     assert check(requests, found, cancelled, alone, model, near_tie=1e-3) <= 1
 
@@ -123,9 +123,7 @@ def test_many_requests_get_what_each_gets_alone_on_a_gpu(invariant: bool, tmp_pa
     engines = []
     for weights, changes in ((model, {}), (other, {"enable_prefix_caching": False})):
         own = config.model_copy(update=changes)
-        runner = ModelRunner(weights, own)
-        runner.prepare(own, lambda *_: None)
-        engines.append(Engine(runner, own))
+        engines.append(Engine(build_runner(weights, own), own))
     found, cancelled = run(engines[0], requests, cancel=True)
     assert engines[0].stats().preemptions >= 5
     alone = {id_: answer for request in requests for id_, answer in run(engines[1], [request], cancel=False)[0].items()}

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.prefix import extend_keys
-from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import Phase, Sequence
 from server.types import GenerateRequest, RequestOutput
-from tests.engine.factories import make_request, make_sequence, run_together, tokens
+from tests.engine.factories import SchedulerDriver, make_request, make_sequence, run_together, tokens
 from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
@@ -30,7 +31,7 @@ BLOCK_BYTES = 768 * 4
 
 def make_engine(**changes: Any) -> tuple[Engine, ModelRunner]:
     config = CONFIG.model_copy(update=changes)
-    runner = ModelRunner(copy.deepcopy(MODEL), config)
+    runner = build_runner(copy.deepcopy(MODEL), config)
     return Engine(runner, config), runner
 
 
@@ -39,11 +40,10 @@ def run(engine: Engine, *requests: GenerateRequest) -> list[list[RequestOutput]]
 
 
 def prompts_with_shared_starts(count: int, seed: int) -> list[list[int]]:
-    draw = random.Random(seed)
-    starts = [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (9, 16, 33)]
+    rng = random.Random(seed)
+    starts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (9, 16, 33)]
     return [
-        draw.choice(starts) + [draw.randrange(3, VOCABULARY) for _ in range(draw.randrange(0, 12))]
-        for _ in range(count)
+        rng.choice(starts) + [rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(0, 12))] for _ in range(count)
     ]
 
 
@@ -102,7 +102,7 @@ def test_answers_are_the_same_without_it(blocks: int | None, temperature: float)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_answers_the_same_from_the_cache(family: str) -> None:
     prompt = prompts_with_shared_starts(5, seed=9)[-1] * 2
-    runner = ModelRunner(tiny_model(family), CONFIG)
+    runner = build_runner(tiny_model(family), CONFIG)
     engine = Engine(runner, CONFIG)
     first, second = (run(engine, make_request(prompt, max_tokens=20, ignore_eos=True))[0] for _ in range(2))
     assert second[0].num_cached_tokens >= len(prompt) - CONFIG.block_size
@@ -111,7 +111,7 @@ def test_every_family_answers_the_same_from_the_cache(family: str) -> None:
 
 def test_shared_blocks_are_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make_engine(kv_cache_bytes=40 * BLOCK_BYTES, max_model_len=80)
-    run_batch = runner._run
+    run_batch = runner._paged.run
     steps = 0
 
     def checked(batch: Batch) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_shared_blocks_are_never_written(monkeypatch: pytest.MonkeyPatch) -> Non
             assert all(engine._blocks._keys[block] is None for block in mine)
         return run_batch(batch)
 
-    monkeypatch.setattr(runner, "_run", checked)
+    monkeypatch.setattr(runner._paged, "run", checked)
     run(engine, *(make_request(prompt, max_tokens=15) for prompt in prompts_with_shared_starts(30, seed=3)))
     assert steps > 30
 
@@ -135,8 +135,8 @@ def test_shared_blocks_are_never_written(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_a_failed_request_computed_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make_engine()
     prompt = list(range(3, 3 + 24))
-    run_batch = runner._run
-    monkeypatch.setattr(runner, "_run", lambda batch: run_batch(batch) * float("nan"))
+    run_batch = runner._paged.run
+    monkeypatch.setattr(runner._paged, "run", lambda batch: run_batch(batch) * float("nan"))
     assert run(engine, make_request(prompt))[0][-1].finish_reason == "error"
     monkeypatch.undo()
     outputs = run(engine, make_request(prompt, ignore_eos=True))[0]
@@ -160,25 +160,27 @@ events = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1,
 
 
 @settings(max_examples=200, deadline=None)
-@given(events, st.integers(10, 20), st.integers(1, 5), st.integers(1, 30))
+@given(events, st.integers(10, 20), st.integers(1, 5), st.integers(1, 30), st.booleans())
 def test_invariants_under_any_history(
-    history: list[tuple[int, int, int, int]], num_blocks: int, block_size: int, budget: int
+    history: list[tuple[int, int, int, int]], num_blocks: int, block_size: int, budget: int, async_scheduling: bool
 ) -> None:
     blocks = BlockManager(num_blocks, block_size)
     length = min(40, num_blocks * block_size)
     scheduler = Scheduler(blocks, 4, budget, length, prefix_caching=True)
+    driver = SchedulerDriver(scheduler, async_scheduling=async_scheduling)
     sequences: list[Sequence] = []
 
-    def step_once() -> None:
-        step = scheduler.schedule()
-        assert step.chunks
+    def check_step(step: Step) -> None:
+        assert step.chunks or async_scheduling
         for chunk in step.chunks:
             assert chunk.start == chunk.sequence.num_computed
             for place in range(chunk.start, chunk.start + chunk.length):
                 block = chunk.sequence.blocks[place // block_size]
                 assert sum(block in s.blocks for s in sequences) == 1
                 assert blocks._keys[block] is None
-        scheduler.complete(step, [9] * len(step.sampled))
+
+    def step_once() -> None:
+        driver.step(check_step)
         held = {block for s in sequences for block in s.blocks}
         assert blocks.num_used == len(held)
         assert set(blocks._by_key.values()) == {b for b, key in enumerate(blocks._keys) if key is not None}
@@ -193,9 +195,9 @@ def test_invariants_under_any_history(
             scheduler.add(sequences[-1])
         elif kind == 1 and sequences:
             scheduler.finish(sequences[prompt % len(sequences)].request_id, "abort" if who else "error")
-        elif kind == 2 and scheduler.has_work:
+        elif kind == 2 and driver.has_work:
             step_once()
-    while scheduler.has_work:
+    while driver.has_work:
         step_once()
     assert blocks.num_used == 0
     assert all(s.phase is Phase.FINISHED for s in sequences)

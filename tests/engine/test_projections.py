@@ -1,4 +1,4 @@
-"""Projections that share their input, as one product: the same numbers, with nested scales where these can be joined."""
+"""Projections that share their input, as one GEMM: the same numbers, with nested scales where these can be joined."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_group_keeps_nested_scales_where_they_can_be_joined(
     assert replace_projections(module) == 3
     first = module.q_proj
     assert isinstance(first, GroupMember)
-    assert isinstance(first.product, NF4Linear)
-    assert (first.product.absmax_8bit is not None) == joined
+    assert isinstance(first.linear, NF4Linear)
+    assert (first.linear.absmax_8bit is not None) == joined
     # Half a byte a weight, and per 64 of them a scale of 1 byte (and a little) or 4.
     codes = sum(sizes) * 512 // 2
     assert codes * (1 + 1 / 32) < weight_bytes(module) < codes * (1 + 1 / 8) + 4096

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler, Step
-from server.engine.scheduling.sequence import Phase, Sequence
-from tests.engine.factories import make_sequence
+from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
+from tests.engine.factories import SchedulerDriver, make_sequence
 
 
 def make_scheduler(
@@ -19,10 +19,8 @@ def make_scheduler(
     return Scheduler(blocks, seqs, budget, length), blocks
 
 
-def run_step(scheduler: Scheduler, token: int = 9) -> Step:
-    step = scheduler.schedule()
-    scheduler.complete(step, [token] * len(step.sampled))
-    return step
+def run_step(scheduler: Scheduler) -> Step:
+    return SchedulerDriver(scheduler).step()
 
 
 def shape(step: Step) -> list[tuple[str, int, int]]:
@@ -119,12 +117,30 @@ def test_abort_frees_blocks_at_once_in_any_phase() -> None:
 
 def test_abort_while_a_step_is_under_way_drops_its_token() -> None:
     scheduler, blocks = make_scheduler()
+    driver = SchedulerDriver(scheduler, async_scheduling=True)
     sequence = make_sequence(4, request_id="a")
     scheduler.add(sequence)
-    step = scheduler.schedule()
+    driver.step()
+    driver.step()
+    # The prompt's token is known, and the placeholder stands for the one that is on the device.
+    assert sequence.tokens[4:] == [9, PLACEHOLDER]
     scheduler.finish("a", "abort")
-    scheduler.complete(step, [9])
-    assert sequence.num_generated == 0
+    driver.step()
+    assert sequence.tokens[4:] == [9, PLACEHOLDER]
+    assert not driver.has_work
+    assert blocks.num_used == 0
+
+
+def test_the_step_after_the_last_token_is_dropped() -> None:
+    scheduler, blocks = make_scheduler()
+    driver = SchedulerDriver(scheduler, async_scheduling=True)
+    sequence = make_sequence(4, request_id="a", max_tokens=8, stop_token_ids=(9,), min_tokens=2)
+    scheduler.add(sequence)
+    while driver.has_work:
+        driver.step()
+    # The stop token is read when the step behind it has been launched.
+    assert sequence.finish_reason == "stop"
+    assert sequence.num_generated == 3
     assert blocks.num_used == 0
 
 
@@ -141,12 +157,13 @@ def test_what_can_never_run_is_refused() -> None:
         make_scheduler(num_blocks=2, length=64)
 
 
-def test_complete_wants_one_token_for_each_sampled_chunk() -> None:
+def test_resolve_wants_one_token_for_each_sampled_chunk() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_sequence(4))
     step = scheduler.schedule()
-    with pytest.raises(ValueError, match="1 sequences sampled, 2 tokens"):
-        scheduler.complete(step, [1, 2])
+    scheduler.advance(step)
+    with pytest.raises(ValueError, match="longer"):
+        scheduler.resolve(step, [1, 2])
 
 
 events = st.one_of(
@@ -157,17 +174,29 @@ events = st.one_of(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(events, max_size=60), st.integers(11, 24), st.integers(1, 5), st.integers(1, 6), st.integers(1, 40))
+@given(
+    st.lists(events, max_size=60),
+    st.integers(11, 24),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.booleans(),
+)
 def test_invariants_under_any_history(
-    history: list[tuple[str, int, int]], num_blocks: int, block_size: int, seqs: int, budget: int
+    history: list[tuple[str, int, int]],
+    num_blocks: int,
+    block_size: int,
+    seqs: int,
+    budget: int,
+    async_scheduling: bool,
 ) -> None:
     length = min(42, num_blocks * block_size)
     scheduler, blocks = make_scheduler(num_blocks, block_size, seqs, budget, length)
+    driver = SchedulerDriver(scheduler, async_scheduling=async_scheduling)
     sequences: list[Sequence] = []
 
-    def step_once() -> None:
-        step = scheduler.schedule()
-        assert step.chunks
+    def check_step(step: Step) -> None:
+        assert step.chunks or async_scheduling
         assert step.num_tokens <= max(budget, seqs)
         assert len({chunk.sequence.request_id for chunk in step.chunks}) == len(step.chunks) <= seqs
         lengths = [chunk.length for chunk in step.chunks]
@@ -175,7 +204,6 @@ def test_invariants_under_any_history(
         for chunk in step.chunks:
             assert chunk.start == chunk.sequence.num_computed
             assert blocks.missing(chunk.sequence.blocks, chunk.start + chunk.length) == 0
-        scheduler.complete(step, [9] * len(step.sampled))
 
     def check() -> None:
         held = [block for s in sequences for block in s.blocks]
@@ -183,6 +211,7 @@ def test_invariants_under_any_history(
         for s in sequences:
             assert (s.phase is Phase.RUNNING) == bool(s.blocks)
             assert s.num_computed <= len(s.tokens) <= length
+            assert PLACEHOLDER not in s.tokens[:-1]
 
     for kind, first, second in history:
         if kind == "add" and first < length:
@@ -190,13 +219,13 @@ def test_invariants_under_any_history(
             scheduler.add(sequences[-1])
         elif kind == "abort" and sequences:
             scheduler.finish(sequences[first % len(sequences)].request_id, "abort")
-        elif kind == "step" and scheduler.has_work:
-            step_once()
+        elif kind == "step" and driver.has_work:
+            driver.step(check_step)
         check()
     for _ in range(20_000):
-        if not scheduler.has_work:
+        if not driver.has_work:
             break
-        step_once()
+        driver.step(check_step)
         check()
     assert blocks.num_used == 0
     assert all(s.phase is Phase.FINISHED for s in sequences)

@@ -1,4 +1,4 @@
-"""The steps on which CUDA graphs of prompts are tried say of every token where it is."""
+"""Trial steps: mixed ones say of every token where it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from server.engine.runtime.batch import Batch, Span
-from server.engine.runtime.graphs.mixed import trial_steps
 from server.engine.runtime.limits import ModelLimits
+from server.engine.runtime.preparation.trial_steps import mixed_trial_steps
 
 
 @pytest.mark.parametrize(("block_size", "steps"), [(1, 2), (2, 3), (16, 3), (256, 3)])
@@ -17,7 +17,7 @@ def test_trial_steps_lie_in_their_blocks(block_size: int, steps: int) -> None:
         blocks = tuple(range(-(-count // block_size)))
         return Batch(rows, rows, rows, rows, (Span(0, 0, count, blocks),), int(count == 1))
 
-    batches = list(trial_steps(first_chunk, block_size, ModelLimits(4096, 8, 100, ())))
+    batches = list(mixed_trial_steps(first_chunk, block_size, ModelLimits(4096, 8, 100, ())))
     assert len(batches) == steps
     for batch in batches:
         assert sum(span.length for span in batch.spans) == batch.num_tokens

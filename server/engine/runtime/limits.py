@@ -1,4 +1,4 @@
-"""How much at once: what the configuration asks for, the model is made for and the memory holds."""
+"""Limits of a step and of a sequence: what the configuration asks for, the model is made for, the memory holds."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
     max_model_len = wanted or min(own or cached_tokens, cached_tokens)
     if max_model_len < LEAST_MODEL_LEN:
         raise EngineConfigError(f"a KV cache of {budget} bytes does not hold {LEAST_MODEL_LEN} tokens of this model")
-    # More than every sequence at full length can never be used.
+    # More blocks than all sequences need at full length can never be used.
     most = sequence_limit(config, model.device) * -(-max_model_len // config.block_size)
     return ModelLimits(max_model_len, min(num_blocks, most), text.vocab_size, _eos_token_ids(model))
 

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV cache may take: what a largest step leaves free. And how much is in use."""
+"""How much of a GPU's memory the KV cache may take (what a largest step leaves free), and how much is in use."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# For CUDA graphs, compiled code, and what the allocator cannot use between tensors of different sizes.
+# CUDA graphs and compiled code take it, and what the allocator cannot use between tensors of different sizes.
 RESERVED_SHARE = 0.03
 
 
 def share_for_cache(free: int, total: int, step: int) -> int:
-    """Bytes for the cache: free ones of total, less those that a step needs and a reserve. 0 when nothing is left."""
+    """Bytes for the cache: those free, less those of a step and a reserve of total's. 0 when nothing is left."""
     return max(0, free - step - int(total * RESERVED_SHARE))
 
 
 def measure_step(run: Callable[[], int], device: torch.device) -> int:
-    """The most bytes that run() has allocated at once, less what it returns: the bytes that are not the step's own.
+    """The most bytes that run() allocates at once, less what it returns, which is how many are not the step's own.
 
     Everything that run() allocates must be free when it returns.
     """
@@ -36,7 +36,7 @@ def measure_step(run: Callable[[], int], device: torch.device) -> int:
 
 
 def cache_bytes(run: Callable[[], int], device: torch.device) -> int:
-    """Bytes for the cache on a CUDA device that holds the weights already; run() as measure_step() wants it."""
+    """Bytes for the cache on a CUDA device that holds the weights already; run() as for measure_step()."""
     step = measure_step(run, device)
     free, total = torch.cuda.mem_get_info(device)
     found = share_for_cache(free, total, step)
@@ -51,7 +51,7 @@ def cache_bytes(run: Callable[[], int], device: torch.device) -> int:
 
 
 class MemoryGauge:
-    """Bytes in use and bytes there are, read anew at most every interval_s: the driver's answer takes its time."""
+    """Bytes in use and in all, read from the driver at most every interval_s because that takes time."""
 
     def __init__(self, device: torch.device, interval_s: float = 1.0) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""C++ of the runtime's own, compiled on first use for the machine it runs on and kept in the user's cache folder."""
+"""The runtime's own C++, compiled on first use for the machine it runs on and kept in the user's cache folder."""
 
 from __future__ import annotations
 

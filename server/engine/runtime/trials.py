@@ -1,4 +1,4 @@
-"""Something faster is tried before it is used; where it fails, something slower runs and the log says why."""
+"""Trials: something faster is tried before it is used, and where it fails the log says why something slower runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 def failure(attempt: Callable[[], object]) -> str | None:
     """Why attempt() fails, in one line; None where it does not.
 
-    Raises torch.OutOfMemoryError and torch.AcceleratorError: they say nothing of what is tried.
+    Raises torch.OutOfMemoryError and torch.AcceleratorError, which say nothing about what is tried.
     """
     try:
         attempt()
@@ -26,12 +26,17 @@ def failure(attempt: Callable[[], object]) -> str | None:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far found is from expected in the norm of all elements, in times expected's."""
+    """The norm of found - expected over the norm of expected, all elements together."""
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def summary(error: BaseException) -> str:
-    """The line of an error's message that says most: a compiler's first error, else the first line."""
+    """The most telling line of an error's message: a compiler's first error, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "error:" in line or "error " in line]
     return f"{type(error).__name__}: {[*telling, *lines, 'no message'][0][:300]}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or ["no message"])[0]

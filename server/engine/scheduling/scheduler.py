@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.sequence import UNKNOWN, Phase, Sequence
+from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.types import FinishReason
 
 MOST_SCORED = 256
@@ -119,9 +119,6 @@ class Scheduler:
         """Names of the adapters of all sequences in a phase, in alphabetical order."""
         return sorted({s.adapter_name for s in self._by_id.values() if s.adapter_name is not None and s.phase is phase})
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._by_id
-
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. Raises ValueError when it can never run (too long, empty, id in use)."""
         if sequence.request_id in self._by_id:
@@ -132,7 +129,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def schedule(self) -> Step:
-        """The next step. Blocks for its tokens are taken; call complete() (or finish() each sequence) afterwards."""
+        """The next step, whose KV blocks are taken. advance() must follow, or finish() for each of its sequences."""
         step = Step()
         budget = self._budget
         for sequence in [s for s in self._running if s.num_pending == 1 and not self._is_ending(s)]:
@@ -149,32 +146,26 @@ class Scheduler:
         step.chunks.sort(key=lambda chunk: chunk.length > 1)
         return step
 
-    def complete(self, step: Step, tokens: list[int]) -> None:
-        """Account for a step that ran; tokens are what step.sampled yielded, in its order.
-
-        Sequences that this ends are finished here: their blocks are free and their finish_reason is set.
-        """
-        if len(step.sampled) != len(tokens):
-            raise ValueError(f"{len(step.sampled)} sequences sampled, {len(tokens)} tokens given")
-        self.advance(step)
-        self.resolve(step, tokens)
-
     def advance(self, step: Step) -> None:
         """Account for a step that was launched, so that the next one can be scheduled; resolve() has to follow.
 
-        The tokens that it samples are UNKNOWN until then.
+        Each token that the step samples is a PLACEHOLDER until then.
         """
         for chunk in step.chunks:
             if chunk.sequence.phase is Phase.RUNNING:
                 chunk.sequence.num_computed = chunk.start + chunk.length
                 if chunk.samples:
-                    chunk.sequence.tokens.append(UNKNOWN)
+                    chunk.sequence.tokens.append(PLACEHOLDER)
 
     def resolve(self, step: Step, tokens: list[int]) -> None:
-        """Fill in the tokens of a step that advance() was called for; ends sequences as complete() does."""
-        # Those that are not running ended while the step ran, or were preempted and wait.
+        """Put the tokens of a step that advance() was called for in the places of its placeholders.
+
+        tokens has one for each of step.sampled, in its order. Sequences that this ends are finished here: their blocks
+        are free and their finish_reason is set.
+        """
+        # Sequences that are not running ended while the step ran, or were preempted and wait.
         for chunk, token in zip(step.sampled, tokens, strict=True):
-            if chunk.sequence.phase is not Phase.FINISHED and chunk.sequence.has_unknown:
+            if chunk.sequence.phase is not Phase.FINISHED and chunk.sequence.has_placeholder:
                 chunk.sequence.resolve(token, self._max_model_len)
         for sequence in (chunk.sequence for chunk in step.chunks):
             if self._prefix_caching and sequence.phase is Phase.RUNNING:
@@ -188,25 +179,25 @@ class Scheduler:
         if sequence is not None:
             sequence.finish_reason = reason
             if reason == "error":
-                # Whatever failed may have left its traces in the cache.
+                # What failed may have written wrong keys and values.
                 self._blocks.forget(sequence.blocks)
             self._remove(sequence)
         return sequence
 
     def _is_ending(self, sequence: Sequence) -> bool:
-        return sequence.has_unknown and sequence.ends_by_length(self._max_model_len)
+        return sequence.has_placeholder and sequence.ends_by_length(self._max_model_len)
 
     def _admit(self, sequence: Sequence) -> bool:
         if len(self._running) >= self._max_num_seqs:
             return False
         found = self._find_prefix(sequence) if self._prefix_caching else []
         needed = self._blocks.missing(found, len(sequence.tokens)) + self._blocks.num_unheld(found)
-        # One block spare for each running sequence, or admission would at once be paid for by a preemption.
+        # Each running sequence keeps a spare block, or the admission would at once cause a preemption.
         spare = len(self._running)
         if needed > self._blocks.num_free - spare and self._running:
             return False
         self._blocks.share(found)
-        # A preempted sequence finds its own blocks again, which says nothing about prompts.
+        # A preempted sequence finds its own blocks again, which would count as a hit of its prompt.
         looked_up = self._prefix_caching and not sequence.was_admitted and sequence.sampling.prompt_logprobs is None
         sequence.start_with(found, len(found) * self._blocks.block_size)
         if looked_up:
@@ -222,7 +213,7 @@ class Scheduler:
         return self._blocks.find(sequence.block_keys(self._blocks.block_size, len(sequence.tokens) - 1))
 
     def _name_blocks(self, sequence: Sequence) -> None:
-        """Let others find the full blocks that are computed."""
+        """Let other sequences find the full blocks that are computed."""
         named, full = sequence.num_named, sequence.num_computed // self._blocks.block_size
         if full > named:
             keys = sequence.block_keys(self._blocks.block_size, sequence.num_computed)

@@ -9,15 +9,15 @@ from typing import Protocol
 from server.engine.scheduling.prefix import extend_keys
 from server.types import FinishReason, GenerateRequest, TokenLogprob
 
-UNKNOWN = -1
-"""Stands in a sequence's tokens for one that the device has sampled and the host has not read yet."""
+PLACEHOLDER = -1
+"""Stands in a sequence's tokens for one that the device has sampled and the host has not read yet (async scheduling)."""
 
 
 class Constraint(Protocol):
-    """How far a sequence is in the grammar that it has to keep to; see server.engine.grammar."""
+    """A sequence's position in the grammar that bounds its text; see server.engine.grammar."""
 
     def is_known(self) -> bool:
-        """Whether allowed() costs nothing now; if not, it costs much and permits() little."""
+        """Whether allowed() is known already; finding it costs much, and permits() little."""
         ...
 
     def allowed(self) -> bytes:
@@ -43,7 +43,7 @@ class Constraint(Protocol):
         ...
 
     def look_ahead(self) -> None:
-        """Begin to find what may come next, where that can be hidden behind the model's next step."""
+        """Begin to find allowed() in a thread, where that can be hidden behind the model's next step."""
         ...
 
 
@@ -53,7 +53,7 @@ class LoadedAdapter:
 
     slot: int
     salt: bytes
-    """Different for every adapter that was ever loaded: keys and values computed with another one are not its own."""
+    """Differs for every adapter that was ever loaded, because keys and values depend on the adapter."""
 
 
 class Phase(enum.Enum):
@@ -67,8 +67,8 @@ class Phase(enum.Enum):
 class Sequence:
     """A request's state. tokens is the prompt followed by what was generated; a preempted sequence keeps both.
 
-    seed is the request's own, or one drawn for it: together with a token's position it decides that token's draw, so
-    neither preemption nor neighbours change it.
+    seed is the request's own, or one chosen at random for it: together with a token's position it decides how that token
+    is sampled, so neither preemption nor neighbours change it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Sequence:
         self.cache_salt = b"" if adapter is None else adapter.salt
         """Sequences of different salts share no blocks."""
         self.num_named = 0
-        """Blocks, from the first on, whose content others can find."""
+        """KV blocks, from the first on, that other sequences can find by key."""
         self._keys: list[bytes] = []
         self._started = False
         self.phase = Phase.WAITING
@@ -129,9 +129,9 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
-    def has_unknown(self) -> bool:
+    def has_placeholder(self) -> bool:
         """Whether the last token has not been read from the device yet."""
-        return self.tokens[-1] == UNKNOWN
+        return self.tokens[-1] == PLACEHOLDER
 
     @property
     def was_admitted(self) -> bool:
@@ -148,22 +148,22 @@ class Sequence:
         self._started = True
 
     def block_keys(self, block_size: int, num_tokens: int) -> list[bytes]:
-        """Keys of the full blocks among the first num_tokens tokens, which must be known."""
+        """Keys of the full blocks among the first num_tokens tokens, none of which may be a placeholder."""
         count = num_tokens // block_size
         extend_keys(self._keys, self.tokens, block_size, count, self.cache_salt)
         return self._keys[:count]
 
     def ends_by_length(self, max_model_len: int) -> bool:
-        """Whether the present last token, whatever it is, is the last one."""
+        """Whether no token may follow the present last one, whatever that one is."""
         return self.num_generated >= self.sampling.max_tokens or len(self.tokens) >= max_model_len
 
     def resolve(self, token: int, max_model_len: int) -> None:
-        """Put a token in the place of the unknown one; as append()."""
+        """Put the sampled token in the place of the placeholder, with append()'s effects."""
         self.tokens.pop()
         self.append(token, max_model_len)
 
     def append(self, token: int, max_model_len: int) -> None:
-        """Take a sampled token and decide whether it is the last one (finish_reason is set then)."""
+        """Add a sampled token and set finish_reason if it is the last one."""
         self.tokens.append(token)
         if self.constraint is not None and token not in self.stop_ids:
             self.constraint.accept(token)

@@ -12,8 +12,8 @@ import torch
 from transformers import AttentionInterface
 
 from nf4_kernels.reference import arrange, tiles_shape
-from server.engine.runtime.attention.rotation import Rotation
-from server.engine.runtime.batch import Batch
+from server.engine.runtime.attention.rotary import RotaryEmbedding
+from server.engine.runtime.batch import Batch, Span
 
 IMPLEMENTATION = "nf4_paged"
 """The name under which transformers knows our attention function."""
@@ -31,7 +31,7 @@ class LayerShape:
     key_dim: int
     value_dim: int
     heads: int = 1
-    """Query heads; only backends that plan ahead ask for it."""
+    """Query heads; only backends that plan a step before they attend need the number."""
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Cache bytes that one token takes in this layer."""
@@ -53,6 +53,9 @@ class AttentionOptions:
 class AttentionBackend(ABC):
     """Owns the cache of every layer and attends over it. One forward pass: begin(batch), then attend() per layer."""
 
+    runs_compiled_layers = False
+    """Whether the decoder layers may be compiled, which takes attend_next()."""
+
     @abstractmethod
     def begin(self, batch: Batch) -> None:
         """Prepare what all layers of the coming forward pass share."""
@@ -71,23 +74,69 @@ class AttentionBackend(ABC):
         """attend() for the layer after the last one that attended, as compiled model code calls it."""
         raise UnsupportedModelError(f"{type(self).__name__} does not run compiled layers")
 
-    def attend_rotated_next(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation, tile: int = 0
+    def attend_rotary_next(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
-        """attend_next() of a query and a key that are rotated first.
+        """attend_next() of a query and a key that get their rotary embedding first.
 
-        tile: if not 0, gives the rows [T, heads * value_dim] in the order of tiles, see result_shape(); rows beyond T of the
-        last tile may hold anything.
+        tile: if not 0, gives [T, heads * dim] as tiled activations, see result_shape(); tokens beyond T of the last tile
+        may hold anything.
         """
-        out = self.attend_next(*rotation.rotated(query, key), value)
+        out = self.attend_next(*rotary.apply(query, key), value)
         tokens, heads, dim = out.shape
         return out if tile == 0 else arrange(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
 
 
-def result_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, ...]:
-    """[tokens, heads, dim], or with a tile that of nf4_kernels.reference.arrange(rows [tokens, heads * dim], tile).
+class GraphBackend(AttentionBackend):
+    """A backend whose forward passes can be captured in CUDA graphs.
 
-    Raises ValueError where these would be filled up to 256 columns, which the attention's kernel does not do.
+    A graph's kernels read where a step's keys are from memory of the backend's own. plan_decode_graph() and
+    plan_mixed_graph() write a step's layout there, once before the capture and then before every replay. While a graph
+    is captured, begin_decode_graph() or begin_mixed_graph() takes the place of begin().
+    """
+
+    scratch_block: int
+    """A KV block of no sequence: padding writes its keys and values there."""
+    longest_in_mixed_graph: int
+    """Tokens that a sequence of a mixed step may have for it to run as a graph."""
+
+    @property
+    @abstractmethod
+    def applies_rotary(self) -> bool:
+        """Whether decode graphs compute norms and rotary embeddings in the launch that attends."""
+
+    @abstractmethod
+    def set_up_graphs(self, max_model_len: int, max_num_seqs: int, split_keys: bool) -> None:
+        """Prepare for graphs of up to max_num_seqs sequences of up to max_model_len tokens; call before any plan.
+
+        split_keys: whether a sequence's keys may be divided among thread blocks, which depends on how many and how long
+        the step's sequences are and so changes the order of sums.
+        """
+
+    @abstractmethod
+    def plan_decode_graph(self, spans: list[Span], size: int) -> None:
+        """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding."""
+
+    @abstractmethod
+    def begin_decode_graph(self, slots: torch.Tensor) -> None:
+        """Capture the decode graph of len(slots) sequences; slots is the buffer that the graph will read."""
+
+    @abstractmethod
+    def plan_mixed_graph(self, spans: list[Span], size: int, sequences: int) -> Any:
+        """Lay out a step for the graph of size tokens and of that many sequences; gives begin_mixed_graph()'s plan.
+
+        The first plan of a size must have size tokens. No sequence may be longer than longest_in_mixed_graph.
+        """
+
+    @abstractmethod
+    def begin_mixed_graph(self, slots: torch.Tensor, plan: Any) -> None:
+        """Capture the mixed graph that plan was made for; slots is the buffer that the graph will read."""
+
+
+def result_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, ...]:
+    """[tokens, heads, dim], or with a tile the shape of nf4_kernels.reference.arrange([tokens, heads * dim], tile).
+
+    Raises ValueError where tiles would need columns of padding, which attention kernels do not write.
     """
     if tile == 0:
         return tokens, heads, dim
@@ -118,8 +167,8 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return _Active.backend.attend_next(query, key, value)
 
 
-@torch.library.custom_op("nf4_server::attend_rotated", mutates_args=())
-def _attend_rotated(
+@torch.library.custom_op("nf4_server::attend_rotary", mutates_args=())
+def _attend_rotary(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -133,7 +182,8 @@ def _attend_rotated(
 ) -> torch.Tensor:
     assert _Active.backend is not None
     norms = None if query_norm is None or key_norm is None else (query_norm, key_norm)
-    return _Active.backend.attend_rotated_next(query, key, value, Rotation(cos, sin, norms, eps, offset), tile)
+    rotary = RotaryEmbedding(cos, sin, norms, eps, offset)
+    return _Active.backend.attend_rotary_next(query, key, value, rotary, tile)
 
 
 @_attend.register_fake
@@ -141,7 +191,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tens
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-@_attend_rotated.register_fake
+@_attend_rotary.register_fake
 def _(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -157,8 +207,8 @@ def _(
     return query.new_empty(result_shape(query.shape[0], query.shape[1], value.shape[2], tile))
 
 
-# As they stand in compiled code's graphs.
-ATTEND, ATTEND_ROTATED = torch.ops.nf4_server.attend.default, torch.ops.nf4_server.attend_rotated.default
+# The nodes of inductor's graphs that call these operations have them as targets.
+ATTEND, ATTEND_ROTARY = torch.ops.nf4_server.attend.default, torch.ops.nf4_server.attend_rotary.default
 
 
 def _paged_attention(

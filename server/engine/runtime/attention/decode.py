@@ -1,7 +1,7 @@
-"""Decode steps' attention by our own kernel: which part of which sequence's keys each of its programs takes.
+"""Decode steps' attention by our own kernel: which sequence's keys each of its thread blocks goes through.
 
-FlashInfer's kernels for such steps take two launches, and a third one writes the new keys and values; with few sequences
-these are bound by nothing but latency.
+FlashInfer takes two launches for such a step, and a third one writes the new keys and values. With few sequences these
+launches are bound by latency alone; our kernel does all of it in one.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ import torch
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
 from server.engine.runtime.attention.flashinfer_graphs import Kind
-from server.engine.runtime.attention.rotation import Rotation
+from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Span
 from server.engine.runtime.trials import relative_error
 
 SMALLEST_PART = 64
-"""A sequence's keys are shared out only in parts of at least so many: adding parts up takes longer than these few."""
-# Parts are multiples of this.
-_UNIT = 64
-# Programs that sequences may be shared out among, beside one for each, in times the device's processors.
+"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves."""
+# A part's keys are a multiple of this.
+_PART_MULTIPLE = 64
+# Parts beyond one for each sequence, in multiples of the device's multiprocessors.
 _SPARE = 4
-# A sequence that is longer than a part by less is not cut.
+# A sequence is split only if it is longer than a part by more than this factor.
 _SLACK = 1.25
 HEADER = 8
 FIELDS = 8
 
 
-def share_out(lengths: Sequence[int], spare: int, window: int | None) -> list[tuple[int, int, int, int, int]]:
-    """Parts of sequences' keys, at most spare more than sequences: (sequence, begin, end, first part's index, parts).
+def split_keys(lengths: Sequence[int], spare: int, window: int | None) -> list[tuple[int, int, int, int, int]]:
+    """Split sequences' keys into parts: (sequence, begin, end, index of the sequence's first part, its parts).
 
-    lengths: keys of each, 1 and more. With a window only the newest so many count. A sequence's parts follow one another.
+    lengths: each sequence's keys, at least 1. window: only this many newest keys are split, all where it is None. There
+    are at most spare more parts than sequences, and a sequence's parts follow one another.
     """
     seen = [length if window is None else min(length, window) for length in lengths]
     most = max(SMALLEST_PART, _rounded(-(-sum(seen) // spare)))
@@ -49,15 +50,16 @@ def share_out(lengths: Sequence[int], spare: int, window: int | None) -> list[tu
 
 
 def _rounded(count: int) -> int:
-    return -(-count // _UNIT) * _UNIT
+    return -(-count // _PART_MULTIPLE) * _PART_MULTIPLE
 
 
 def layout(spans: Sequence[Span], windows: Sequence[int | None], spare: int) -> list[int]:
-    """A step of one-token sequences as the kernel reads it.
+    """A step of one-token sequences as the kernel reads it: a header, each window's items, all sequences' KV blocks.
 
-    A header: where the sequences' blocks begin, then for each window how many items there are. From the header on, for
-    each window, room for len(spans) + spare items: sequence, first key, key behind the last, newest key, the first item
-    of the sequence, its items, its first block's place among all blocks, 0. The blocks follow the last window's items.
+    The header says where the KV blocks begin and then, for each window, how many items there are. Each window has room
+    for len(spans) + spare items, but for the last one, whose room ends with its items. An item is a part of a sequence's
+    keys: sequence, first key, key behind the last, newest key, the sequence's first item, its number of items, its first
+    KV block's index among all KV blocks, 0.
     """
     lengths = [span.end for span in spans]
     starts, blocks = list[int](), list[int]()
@@ -67,7 +69,7 @@ def layout(spans: Sequence[Span], windows: Sequence[int | None], spare: int) -> 
     header, items = [0] * HEADER, list[int]()
     for place, window in enumerate(windows):
         items += [0] * (place * (len(spans) + spare) * FIELDS - len(items))
-        found = share_out(lengths, spare, window)
+        found = split_keys(lengths, spare, window)
         header[1 + place] = len(found)
         for sequence, begin, end, first, parts in found:
             items += (sequence, begin, end, lengths[sequence] - 1, first, parts, starts[sequence], 0)
@@ -76,7 +78,7 @@ def layout(spans: Sequence[Span], windows: Sequence[int | None], spare: int) -> 
 
 
 class DecodeAttention:
-    """Steps of one new token for each sequence, as CUDA graphs see them: their tables lie in the same memory always."""
+    """Attention of one new token for each sequence in CUDA graphs, whose tables always lie in the same memory."""
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class DecodeAttention:
         most_blocks: int,
         device: torch.device,
     ) -> None:
-        """kinds: the layers'. largest: the most sequences of a step; most_blocks: of each."""
-        # Triton is not there without CUDA.
+        """kinds: the layers'. largest: sequences that a step may have; most_blocks: KV blocks that each may have."""
+        # Triton is not installed without CUDA.
         from server.engine.runtime.attention.decode_kernel import Partials, attend_newest
 
         self._attend: Callable[..., torch.Tensor] = attend_newest
@@ -108,7 +110,7 @@ class DecodeAttention:
 
     def plan(self, spans: Sequence[Span]) -> None:
         """Lay out a step; spans are as many as the graph's sequences."""
-        # From other memory than this the copy would wait for the step that is running.
+        # A copy from memory that is not pinned would wait for the step that is running.
         numbers = torch.tensor(layout(spans, self._windows, self._spare), dtype=torch.int32, pin_memory=True)
         self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
 
@@ -119,17 +121,17 @@ class DecodeAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         options: AttentionOptions,
-        rotation: Rotation | None = None,
+        rotary: RotaryEmbedding | None = None,
         tile: int = 0,
     ) -> torch.Tensor:
         """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest()."""
         place, items = self._windows.index(options.window), query.shape[0] + self._spare
         first = HEADER + place * items * FIELDS
         step = self._numbers, first, 1 + place, items
-        return self._attend(cache, query, key, value, *step, self._partials, options, rotation, tile)
+        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile)
 
 
-# A step's outputs may differ from other kernels' by rounding, in the norm of all.
+# How far a step's outputs may be from other kernels', by rounding, in the norm of all of them.
 _TOLERANCE = 0.02
 
 
@@ -140,11 +142,10 @@ def disagreement(
     layer: int,
     kind: Kind,
 ) -> str | None:
-    """How steps in reference's cache differ from what reference computes there, in words; leaves zeros in the cache.
+    """How decode's outputs differ from reference's by more than rounding, in words; None where they do not.
 
-    One as it is, one whose queries and keys are normalised and rotated.
-
-    cache: the layer's, [blocks, 2, block_size, kv_heads, dim]; its last block is not used.
+    Tries a step without a rotary embedding and one with it and norms. cache is reference's for the layer, [blocks, 2,
+    block_size, kv_heads, dim], which is left filled with zeros; its last block is not used.
     """
     block_size, room = cache.shape[2], cache.shape[0] - 1
     spans: list[Span] = []
@@ -162,16 +163,16 @@ def disagreement(
     slots = torch.tensor([s.blocks[-1] * block_size + s.start % block_size for s in spans], device=cache.device)
     decode.plan(spans)
     reference.begin(Batch(slots, slots, slots, slots, tuple(spans), len(spans)))
-    for rotation in (None, _any_rotation(cache.new_empty(len(spans), kind.dim))):
+    for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim))):
         query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
         cache[:used].normal_()
-        found = decode.attend(cache, query, key, value, kind.options, rotation)
+        found = decode.attend(cache, query, key, value, kind.options, rotary)
         written = cache.transpose(1, 2).flatten(0, 1)[slots]
-        if rotation is not None:
-            query, key = rotation.rotated(query, key)
+        if rotary is not None:
+            query, key = rotary.apply(query, key)
         expected = reference.attend(layer, query, key, value, kind.options)
         cache[:used].zero_()
-        rounding = 0.0 if rotation is None else _TOLERANCE
+        rounding = 0.0 if rotary is None else _TOLERANCE
         if not torch.equal(written[:, 1], value) or not relative_error(written[:, 0], key) <= rounding:
             return "other keys and values are in the cache"
         error = relative_error(found, expected)
@@ -180,9 +181,9 @@ def disagreement(
     return None
 
 
-def _any_rotation(like: torch.Tensor) -> Rotation:
-    """By random angles, with norms, for as many tokens and of the same dtype as like [T, dim]."""
+def _any_rotary(like: torch.Tensor) -> RotaryEmbedding:
+    """A rotary embedding by random angles, with norms, for the tokens and of the dtype of like [T, dim]."""
     tokens, dim = like.shape
     angles = torch.randn(tokens, dim // 2, device=like.device).repeat(1, 2)
     cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-    return Rotation(cos, sin, (torch.randn_like(like[0]), torch.randn_like(like[0])), eps=1e-6, offset=1.0)
+    return RotaryEmbedding(cos, sin, (torch.randn_like(like[0]), torch.randn_like(like[0])), eps=1e-6, offset=1.0)

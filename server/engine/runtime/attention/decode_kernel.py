@@ -1,4 +1,4 @@
-"""One launch that attends for one new token of each sequence, and puts its key and value into the paged cache."""
+"""One launch that attends for one new token of each sequence and writes its key and value into the paged cache."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.decode_sums import add_up, put_part, put_result, result_row
-from server.engine.runtime.attention.rotation import Rotation
+from server.engine.runtime.attention.rotary import RotaryEmbedding
 
-# Keys that a program has in hand at once, its warps, how many such tiles are on their way.
+# Keys of a tile; warps of a thread block; tiles that are being loaded at a time.
 _TILE = 64
 _WARPS = 4
 _STAGES = 2
 
 
 class Partials:
-    """Device memory for what the parts of a sequence's keys give, until the last of them has added it up."""
+    """Partial sums: what the parts of a sequence's keys leave until the thread block that ends last reduces them."""
 
     def __init__(self, items: int, kv_heads: int, heads: int, dim: int, device: torch.device) -> None:
         self.sums = torch.empty(items * heads * dim, dtype=torch.float32, device=device)
@@ -36,18 +36,18 @@ def attend_newest(
     items: int,
     partials: Partials,
     options: AttentionOptions,
-    rotation: Rotation | None,
+    rotary: RotaryEmbedding | None,
     tile: int = 0,
 ) -> torch.Tensor:
-    """Attention [T, heads, dim] of T sequences' newest tokens, whose keys and values go to cache; with tile in tiles.
+    """Attention [T, heads, dim] of T sequences' newest tokens, tiled with tile; writes their keys and values.
 
     cache [blocks, 2, block_size, kv_heads, dim], contiguous; query [T, heads, dim], key and value [T, kv_heads, dim] of
-    its dtype, any strides with a contiguous last dimension; numbers int32, decode.layout(): how many of at most so many
-    items there are is at counted, they are from first on. rotation is done to query and key before.
+    its dtype, any strides with a contiguous last dimension; numbers int32, decode.layout(): from first on lie the items,
+    at most that many; their number is at counted. query and key get rotary first.
     """
     tokens, heads, dim = query.shape
-    # Without one the kernel reads none of it.
-    turned = Rotation(query, query) if rotation is None else rotation
+    # Without a rotary embedding the kernel reads none of these tensors.
+    turned = RotaryEmbedding(query, query) if rotary is None else rotary
     kv_heads, block_size = key.shape[1], cache.shape[2]
     out = query.new_empty(result_shape(tokens, heads, dim, tile))
     overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
@@ -69,7 +69,7 @@ def attend_newest(
         *(turned.norms or (query, query)),
         turned.eps,
         turned.offset,
-        rotation is not None,
+        rotary is not None,
         turned.norms is not None,
         counted,
         kv_heads,
@@ -132,7 +132,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tile_rows: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    # One program a part of a sequence's keys and a key head, with all query heads that share it.
+    # A thread block takes a part of a sequence's keys and one key head, with all query heads that share it.
     if overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
     item, head = tl.program_id(0), tl.program_id(1)
@@ -147,7 +147,7 @@ def _attend(  # type: ignore[no-untyped-def]
     width: tl.constexpr = kv_heads * dim
     pages = cache + head * dim
     table = numbers + blocks
-    # Older keys lie there since earlier steps: the first come before the launch in front has ended.
+    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
     k, v, inside = _tile(pages, table, begin, old, width, dim, block_size, tile)
     q_weight, q_weight_other = _weights(query_norm, offset, dim, norms)
     k_weight, k_weight_other = _weights(key_norm, offset, dim, norms)
@@ -161,7 +161,7 @@ def _attend(  # type: ignore[no-untyped-def]
     k_new = tl.load(own_key + column)
     v_new = tl.load(value + row.to(tl.int64) * value_token + head * value_head + column)
     if rotates:
-        # All that is read before the first sum over threads, which nothing is read ahead of.
+        # Everything is loaded before the first sum over threads, which the compiler moves no load across.
         q_other = tl.load(queries + _swapped(dim)[None, :], mask=real[:, None], other=0.0)
         k_other = tl.load(own_key + _swapped(dim))[None, :]
         cos, sin = _angles(cosines, sines, row, dim)
@@ -202,7 +202,7 @@ def _tile(  # type: ignore[no-untyped-def]
     block_size: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Keys and values from begin on, zeros from end on, and which are in front of end."""
+    """Keys and values from begin on, zeros from end on, and which of them are in front of end."""
     at = begin + tl.arange(0, tile)
     inside = at < end
     block = tl.load(table + at // block_size, mask=inside, other=0).to(tl.int64)
@@ -216,7 +216,7 @@ def _tile(  # type: ignore[no-untyped-def]
 def _put(  # type: ignore[no-untyped-def]
     pages, table, newest, k, v, wanted, width: tl.constexpr, dim: tl.constexpr, block_size: tl.constexpr
 ):
-    """Write the newest key and value where they belong, if that is wanted."""
+    """Write the newest key and value into the cache if wanted."""
     column = tl.arange(0, dim)
     block = tl.load(table + newest // block_size).to(tl.int64)
     place = pages + (block * 2 * block_size + newest % block_size) * width + column
@@ -244,7 +244,7 @@ def _swapped(dim: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(place, offset, dim: tl.constexpr, norms: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A norm's weights, as they are and swapped; ones without norms. They are the model's own: no launch writes them."""
+    """A norm's weights, as they are and swapped; ones without norms. No launch writes the parameters."""
     if norms:
         straight = tl.load(place + tl.arange(0, dim)).to(tl.float32) + offset
         return straight, tl.load(place + _swapped(dim)).to(tl.float32) + offset
@@ -265,7 +265,7 @@ def _angles(cosines, sines, row, dim: tl.constexpr):  # type: ignore[no-untyped-
 def _rotated(  # type: ignore[no-untyped-def]
     x, x_other, cos, sin, weight, weight_other, eps, dim: tl.constexpr, norms: tl.constexpr
 ):
-    """Heads x [any, dim] normalised and rotated, see rotation.py; x_other, weight_other: with their halves swapped."""
+    """Heads x [any, dim] normalised and rotated, see rotary.py; x_other, weight_other: with their halves swapped."""
     wide, swapped = x.to(tl.float32), x_other.to(tl.float32)
     result = wide * (weight * cos)[None, :] + swapped * (weight_other * sin)[None, :]
     if norms:
@@ -279,9 +279,9 @@ def _four(place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores(products, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores times log2(e), capped where cap is not 0: the cap times log2(e)."""
-    scores = products * scale
+def _scores(dots, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores times log2(e), with a soft cap where cap, the cap times log2(e), is not 0."""
+    scores = dots * scale
     if cap != 0:
         # tanh
         scores = cap - 2 * cap / (tl.exp2(2 * 1.4426950408889634 / cap * scores) + 1)

@@ -1,4 +1,4 @@
-"""Parts of a sequence's keys added up and results stored, in the launch that attended to them."""
+"""The reduction of a sequence's parts and the stores of results, in the launch that attends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 @triton.jit  # type: ignore[untyped-decorator]
 def put_part(sums, weights, place, acc, best, weight, real, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keep what a part gave for its query heads at place."""
+    """Write a part's partial sums for its query heads at place."""
     tl.store(sums + place[:, None] * dim + tl.arange(0, dim)[None, :], acc, mask=real[:, None])
     tl.store(weights + place * 2, best, mask=real)
     tl.store(weights + place * 2 + 1, weight, mask=real)
@@ -29,7 +29,7 @@ def add_up(  # type: ignore[no-untyped-def]
     dim: tl.constexpr,
     tile_rows: tl.constexpr,
 ):
-    """Add up all parts of a sequence's keys, in their order."""
+    """Reduce the partial sums of all parts of a sequence's keys, in their order."""
     line = tl.arange(0, few)
     place = (first * kv_heads + head) * group + line
     sums += place[:, None] * dim + tl.arange(0, dim)[None, :]
@@ -38,7 +38,7 @@ def add_up(  # type: ignore[no-untyped-def]
     step: tl.constexpr = kv_heads * group
     acc, best, weight = _part(sums, weights, 0, 0, real, step, dim)
     for part in tl.range(0, parts, 8):
-        # Eight at once, which wait for the memory together.
+        # Eight loads are in flight at once.
         part_0 = _part(sums, weights, part, parts, real, step, dim)
         part_1 = _part(sums, weights, part + 1, parts, real, step, dim)
         part_2 = _part(sums, weights, part + 2, parts, real, step, dim)
@@ -68,7 +68,7 @@ def result_row(  # type: ignore[no-untyped-def]
 def put_result(  # type: ignore[no-untyped-def]
     out, result, row, head, line, group: tl.constexpr, dim: tl.constexpr, tile_rows: tl.constexpr
 ):
-    """Store result [len(line), dim] of those heads; with tile_rows as nf4_kernels.reference.arrange() orders rows."""
+    """Store result [len(line), dim] of those heads; with tile_rows in the order of nf4_kernels.reference.arrange()."""
     result, column = result.to(out.dtype.element_ty), tl.arange(0, dim)[None, :]
     if tile_rows == 0:
         place = out + line[:, None] * dim + column
@@ -77,7 +77,7 @@ def put_result(  # type: ignore[no-untyped-def]
         word = k % 64 // 2
         chunk = word % 8 ^ row % tile_rows % 8
         offset = k // 64 * (tile_rows * 64) + (chunk * 4 + word // 8) * 2 + k % 2
-        # A word is two columns, which the compiler would store one by one.
+        # A word is two columns, which the compiler would otherwise store one by one.
         place = out + tl.max_contiguous(tl.multiple_of(offset, [1, 2]), [1, 2])
     tl.store(place, result, mask=(line < group)[:, None])
 
@@ -92,7 +92,7 @@ def _both(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _part(sums, weights, part, parts, real, step: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a part gave; nothing beyond the last one."""
+    """A part's partial sums; zeros beyond the last part."""
     real = real & (part < parts)
     acc = tl.load(sums + part * step * dim, mask=real[:, None], other=0.0, cache_modifier=".cg")
     best = tl.load(weights + part * step * 2, mask=real, other=-1e38, cache_modifier=".cg")

@@ -1,4 +1,4 @@
-"""Which attention backend runs where."""
+"""Chooses the attention backend for a model and a device."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
 """FlashInfer's paged attention for CUDA: a plan per step and kind of layer, a launch per layer.
 
-FA2 kernels; prompts' chunks may go to others (FA3), in a launch beside that of the one-token sequences. Graphs of decode
-steps attend by our own kernel (decode.py).
+The one-token sequences of a step go to FlashInfer's FA2 kernels. Its chunks may go to the FA3 kernels, in a launch of
+their own. Decode graphs attend by our own kernel (decode.py).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.attention.base import AttentionOptions, GraphBackend, LayerShape
 from server.engine.runtime.attention.decode import DecodeAttention, disagreement
 from server.engine.runtime.attention.flashinfer_graphs import (
+    LONGEST,
     QUERIES_PER_BLOCK,
     DecodeWrappers,
     Kind,
@@ -23,41 +23,30 @@ from server.engine.runtime.attention.flashinfer_graphs import (
     partial_bytes,
     workspace,
 )
-from server.engine.runtime.attention.rotation import Rotation
+from server.engine.runtime.attention.page_tables import PageTables, page_tables
+from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Span
 from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
 
-# FlashInfer's launches fill the device with two blocks a processor.
+# FlashInfer's launches fill the device with two thread blocks for each multiprocessor.
 _BLOCKS_PER_PROCESSOR = 2
 LONG_CHUNKS = 256
-"""From so many tokens in a step's chunks on they are worth a launch of their own, by other kernels."""
-
-
-@dataclass
-class _Pages:
-    """Where the batch's keys are, as FlashInfer wants it: int32 on the host."""
-
-    rows: torch.Tensor
-    """[sequences + 1]: where each sequence's queries begin."""
-    starts: torch.Tensor
-    """[sequences + 1]: where each sequence's blocks begin in blocks."""
-    blocks: torch.Tensor
-    last: torch.Tensor
-    """[sequences]: tokens in each sequence's last block."""
-
+"""From this many tokens in a step's chunks on, a launch of other kernels for them is worth its time."""
 
 _Part = tuple[slice, Any]
 """Rows of a step's batch, and FlashInfer's wrapper that is planned for them."""
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(GraphBackend):
     """One tensor [num_blocks + 1, 2, block_size, kv_heads, dim] per layer, keys and values; the last block is scratch.
 
-    A step of one-token sequences only may run as a graph: begin_graph() fixes the
-    number of sequences, and replays read what the latest plan_graph() of that number laid out.
+    A graph's launches are fixed by its size; a replay reads what the latest plan of that size laid out.
     """
+
+    runs_compiled_layers = True
+    longest_in_mixed_graph = LONGEST
 
     def __init__(
         self,
@@ -70,7 +59,7 @@ class FlashInferBackend(AttentionBackend):
         long_chunks: str | None = None,
     ) -> None:
         """long_chunks: FlashInfer's name of the kernels for LONG_CHUNKS tokens and more of plain layers, see is_plain()."""
-        # Neither package is there without CUDA.
+        # Neither package is installed without CUDA.
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         from server.engine.runtime.attention.kv_write import write_kv
@@ -115,8 +104,8 @@ class FlashInferBackend(AttentionBackend):
         singles, count = batch.num_single, len(batch.spans)
 
         @functools.cache
-        def pages(first: int, last: int) -> _Pages:
-            return _pages(list(batch.spans[first:last]), self._block_size)
+        def tables(first: int, last: int) -> PageTables:
+            return page_tables(batch.spans[first:last], self._block_size)
 
         long = batch.num_tokens - singles >= LONG_CHUNKS
         self._parts = {}
@@ -126,14 +115,14 @@ class FlashInferBackend(AttentionBackend):
             # One-token sequences come first, a row each.
             if chunks is None or singles:
                 last, rows = (count, slice(None)) if chunks is None else (singles, slice(singles))
-                parts.append((rows, self._plan_chunks(kind, wrapper, pages(0, last))))
+                parts.append((rows, self._plan_chunks(kind, wrapper, tables(0, last))))
             if chunks is not None:
-                parts.append((slice(singles, None), self._plan_chunks(kind, chunks, pages(singles, count))))
+                parts.append((slice(singles, None), self._plan_chunks(kind, chunks, tables(singles, count))))
         self._write_to(batch.slots)
 
-    def _plan_chunks(self, kind: Kind, wrapper: Any, pages: _Pages, split_keys: bool = True) -> Any:
-        tables = pages.rows, pages.starts, pages.blocks, pages.last
-        self._plan(kind, wrapper, tables, split_keys, causal=True)
+    def _plan_chunks(self, kind: Kind, wrapper: Any, tables: PageTables, split_keys: bool = True) -> Any:
+        given = tables.rows, tables.starts, tables.blocks, tables.last
+        self._plan(kind, wrapper, given, split_keys, causal=True)
         return wrapper
 
     def _plan(
@@ -154,17 +143,13 @@ class FlashInferBackend(AttentionBackend):
             **others,
         )
 
-    def set_up_graphs(self, max_model_len: int, sequences: int, split_keys: bool) -> None:
-        """Before the first plan_graph(): how long sequences get, in tokens; how many a graph has at most.
-
-        split_keys: whether a sequence's keys may be shared out among blocks of the device, which goes by how many and how
-        long the step's sequences are. Then our own kernel attends, if it computes what FlashInfer's compute.
-        """
+    def set_up_graphs(self, max_model_len: int, max_num_seqs: int, split_keys: bool) -> None:
+        """As GraphBackend; with split_keys our own kernel attends, if it computes what FlashInfer's compute."""
         most_blocks = -(-max_model_len // self._block_size)
         self._split_keys = split_keys
         self._decode_graphs = DecodeWrappers(list(self._mixed), self._workspace, most_blocks)
         if split_keys:
-            failed = failure(lambda: self._load_decode(sequences, most_blocks))
+            failed = failure(lambda: self._load_decode(max_num_seqs, most_blocks))
             if failed is not None:
                 logger.warning("decode steps attend by FlashInfer's kernels, more slowly: our own fails: %s", failed)
 
@@ -178,49 +163,46 @@ class FlashInferBackend(AttentionBackend):
                 raise ValueError(wrong)
         self._decode = decode
 
-    def begin_graph(self, slots: torch.Tensor, wrappers: dict[Any, Any] | None = None) -> None:
-        """Make attend() use a graph's plan: that for len(slots) one-token sequences, or what plan_mixed_graph() gave.
-
-        slots is the buffer the graph will read.
-        """
+    def begin_decode_graph(self, slots: torch.Tensor) -> None:
         self._write_to(slots)
-        if wrappers is None and self._decode is not None:
+        if self._decode is not None:
             self._newest_only = self._decode
-            return
-        wrappers = self._decode_graphs.of(slots.shape[0]) if wrappers is None else wrappers
+        else:
+            self._attend_by(self._decode_graphs.of(slots.shape[0]))
+
+    def begin_mixed_graph(self, slots: torch.Tensor, plan: dict[Kind, Any]) -> None:
+        self._write_to(slots)
+        self._attend_by(plan)
+
+    def _attend_by(self, wrappers: dict[Kind, Any]) -> None:
         self._parts = {kind: [(slice(None), wrapper)] for kind, wrapper in wrappers.items()}
 
-    def plan_mixed_graph(self, spans: list[Span], size: int, sequences: int) -> dict[Any, Any]:
-        """Lay out a step for the graph of size tokens and so many sequences; gives begin_graph()'s wrappers.
-
-        The first plan of a size must have size tokens. No sequence is longer than flashinfer_graphs.LONGEST.
-        """
-        pages = self._padded_pages(spans, sequences, 0)
-        pages.rows = pages.rows.pin_memory()
+    def plan_mixed_graph(self, spans: list[Span], size: int, sequences: int) -> dict[Kind, Any]:
+        tables = self._padded_tables(spans, sequences, 0)
+        tables.rows = tables.rows.pin_memory()
         wrappers = self._mixed_graphs.of(size, sequences)
         for kind, wrapper in wrappers.items():
-            self._plan_chunks(kind, wrapper, pages, split_keys=False)
+            self._plan_chunks(kind, wrapper, tables, split_keys=False)
         return wrappers
 
-    def plan_graph(self, spans: list[Span], size: int) -> None:
-        """Lay out a step of one-token sequences for the graph of size sequences; the rest are padding."""
+    def plan_decode_graph(self, spans: list[Span], size: int) -> None:
         if self._decode is not None:
             self._decode.plan(self._padded(spans, size, 1))
             return
-        pages = self._padded_pages(spans, size, 1)
+        tables = self._padded_tables(spans, size, 1)
         for kind, wrapper in self._decode_graphs.of(size).items():
-            self._plan(kind, wrapper, (pages.starts, pages.blocks, pages.last), self._split_keys)
+            self._plan(kind, wrapper, (tables.starts, tables.blocks, tables.last), self._split_keys)
 
     def _padded(self, spans: list[Span], sequences: int, tokens: int) -> list[Span]:
-        """So many sequences, those beyond spans of so many tokens in the scratch block."""
+        """spans, filled up to that many sequences by ones of that many tokens in the scratch block."""
         return spans + [Span(0, 0, tokens, (self.scratch_block,))] * (sequences - len(spans))
 
-    def _padded_pages(self, spans: list[Span], sequences: int, tokens: int) -> _Pages:
-        pages = _pages(self._padded(spans, sequences, tokens), self._block_size)
-        # From other memory than this, or from the host, FlashInfer's copies would wait for the step that is running.
-        pages.starts, pages.last = pages.starts.pin_memory(), pages.last.pin_memory()
-        pages.blocks = pages.blocks.pin_memory().to(self._device, non_blocking=True)
-        return pages
+    def _padded_tables(self, spans: list[Span], sequences: int, tokens: int) -> PageTables:
+        tables = page_tables(self._padded(spans, sequences, tokens), self._block_size)
+        # Copies from memory that is not pinned, which FlashInfer would make, wait for the step that is running.
+        tables.starts, tables.last = tables.starts.pin_memory(), tables.last.pin_memory()
+        tables.blocks = tables.blocks.pin_memory().to(self._device, non_blocking=True)
+        return tables
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -240,12 +222,12 @@ class FlashInferBackend(AttentionBackend):
         layer = self._next_layer
         return self.attend(layer, query, key, value, self._kinds[layer].options)
 
-    def attend_rotated_next(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation, tile: int = 0
+    def attend_rotary_next(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
         if self._newest_only is None:
-            return super().attend_rotated_next(query, key, value, rotation, tile)
-        return self._attend_newest(self._newest_only, self._next_layer, query, key, value, rotation, tile)
+            return super().attend_rotary_next(query, key, value, rotary, tile)
+        return self._attend_newest(self._newest_only, self._next_layer, query, key, value, rotary, tile)
 
     def _attend_newest(
         self,
@@ -254,15 +236,14 @@ class FlashInferBackend(AttentionBackend):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rotation: Rotation | None,
+        rotary: RotaryEmbedding | None,
         tile: int = 0,
     ) -> torch.Tensor:
         self._next_layer = layer + 1
-        return decode.attend(self._cache[layer], query, key, value, self._kinds[layer].options, rotation, tile)
+        return decode.attend(self._cache[layer], query, key, value, self._kinds[layer].options, rotary, tile)
 
     @property
-    def rotates(self) -> bool:
-        """Whether graphs of decode steps normalise and rotate queries and keys in the launch that attends."""
+    def applies_rotary(self) -> bool:
         return self._decode is not None
 
     def _write_to(self, slots: torch.Tensor) -> None:
@@ -272,23 +253,13 @@ class FlashInferBackend(AttentionBackend):
 
 
 def is_plain(options: AttentionOptions) -> bool:
-    """Whether a layer attends to all keys, without a cap: others gain little from kernels for long chunks, or have none."""
+    """Whether a layer attends to all keys, without a cap.
+
+    The other layers gain little from kernels for long chunks, or have no such kernels.
+    """
     return options.window is None and options.softcap is None
 
 
 def _window_left(options: AttentionOptions) -> int:
     """FlashInfer counts the keys before the query; -1 is no window."""
     return -1 if options.window is None else options.window - 1
-
-
-def _pages(spans: list[Span], block_size: int) -> _Pages:
-    rows, starts = [0], [0]
-    blocks: list[int] = []
-    last: list[int] = []
-    for span in spans:
-        rows.append(rows[-1] + span.length)
-        blocks.extend(span.blocks)
-        starts.append(len(blocks))
-        last.append((span.end - 1) % block_size + 1)
-    tensors = (torch.tensor(values, dtype=torch.int32) for values in (rows, starts, blocks, last))
-    return _Pages(*tensors)

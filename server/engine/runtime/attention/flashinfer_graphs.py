@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers for CUDA graphs: of decode steps, and of steps that mix prompts' chunks and single tokens."""
+"""FlashInfer's wrappers for CUDA graphs: of decode steps, and of mixed steps with both chunks and single tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from server.engine.runtime.attention.base import AttentionOptions
 
 QUERIES_PER_BLOCK = 128
-"""The most that a block of the device takes in one of FlashInfer's launches."""
+"""The most queries that a thread block takes in one of FlashInfer's launches."""
 _SLACK_BYTES = 16 * 2**20
 
 LONGEST = 8192
-"""Tokens that a sequence of such a step may have: its keys are not shared out among blocks of the device."""
+"""Tokens that a sequence of a mixed step may have: one thread block goes through all of its keys."""
 
-# Of a plan's tables: a few integers for each tile of queries.
+# A plan's tables have a few integers for each tile of queries.
 _PLAN_BYTES = 1 << 20
 
 
@@ -31,17 +31,17 @@ class Kind:
 
 
 class DecodeWrappers:
-    """Wrappers for graphs of so many one-token sequences; a replay reads what the latest plan of its size laid out."""
+    """Wrappers for decode graphs by their number of sequences; a replay reads what the latest plan of its size laid out."""
 
     def __init__(self, kinds: list[Kind], room: torch.Tensor, most_blocks: int) -> None:
-        """kinds: for each size there is a wrapper of each. room: workspace(). most_blocks: of a sequence."""
+        """Each size has a wrapper for each of kinds. room: workspace(). most_blocks: KV blocks that a sequence may have."""
         self._kinds = kinds
         self._room = room
         self._most_blocks = most_blocks
         self._wrappers: dict[int, dict[Kind, Any]] = {}
 
     def of(self, size: int) -> dict[Kind, Any]:
-        """Those of the graph of size sequences."""
+        """The wrappers for the graph of size sequences."""
         if size not in self._wrappers:
             self._wrappers[size] = self._new_wrappers(size)
         return self._wrappers[size]
@@ -74,39 +74,42 @@ class DecodeWrappers:
 
 
 def workspace(need: int, device: torch.device) -> torch.Tensor:
-    """What FlashInfer's launches may write to, with room for partial results of so many bytes."""
+    """Memory that FlashInfer's launches write to, with room for need bytes of partial results."""
     return torch.zeros(need + _SLACK_BYTES, dtype=torch.uint8, device=device)
 
 
 def partial_bytes(kind: Kind, rows: int) -> int:
-    """What rows of queries need whose keys are shared out: float32 outputs and a sum for each head."""
+    """Bytes for rows of queries whose keys are split among thread blocks: float32 outputs and a sum for each head."""
     return rows * kind.heads * (kind.dim + 1) * 4
 
 
 def _graph_rows(kind: Kind, size: int) -> int:
-    """Rows of queries for which a graph of size sequences makes room; its blocks take 16, 64 or 128 of them."""
+    """Rows of queries that a graph of size sequences makes room for; a thread block takes 16, 64 or 128 of them."""
     group = kind.heads // kind.kv_heads
     tile = 16 if group <= 16 else 64 if group <= 64 else QUERIES_PER_BLOCK
     return (-(-size * group // tile) + size) * tile
 
 
 class MixedWrappers:
-    """Wrappers for graphs of so many tokens and sequences; a replay reads what the latest plan of its size laid out.
+    """Wrappers for mixed graphs by their number of tokens; a replay reads what the latest plan of its size laid out.
 
-    A graph's launches go by its size, whatever its sequences are. Sharing keys out would need room for the partial
-    results of every tile that there could be, hundreds of MB.
+    A graph's launches depend on its size alone, whatever its sequences are. Splitting keys would need room for the
+    partial results of every tile that there could be, hundreds of MB.
     """
 
     def __init__(self, kinds: list[Kind], room: torch.Tensor, block_size: int) -> None:
-        """kinds: for each size there is a wrapper of each. room: workspace()."""
+        """Each size has a wrapper for each of kinds. room: workspace()."""
         self._room = room
         self._block_size = block_size
         self._wrappers: dict[int, dict[Kind, Any]] = {}
-        # One for all sizes: replays follow one another, each behind its own plan.
+        # All sizes share one, because replays follow one another, each behind its own plan.
         self._plans = {kind: torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=room.device) for kind in kinds}
 
     def of(self, size: int, sequences: int) -> dict[Kind, Any]:
-        """Those of the graph of size tokens, always with as many sequences; their first plan must have all its tokens."""
+        """The wrappers for the graph of size tokens; sequences is the same at every call for a size.
+
+        Their first plan must have size tokens.
+        """
         if size not in self._wrappers:
             self._wrappers[size] = self._new_wrappers(sequences)
         return self._wrappers[size]

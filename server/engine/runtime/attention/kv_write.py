@@ -11,8 +11,8 @@ def write_kv(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots:
     """cache[slot // block_size, 0 or 1, slot % block_size] = key or value, for each token.
 
     cache [blocks, 2, block_size, kv_heads, dim], contiguous; key and value [T, kv_heads, dim] of its dtype, any strides
-    with a contiguous last dimension; slots int64 [T], on the same CUDA device. Of a slot that is there more than once
-    any of its tokens may be the one that stays.
+    with a contiguous last dimension; slots int64 [T], on the same CUDA device. Where several tokens have
+    the same slot, any of them may be the one that stays.
     """
     tokens, heads, dim = key.shape
     block_size = cache.shape[2]
@@ -51,7 +51,7 @@ def _write(  # type: ignore[no-untyped-def]
     if overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # One program a token: its key and its value, all heads, as one row of the cache each.
+    # A thread block takes one token; its key and its value, all heads, are one row of the cache each.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     place = tl.arange(0, width)

@@ -1,4 +1,4 @@
-"""The CPU backend: attention in C++ over the cache as it lies."""
+"""The CPU backend: attention in C++ that reads keys and values from the KV blocks in place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def _amx_works() -> bool:
 
 
 class PagedCpuBackend(SdpaBackend):
-    """The reference's cache; float32. Raises RuntimeError where paged_cpu_error() says something."""
+    """The reference's cache; float32. Raises RuntimeError where paged_cpu_error() gives a reason."""
+
+    runs_compiled_layers = True
 
     def __init__(
         self,

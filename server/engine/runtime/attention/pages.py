@@ -1,4 +1,4 @@
-"""Large tensors of zeros in the host's memory, whose pages are made while the start goes on with something else."""
+"""Large tensors of zeros in host memory, whose pages a background thread faults in during the rest of the start."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 
 HUGE_PAGE = 2 << 20
 PAGES_THREAD = "cache-pages"
-"""Name of the thread that makes the pages."""
-# Linux's number for making pages as if they were written, which mmap has no name for; from kernel 5.14 on.
+"""Name of the thread that faults the pages in."""
+# Linux's number, from kernel 5.14 on, for faulting pages in as if they were written; mmap has no name for it.
 _MADV_POPULATE_WRITE = 23
 
 
 def host_zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Tensors of zeros. Their memory is taken by a background thread from now on, or as they are written.
+    """Tensors of zeros. A background thread faults their pages in from now on, where a write has not done it before.
 
-    A GiB takes seconds to make. Huge pages are used where the system has them.
+    A GiB takes seconds. Huge pages are used where the system has them.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return [torch.zeros(shape, dtype=dtype) for shape in shapes]
@@ -44,7 +44,7 @@ def _populate(tensors: list[torch.Tensor]) -> None:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for tensor in tensors:
         begin, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
-        # In parts, because others that need the address space wait for each.
+        # In parts, because each call blocks other threads that change the address space.
         for offset in range(0, size, HUGE_PAGE):
             if madvise(begin + offset, min(HUGE_PAGE, size - offset), _MADV_POPULATE_WRITE):
                 return

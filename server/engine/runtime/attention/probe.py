@@ -1,4 +1,4 @@
-"""Finds out how a model attends, by watching one token go through it."""
+"""Finds out how a model attends, by running one token through it."""
 
 from __future__ import annotations
 

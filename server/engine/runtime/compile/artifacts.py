@@ -20,18 +20,16 @@ from torch import nn
 
 from server.config import default_cache_dir
 from server.engine.runtime.native import cpu_features
+from server.engine.runtime.sources import code_digest
 
 logger = logging.getLogger(__name__)
 
-_OWN_CODE = Path(__file__).resolve().parents[1]
-
 
 def artifact_path(*kind: object) -> Path:
-    """Where the compiled function of one kind of layer is kept: named by everything that its code depends on."""
+    """Where the compiled function of one kind of layer is kept; everything that its code depends on is in the name."""
     packages = [version(name) for name in ("torch", "transformers")]
-    own = [path.read_bytes() for path in sorted(_OWN_CODE.rglob("*.py"))]
     settings = (platform.python_version(), torch.get_num_threads(), cpu_features())
-    digest = hashlib.sha256(repr((packages, own, settings, kind)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((packages, code_digest(), settings, kind)).encode()).hexdigest()
     return default_cache_dir() / "compiled" / "layers" / f"{digest[:32]}.bin"
 
 
@@ -56,7 +54,7 @@ def load_artifact(path: Path, layer: nn.Module) -> Callable[..., Any] | None:
 
 
 def store_artifact(path: Path, ahead: Any, layer: nn.Module) -> None:
-    """Keep what torch.compile(...).aot_compile() returned. A layer that cannot be kept is compiled at every start."""
+    """Keep what torch.compile(...).aot_compile() has returned. A layer that cannot be kept is compiled at every start."""
     try:
         if not _probes_succeed():
             return

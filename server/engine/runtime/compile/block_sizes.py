@@ -1,8 +1,8 @@
-"""Inductor's choices for the small kernels between products, by rule instead of by timing.
+"""Inductor's block sizes for the small kernels between GEMMs, chosen by rule instead of by timing.
 
-Such a kernel takes one to three microseconds, which is what a launch by itself takes: timed alone, as inductor does when
-an engine starts, two ways of cutting its work look alike, and the one that happens to win may be twice as slow between
-two products. A whole decode step so became up to 4 % slower, differently from start to start.
+Such a kernel takes one to three microseconds, as long as its launch alone. Inductor would time each block size when an
+engine starts; two of them then look alike, and the one that happens to win may be twice as slow between two GEMMs. Whole
+decode steps became up to 4 % slower that way, differently from start to start.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 # Rows of a norm up to here are read once and kept in registers; inductor's own limit is 1024.
 _LONGEST_ROW = 16384
-# Compiled code is cached on disk by what is compiled; what is chosen here goes into the name.
+# Compiled code is cached on disk by what is compiled. The tag keeps code with these block sizes apart.
 _CACHE_TAG = "small kernels by rule"
-# How the names of blocks begin that are not along what is reduced; in joint kernels each part may have its own.
+# Block sizes of the dimensions that are not reduced have names that begin so; each part of a joint kernel has its own.
 _BLOCKS = ("XBLOCK", "YBLOCK", "ZBLOCK")
 
 
@@ -26,7 +26,7 @@ _BLOCKS = ("XBLOCK", "YBLOCK", "ZBLOCK")
 def small_kernels_by_rule() -> Iterator[None]:
     """Kernels compiled and first run while this is entered have the smallest blocks; norms keep a row in registers.
 
-    What does not depend on one another, queries' and keys' norms and rotations, is one launch.
+    Operations that do not depend on one another, such as queries' and keys' norms, become one launch.
     """
     # Takes a second to import, and only CUDA needs it.
     from torch._inductor import choices
@@ -47,7 +47,7 @@ def small_kernels_by_rule() -> Iterator[None]:
     deciding.should_use_persistent_reduction = staticmethod(should_use_persistent_reduction)
     tuning.autotune_to_one_config = autotune_to_one_config
     try:
-        # What an earlier start has timed and kept beside its code does not count.
+        # Timings that an earlier start has kept beside its code are ignored.
         with (
             torch._inductor.config.patch(autotune_local_cache=False, combo_kernels=True),
             config.patch(cache_key_tag=f"{config.cache_key_tag}{_CACHE_TAG}"),
@@ -59,7 +59,7 @@ def small_kernels_by_rule() -> Iterator[None]:
 
 
 def _is_a_norm(features: Any) -> bool:
-    """Whether a reduction goes along rows that lie in memory as they are, of a known length that is not too large."""
+    """Whether a reduction goes along contiguous rows of a known length that is not too large."""
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
@@ -68,9 +68,9 @@ def _is_a_norm(features: Any) -> bool:
 
 
 def _take_smallest_blocks(kernel: Any) -> bool:
-    """Leave a kernel only the launcher with the smallest blocks, then the fewest warps; False where none is the smallest.
+    """Leave a kernel only the launcher with the smallest blocks, then the fewest warps; False for kernels with loops.
 
-    A loop's kernel has blocks along what it loops over, too, which cannot be too large.
+    A loop's kernel also has a block size along the reduced dimension, where larger is not worse.
     """
     from torch._inductor.runtime.hints import HeuristicType
 

@@ -1,8 +1,9 @@
 """Decoder layers as compiled functions: one compilation for all layers that are alike, for any batch.
 
-transformers' layers spend more time in Python and in small operations than in their products. torch.compile fuses the
-small operations; calling what it made directly, without its guards and without nn.Module's, saves as much again. What the
-guards would have checked is fixed here: which arguments a layer gets, their types, and which sizes vary (the tokens).
+transformers' layers spend more time in Python and in small operations than in their GEMMs. torch.compile fuses the small
+operations. Calling the compiled function directly, without its guards and without nn.Module.__call__, saves as much
+again. What the guards would have checked is fixed here: which arguments a layer gets, their types, and which sizes vary
+(the number of tokens).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from transformers import PretrainedConfig
 
 from server.checkpoint.base import Progress
 from server.engine.runtime.compile.artifacts import artifact_path, load_artifact, store_artifact
-from server.engine.runtime.compile.pdl import overlapping_launches
+from server.engine.runtime.compile.pdl import dependent_launches
 
 logger = logging.getLogger(__name__)
 
-# Up to so many tokens the fused operations are too small to be worth waking a second thread for.
+# Up to this many tokens the fused operations are too small to be worth waking a second thread for.
 FEW_TOKENS = 16
 _Path = tuple[int | str, ...]
 
@@ -185,7 +186,7 @@ def _tensors(layer: nn.Module) -> list[torch.Tensor]:
 
 
 def _kept(layer: nn.Module, kind: tuple[Any, _Signature], size: str) -> Callable[..., Any]:
-    """_compile(), or what it made at an earlier start."""
+    """The function that an earlier start has kept, else a new one of _compile(), which is kept."""
     path = artifact_path(kind, _configurations(layer), size)
     function = load_artifact(path, layer)
     if function is None:
@@ -195,7 +196,7 @@ def _kept(layer: nn.Module, kind: tuple[Any, _Signature], size: str) -> Callable
 
 
 def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any], Any]:
-    """A function of (the signature's tensors..., the layer's tensors...) without guards, and torch's object of it."""
+    """A function of (the signature's tensors..., the layer's tensors...) without guards, and what torch stores of it."""
     names = list(_named_tensors(layer))
     count = len(signature.tensors)
 
@@ -212,7 +213,7 @@ def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any
             if size < 0:
                 torch._dynamo.decorators.mark_unbacked(example, dimension, strict=True)
     # Off by default before torch 2.13.
-    with torch._dynamo.config.patch(enable_aot_compile=True), overlapping_launches():
+    with torch._dynamo.config.patch(enable_aot_compile=True), dependent_launches():
         compiled: Any = torch.compile(call, fullgraph=True)
         ahead = compiled.aot_compile(((*examples, *_tensors(layer)), {}))
     ahead.disable_guard_check()
@@ -233,7 +234,7 @@ def _call(
             key = path[0]
             value = args[key] if isinstance(key, int) else kwargs[key]
             tensors.append(value if len(path) == 1 else value[path[1]])
-        # The first tensor is the hidden states, [1, tokens, width].
+        # The first tensor holds the hidden states [1, tokens, width].
         function = few if tensors[0].shape[1] <= FEW_TOKENS else many
         return function(*tensors, *own)
 

@@ -1,8 +1,8 @@
 """Batches cut into groups of one fixed size, one token a sequence: whatever the batch, the same kernels add the same way.
 
-A token's row goes through the graph of that size alone: products, reductions and attention are chosen for the size, not
-for the batch, and no row's sums depend on what the other rows hold. Tokens of one chunk see each other because every layer
-writes keys and values of all its rows before it attends.
+Every token goes through the graph of that one size: GEMMs, reductions and attention are chosen for the size, not for the
+batch, and no token's sums depend on the other tokens of its group. Tokens of one chunk see each other because every layer
+writes the keys and values of the whole group before it attends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from server.engine.runtime.batch import Batch, Span
 
-# A decode graph of so many rows takes little more than one of a single row, and prefill goes through it, too.
+# A decode graph of this size takes little longer than one of a single token, and prefill goes through it, too.
 INVARIANT_ROWS = 32
 
 

@@ -1,4 +1,4 @@
-"""Steps with prompts' chunks as CUDA graphs: one per number of tokens, captured over the model's compiled layers.
+"""Mixed steps, those with chunks of prompts, as CUDA graphs: one per number of tokens, over the compiled layers.
 
 Launching such a step's kernels one by one takes the host longer than the device needs for some hundred tokens, and every
 running request waits meanwhile.
@@ -6,8 +6,7 @@ running request waits meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,16 +15,14 @@ from transformers import PreTrainedModel
 
 from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
-from server.engine.runtime.attention.base import attending
-from server.engine.runtime.attention.flashinfer import FlashInferBackend
-from server.engine.runtime.attention.flashinfer_graphs import LONGEST
+from server.engine.runtime.attention.base import GraphBackend, attending
 from server.engine.runtime.batch import Batch, Span
-from server.engine.runtime.graphs.decode import WARM_UPS, Pool, unowned
-from server.engine.runtime.limits import ModelLimits
+from server.engine.runtime.graphs.decode import WARM_UPS
+from server.engine.runtime.graphs.pool import GraphPool, unowned
 from server.engine.runtime.model.lora import adding_masked
 
 SIZES = (64, 128, 192, 256, 384, 512)
-"""Tokens of a step. Beyond them the device takes as long as the launches."""
+"""Tokens of a step. Beyond these sizes the device takes as long as the host takes to launch its kernels."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,11 @@ class MixedGraphs:
     def __init__(
         self,
         model: PreTrainedModel,
-        backend: FlashInferBackend,
+        backend: GraphBackend,
         block_size: int,
         max_num_seqs: int,
         clock: DeviceClock | None,
-        pool: Pool,
+        pool: GraphPool,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -61,7 +58,7 @@ class MixedGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def capture(self, largest: int, progress: Progress) -> None:
-        """Capture as many sizes as steps of up to so many tokens need."""
+        """Capture the sizes that steps of up to largest tokens need."""
         sizes = [size for size, smaller in zip(SIZES, (0, *SIZES), strict=False) if smaller < largest]
         for done, size in enumerate(reversed(sizes)):
             progress(f"capturing steps of {size} tokens", done / len(sizes))
@@ -77,7 +74,7 @@ class MixedGraphs:
         return (
             len(batch.spans) <= sequences
             and batch.sampled_rows.shape[0] <= sequences
-            and all(span.end <= LONGEST and span.adapter is None for span in batch.spans)
+            and all(span.end <= self._backend.longest_in_mixed_graph and span.adapter is None for span in batch.spans)
         )
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -100,10 +97,10 @@ class MixedGraphs:
         inputs = self._pool.new_inputs(size)
         wanted = torch.zeros(self._sequences(size), dtype=torch.int64, device=self._model.device)
         scratch = (self._backend.scratch_block,) * -(-size // self._block_size)
-        wrappers = self._backend.plan_mixed_graph([Span(0, 0, size, scratch)], size, len(wanted))
+        plan = self._backend.plan_mixed_graph([Span(0, 0, size, scratch)], size, len(wanted))
 
         def forward() -> torch.Tensor:
-            self._backend.begin_graph(inputs[2], wrappers)
+            self._backend.begin_mixed_graph(inputs[2], plan)
             with attending(self._backend), adding_masked(None):
                 output: Any = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False, logits_to_keep=wanted
@@ -115,24 +112,3 @@ class MixedGraphs:
 
         graph, logits = self._pool.capture(forward, WARM_UPS)
         return _Graph(graph, inputs, wanted, unowned(logits))
-
-
-def trial_steps(first_chunk: Callable[[int], Batch], block_size: int, limits: ModelLimits) -> Iterator[Batch]:
-    """Steps to try graphs on, to be run in turn: first chunks, then a decoding sequence beside a chunk of another one.
-
-    first_chunk(n): a step of a sequence's first n tokens, in the cache's first blocks.
-    """
-    for count in (7, block_size + 1):
-        batch = first_chunk(count)
-        yield replace(batch, sampled_rows=batch.sampled_rows[-1:])
-    count = block_size // 2
-    if not count or limits.num_blocks < 3 or limits.max_model_len < 2 * block_size:
-        return
-    # The sequence of the last chunk goes on; the other one shares its first block and has its own tokens in a third.
-    positions = torch.arange(block_size, block_size + 1 + count, device=batch.ids.device)
-    positions[0] += 1
-    positions[1:] -= 1
-    slots = torch.cat((positions[:1], positions[1:] + block_size))
-    spans = Span(0, block_size + 1, 1, (0, 1)), Span(1, block_size, count, (0, 2))
-    ids = (positions + 211) % limits.vocab_size
-    yield Batch(ids, positions, slots, positions.new_tensor([0, count]), spans, 1)

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU kernels with as little around each call as can be."""
+"""Linear layers on the CPU kernels with as little overhead per call as possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
 
 
 class CpuNF4Linear(nn.Module):
-    """One NF4 product whose arguments have been laid out for the kernel once."""
+    """One NF4 GEMM whose arguments have been laid out for the kernel once."""
 
     handle: torch.Tensor
 
@@ -47,7 +47,7 @@ class CpuNF4Linear(nn.Module):
 
 
 class Bf16Linear(nn.Module):
-    """A float32 product with a weight that bfloat16 holds without loss: half the memory traffic, the same result."""
+    """A float32 GEMM with a weight that bfloat16 holds without loss: half the memory traffic, the same result."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()

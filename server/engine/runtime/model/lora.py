@@ -16,7 +16,7 @@ from server.engine.runtime.batch import Batch
 from server.engine.runtime.model.cpu_linear import CpuNF4Linear
 from server.engine.runtime.model.projections import GROUPS, GroupMember, NF4Linear
 
-# Up to so many tokens times slots, all slots' factors at once cost less than choosing each row's.
+# Up to this many tokens times slots, multiplying by all slots' factors at once costs less than picking each row's.
 FEW = 64
 
 
@@ -33,7 +33,7 @@ class _Active:
 
     rows: Rows | None = None
     others: torch.Tensor | None = None
-    """bool [tokens, slots], whether the slot is not the row's; takes the place of rows (see others_of)."""
+    """bool [tokens, slots]: whether the slot is not the row's; used instead of rows where it is set (see others_of)."""
 
 
 def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -46,7 +46,8 @@ def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
     if inputs.shape[0] != count:
         raise RuntimeError(f"a projection with adapters got {inputs.shape[0]} of the batch's {count} tokens")
     if others is not None:
-        # All slots' factors at once. What is not the row's is replaced, not multiplied by zero: it may be infinite.
+        # All slots' factors at once. Results of slots that are not the row's are replaced, because they may be infinite,
+        # and infinity times zero is not a number.
         inner = torch.mm(inputs, a.view(-1, a.shape[2]).T).view(-1, *a.shape[:2])
         inner.masked_fill_(others[: inner.shape[0], :, None], 0)
         out.addmm_(inner.flatten(1), b.view(-1, b.shape[2]))
@@ -70,10 +71,10 @@ def _(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Non
 
 
 class AdaptedLinear(nn.Module):
-    """A projection, or several joined into one product, and room for slots adapters of up to rank each.
+    """A projection, or several joined into one GEMM, and room for slots adapters of up to rank each.
 
-    Joined projections have one pair of factors with all their ranks; the second is zero where a rank is one
-    projection's and a column another's. So one pair of products serves all of them.
+    Joined projections have one pair of factors with all their ranks. The second factor is zero where the rank belongs to
+    one projection and the column to another, so that one pair of GEMMs serves all of them.
     """
 
     a: torch.Tensor
@@ -127,16 +128,16 @@ class AdapterTable:
         self._known: dict[str, tuple[int, int]] = {}
         example = next(p for p in model.parameters() if p.is_floating_point())
         for parent in list(layers.modules()):
-            for attributes, product, sizes in list(_products(parent)):
+            for attributes, linear, sizes in list(_linears(parent)):
                 members = [f"{names[id(parent)]}.{attribute}" for attribute in attributes]
                 for member, size in zip(members, sizes, strict=True):
-                    self._known[member] = (product.in_features, size)  # type: ignore[assignment]
+                    self._known[member] = (linear.in_features, size)  # type: ignore[assignment]
                 if targets is not None and targets.isdisjoint(members):
                     continue
-                adapted = AdaptedLinear(product, sizes, slots, rank, example)
+                adapted = AdaptedLinear(linear, sizes, slots, rank, example)
                 first = getattr(parent, attributes[0])
                 if isinstance(first, GroupMember):
-                    first.product = adapted
+                    first.linear = adapted
                 else:
                     setattr(parent, attributes[0], adapted)
                 self._modules |= {member: (adapted, part) for part, member in enumerate(members)}
@@ -180,8 +181,10 @@ def adding(batch: Batch, slots: int) -> Iterator[None]:
 
 @contextmanager
 def adding_masked(others: torch.Tensor | None) -> Iterator[None]:
-    """While entered, projections add what others leaves (see others_of): for CUDA graphs, whose work is always the
-    same. None adds nothing."""
+    """While entered, projections add the adapters that others does not mask (see others_of); None adds nothing.
+
+    It is for CUDA graphs, whose work is always the same.
+    """
     _Active.others = others
     try:
         yield
@@ -209,15 +212,15 @@ def _index(rows: list[int], device: torch.device) -> slice | torch.Tensor:
     return slice(rows[0], rows[-1] + 1) if contiguous else torch.tensor(rows).to(device, non_blocking=True)
 
 
-def _products(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[int]]]:
-    """A module's linear layers: the attributes of those that are one product, the product, and their sizes."""
+def _linears(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[int]]]:
+    """A module's linear layers: the attributes whose projections are one GEMM, that GEMM's layer, and their sizes."""
     grouped: set[str] = set()
     for names in GROUPS:
         first = getattr(parent, names[0], None)
-        if isinstance(first, GroupMember) and first.product is not None:
+        if isinstance(first, GroupMember) and first.linear is not None:
             sizes = [int(getattr(parent, name).out_features) for name in names]
             grouped |= set(names)
-            yield names, first.product, sizes
+            yield names, first.linear, sizes
     for name, child in parent.named_children():
         plain = isinstance(child, NF4Linear | CpuNF4Linear | Linear4bit | nn.Linear)
         if plain and name not in grouped and not isinstance(parent, GroupMember | AdaptedLinear):

@@ -1,4 +1,4 @@
-"""Linear4bit layers as plain NF4 modules, those that share their input as one product: q/k/v, gate/up."""
+"""Linear4bit layers as plain NF4 modules; those that share their input become one GEMM: q/k/v, gate/up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class NF4Linear(nn.Module):
-    """One NF4 product, with everything the op takes as buffers, so that a compiled layer serves all layers.
+    """One NF4 GEMM. All that the op takes is a buffer, so that one compiled function serves all layers.
 
     Unlike bitsandbytes' layer it has no quantization state object and converts no dtype: x and the bias are in the
     model's dtype.
@@ -64,27 +64,28 @@ class NF4Linear(nn.Module):
 
 
 class _Shared:
-    """The outputs of a group's one product, between its first member's call and its last's."""
+    """The outputs of a group's one GEMM, between its first member's call and its last's."""
 
     def __init__(self) -> None:
         self.outputs: tuple[torch.Tensor, ...] | None = None
 
 
 class GroupMember(nn.Module):
-    """A projection of a group. The first one called computes all of them; the others hand out their part."""
+    """A projection of a group. The first member computes the outputs of all; the others return their parts."""
 
-    def __init__(self, index: int, sizes: list[int], shared: _Shared, product: nn.Module | None) -> None:
+    def __init__(self, index: int, sizes: list[int], shared: _Shared, linear: nn.Module | None) -> None:
         super().__init__()
         self._index = index
         self._sizes = sizes
         self._shared = shared
-        self.product = product
+        self.linear = linear
+        """The group's GEMM, in its first member only."""
         self.out_features = sizes[index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., this member's out_features]; a view of the group's result."""
-        if self.product is not None:
-            self._shared.outputs = self.product(x).split(self._sizes, -1)
+        if self.linear is not None:
+            self._shared.outputs = self.linear(x).split(self._sizes, -1)
         outputs = self._shared.outputs
         if outputs is None:
             raise RuntimeError("a projection was called before the first one of its group")
@@ -113,9 +114,9 @@ def replace_projections(model: nn.Module) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the codes and scales of all products that replace_projections() has made."""
-    products = (module for module in model.modules() if isinstance(module, NF4Linear))
-    return sum(buffer.nbytes for product in products for buffer in product.buffers())
+    """Bytes of the codes and scales of all NF4Linear modules."""
+    linears = (module for module in model.modules() if isinstance(module, NF4Linear))
+    return sum(buffer.nbytes for linear in linears for buffer in linear.buffers())
 
 
 def _is_ours(layer: Linear4bit) -> bool:
@@ -126,7 +127,7 @@ def _is_ours(layer: Linear4bit) -> bool:
 
 
 def _fit(layers: list[Any]) -> bool:
-    """Whether the layers' packed weights and blocks can be laid one after another."""
+    """Whether the layers' codes and scale blocks can be joined along n."""
     states = [layer.weight.quant_state for layer in layers]
     first = states[0]
     return (
@@ -139,31 +140,32 @@ def _fit(layers: list[Any]) -> bool:
 
 
 def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None:
-    product = NF4Linear(layers[0])
-    product.packed = torch.cat([layer.weight.data.view(torch.uint8).reshape(-1) for layer in layers])
+    linear = NF4Linear(layers[0])
+    linear.packed = torch.cat([layer.weight.data.view(torch.uint8).reshape(-1) for layer in layers])
     states = [layer.weight.quant_state for layer in layers]
     if _nested_fit(states):
-        product.absmax_8bit = torch.cat([state.absmax for state in states])
-        product.absmax = torch.cat([state.state2.absmax for state in states])
+        linear.absmax_8bit = torch.cat([state.absmax for state in states])
+        linear.absmax = torch.cat([state.state2.absmax for state in states])
         offsets = [state.offset.reshape(1).expand(state.state2.absmax.numel()) for state in states]
-        product.absmax_offset = torch.cat(offsets)
+        linear.absmax_offset = torch.cat(offsets)
     else:
-        product.absmax = torch.cat([block_scales(state) for state in states])
-        product.absmax_8bit = product.absmax_code = product.absmax_offset = None
+        linear.absmax = torch.cat([block_scales(state) for state in states])
+        linear.absmax_8bit = linear.absmax_code = linear.absmax_offset = None
     if layers[0].bias is not None:
-        product.bias = torch.cat([layer.bias.data for layer in layers])
+        linear.bias = torch.cat([layer.bias.data for layer in layers])
     for layer in layers:
-        # bitsandbytes' parameters are part of reference cycles; the collector would come too late for two thirds of a model.
+        # bitsandbytes' parameters are part of reference cycles. The garbage collector would free them too late: they are
+        # two thirds of a model.
         layer._parameters.clear()
-    product.out_features = sum(layer.out_features for layer in layers)
+    linear.out_features = sum(layer.out_features for layer in layers)
     sizes = [layer.out_features for layer in layers]
     shared = _Shared()
     for index, name in enumerate(names):
-        setattr(parent, name, GroupMember(index, sizes, shared, product if index == 0 else None))
+        setattr(parent, name, GroupMember(index, sizes, shared, linear if index == 0 else None))
 
 
 def _nested_fit(states: list[QuantState]) -> bool:
-    """Whether the nested scales, too, can be laid one after another: whole groups of 256 blocks, one code table."""
+    """Whether the nested scales can be joined, too: whole groups of 256 scale blocks, and one code table."""
     return all(
         state.nested
         and state.shape.numel() % (state.blocksize * NESTED_BLOCKSIZE) == 0
@@ -173,7 +175,7 @@ def _nested_fit(states: list[QuantState]) -> bool:
 
 
 def block_scales(state: QuantState) -> torch.Tensor:
-    """Every block's scale as float32."""
+    """Every scale block's scale as float32."""
     scales: torch.Tensor = state.absmax
     if state.nested:
         scales = dequantize_blockwise(state.absmax, state.state2) + state.offset

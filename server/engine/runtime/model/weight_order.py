@@ -1,4 +1,4 @@
-"""Tells the kernels in which order the model's NF4 products run, so that each brings the next one's weight closer."""
+"""The order in which a forward pass reads the model's NF4 weights, so that each GEMM prefetches the next one's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import nn
 from nf4_kernels import Weight, prefetch_next
 from server.engine.runtime.model.projections import NF4Linear
 
-# Trial runs of so many tokens: what follows what in both of them does so whatever the tokens are.
+# Numbers of tokens of the trial runs: a weight that follows another one in both runs does so for any number.
 TRIALS = (1, 7)
 
 
-def link_products(model: nn.Module, run: Callable[[int], object]) -> int:
-    """Name each product's successor wherever it is always the same; returns for how many. run(n) runs model on n tokens.
+def set_weight_order(model: nn.Module, run: Callable[[int], object]) -> int:
+    """Tell the kernels each GEMM's next weight where that is always the same one; returns for how many it is.
 
-    Products that a run calls several times or not at all (experts of a mixture) have none. Products of CUDA graphs that
-    are captured afterwards prefetch (see nf4_kernels.prefetch_next).
+    run(n) runs model on n tokens. GEMMs that a run calls several times or not at all (experts of a mixture) have no next
+    weight. GEMMs of CUDA graphs that are captured afterwards prefetch (see nf4_kernels.prefetch_next).
     """
     orders = []
     for count in TRIALS:
         with _recorded(model) as called:
             run(count)
         orders.append(called)
-    once = [{id(product) for product in order if calls[id(product)] == 1} for order, calls in _counted(orders)]
+    once = [{id(linear) for linear in order if calls[id(linear)] == 1} for order, calls in _counted(orders)]
     always = set.intersection(*({(id(a), id(b)) for a, b in pairwise(order)} for order in orders))
     linked = 0
     for first, then in pairwise(orders[0]):
@@ -40,12 +40,12 @@ def link_products(model: nn.Module, run: Callable[[int], object]) -> int:
 
 def _counted(orders: list[list[NF4Linear]]) -> Iterator[tuple[list[NF4Linear], Counter[int]]]:
     for order in orders:
-        yield order, Counter(id(product) for product in order)
+        yield order, Counter(id(linear) for linear in order)
 
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[list[NF4Linear]]:
-    """The products called while entered, in order."""
+    """The layers called while entered, in order."""
     called: list[NF4Linear] = []
 
     def hook(module: nn.Module, _: tuple[Any, ...]) -> None:
@@ -60,13 +60,13 @@ def _recorded(model: nn.Module) -> Iterator[list[NF4Linear]]:
             handle.remove()
 
 
-def _weight(product: NF4Linear) -> Weight:
+def _weight(linear: NF4Linear) -> Weight:
     return Weight(
-        product.packed,
-        (product.out_features, product.in_features),
-        product.absmax,
-        product.blocksize,
-        product.absmax_8bit,
-        product.absmax_code,
-        product.absmax_offset,
+        linear.packed,
+        (linear.out_features, linear.in_features),
+        linear.absmax,
+        linear.blocksize,
+        linear.absmax_8bit,
+        linear.absmax_code,
+        linear.absmax_offset,
     )

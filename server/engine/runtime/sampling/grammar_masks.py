@@ -1,4 +1,4 @@
-"""What grammars forbid: out of the logits, or known of single tokens."""
+"""Tokens that grammars forbid: masked in the logits, or asked about one by one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn.functional import embedding
 
 from server.engine.scheduling.sequence import Sequence
 
-# What eight tokens' bits add to their logits. One gather and one sum take a tenth of the time of unpacking the bits and
-# masked_fill_, whose branches nothing can predict.
+# By byte of a mask, what its eight tokens' bits add to their logits. One gather and one sum take a tenth of the time of
+# unpacking the bits and masked_fill_, whose branches are mispredicted.
 _ADDED = torch.tensor([[0.0 if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
 
 
@@ -54,5 +54,5 @@ def _is_permitted(token: int, sequence: Sequence) -> bool:
 
 
 def _ends(sequence: Sequence) -> Collection[int]:
-    """Tokens that may come where the sequence's text may end."""
+    """Tokens that may end the sequence where its grammar lets the text end."""
     return sequence.stop_ids if sequence.num_generated >= sequence.sampling.min_tokens else ()

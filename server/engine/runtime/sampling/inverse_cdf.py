@@ -1,4 +1,7 @@
-"""Tokens drawn by inverse distribution: each from one uniform number, which its request's seed and its place make."""
+"""Tokens sampled by inverting the cumulative distribution at one uniform number.
+
+The number depends on the request's seed and the token's position alone, so neither neighbours nor preemption change it.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ logger = logging.getLogger(__name__)
 _MASK64 = (1 << 64) - 1
 # Filters look at this many of the most likely tokens first; a full sort of the vocabulary is 20 times slower.
 _FIRST_CANDIDATES = 1024
-# No sequence is as long: positions from here on give second draws their numbers.
-_SECOND_DRAWS = 1 << 40
+# No sequence is as long, so positions from here on are free: a token that is sampled again takes its number from there.
+_RESAMPLING_OFFSET = 1 << 40
 _TRIALS = 16
+_SampleRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -33,62 +37,59 @@ def uniform(seed: int, position: int) -> float:
     return (state >> 11) / 2**53
 
 
-def draw(logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor, second: bool = False) -> torch.Tensor:
-    """tokens, int64 [len(sequences)], with a drawn one in each row whose temperature is above 0.
+def sample_by_inversion(
+    logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor, again: bool = False
+) -> torch.Tensor:
+    """tokens, int64 [len(sequences)], with a sampled one in each row whose temperature is above 0.
 
-    logits [len(sequences), vocabulary], all on one device; on CUDA the host does not wait for it. A second draw for the
-    same places has random numbers of its own.
+    logits [len(sequences), vocabulary], all on one device; on CUDA the host does not wait for it. again: take other
+    uniform numbers than the first time, for tokens that a grammar refused.
     """
     vocabulary = logits.shape[1]
-    drawn = [row for row, s in enumerate(sequences) if s.sampling.temperature > 0]
-    if drawn and logits.is_cuda and _DeviceDraws.draw_rows is not None:
+    random = [row for row, s in enumerate(sequences) if s.sampling.temperature > 0]
+    if random and logits.is_cuda and _DeviceSampling.sample_rows is not None:
         tokens = tokens.clone()
-        _DeviceDraws.draw_rows(logits, _numbers(sequences, drawn, vocabulary, logits.device, second), tokens)
+        _DeviceSampling.sample_rows(logits, _table(sequences, random, vocabulary, logits.device, again), tokens)
         return tokens
-    filtered = [row for row in drawn if is_filtered(sequences[row], vocabulary)]
-    plain = [row for row in drawn if not is_filtered(sequences[row], vocabulary)]
+    filtered = [row for row in random if is_filtered(sequences[row], vocabulary)]
+    plain = [row for row in random if not is_filtered(sequences[row], vocabulary)]
     for rows, pick in ((plain, _pick), (filtered, _pick_filtered)):
         if rows:
-            numbers = _Numbers.of(_numbers(sequences, rows, vocabulary, logits.device, second))
-            scores = (logits if len(rows) == logits.shape[0] else logits[numbers.rows]).float()
-            # Less the maximum before dividing, so that a tiny temperature does not overflow.
-            scores = (scores - scores.amax(dim=-1, keepdim=True)) / numbers.temperatures
-            tokens = tokens.index_copy(0, numbers.rows, pick(scores, numbers))
+            parameters = _Parameters.of(_table(sequences, rows, vocabulary, logits.device, again))
+            scores = (logits if len(rows) == logits.shape[0] else logits[parameters.rows]).float()
+            # The maximum is subtracted before the division, so that a tiny temperature does not overflow.
+            scores = (scores - scores.amax(dim=-1, keepdim=True)) / parameters.temperatures
+            tokens = tokens.index_copy(0, parameters.rows, pick(scores, parameters))
     return tokens
 
 
-class _DeviceDraws:
-    """The launch that draws on CUDA, once use_device_draws() has tried it."""
+class _DeviceSampling:
+    """The kernel that samples on CUDA, once use_device_sampling() has tried it."""
 
-    draw_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    sample_rows: _SampleRows | None = None
 
 
 @functools.cache
-def use_device_draws(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
-    """Draw tokens on a CUDA device in one launch (draw_cuda.py), if it draws what torch's operations draw.
+def use_device_sampling(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    """Sample on a CUDA device in one launch (triton_kernel.py), if it gives what torch's operations give.
 
-    It is tried on, and so compiled for, logits of dtype and float32 for this vocabulary.
+    The kernel is tried on, and so compiled for, logits of dtype and of float32 for this vocabulary.
     """
-    failed = failure(lambda: _load_device_draws(device, dtype, vocabulary))
+    failed = failure(lambda: _load_device_sampling(device, dtype, vocabulary))
     if failed is not None:
-        logger.warning("tokens are drawn by torch's operations, more slowly: our kernel fails: %s", failed)
+        logger.warning("tokens are sampled by torch's operations, more slowly: our kernel fails: %s", failed)
 
 
-def _load_device_draws(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
-    from server.engine.runtime.sampling.triton_kernel import draw_rows
+def _load_device_sampling(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    from server.engine.runtime.sampling.triton_kernel import sample_rows
 
     for logits_dtype in dict.fromkeys((dtype, torch.float32)):
-        _try_draws(draw_rows, device, logits_dtype, vocabulary)
-    _DeviceDraws.draw_rows = draw_rows
+        _try_sampling(sample_rows, device, logits_dtype, vocabulary)
+    _DeviceSampling.sample_rows = sample_rows
 
 
-def _try_draws(
-    draw_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
-    device: torch.device,
-    dtype: torch.dtype,
-    vocabulary: int,
-) -> None:
-    """Compare some draws with torch's. Raises ValueError."""
+def _try_sampling(sample_rows: _SampleRows, device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    """Compare some sampled tokens with those of torch's operations. Raises ValueError."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_TRIALS, vocabulary, generator=generator).mul_(3).to(device, dtype)
     all_tokens = float(vocabulary)
@@ -98,21 +99,24 @@ def _try_draws(
     rows = torch.arange(_TRIALS, dtype=torch.float64).unsqueeze(1)
     temperatures, uniforms = torch.full_like(rows, 0.8), torch.rand(_TRIALS, 1, generator=generator).double()
     table = torch.cat([rows, temperatures, uniforms, filters.repeat(_TRIALS // 4, 1)], dim=1).to(device)
-    numbers = _Numbers.of(table)
+    parameters = _Parameters.of(table)
     scores = logits.float()
-    expected = _pick_filtered((scores - scores.amax(dim=-1, keepdim=True)) / numbers.temperatures, numbers)
+    expected = _pick_filtered((scores - scores.amax(dim=-1, keepdim=True)) / parameters.temperatures, parameters)
     found = torch.full_like(expected, -1)
-    draw_rows(logits, table, found)
-    # Sums in another order may move a draw by one token.
+    sample_rows(logits, table, found)
+    # Sums in another order may give the token beside the expected one.
     if int((found == expected).sum()) < _TRIALS - 2:
-        raise ValueError(f"it draws {found.tolist()} instead of {expected.tolist()}")
+        raise ValueError(f"it gives {found.tolist()} instead of {expected.tolist()}")
 
 
-def _numbers(
-    sequences: list[Sequence], rows: list[int], vocabulary: int, device: torch.device, second: bool
+def _table(
+    sequences: list[Sequence], rows: list[int], vocabulary: int, device: torch.device, again: bool
 ) -> torch.Tensor:
-    """What the draws of some rows need, on their device, in one transfer: float64 [rows, 6], see draw_cuda.draw_rows()."""
-    shift = _SECOND_DRAWS if second else 0
+    """The rows' sampling parameters on their device: float64 [rows, 6], see triton_kernel.sample_rows().
+
+    One transfer from pinned memory, so that the host does not wait for the device.
+    """
+    shift = _RESAMPLING_OFFSET if again else 0
     chosen = [sequences[row] for row in rows]
     return torch.tensor(
         [
@@ -132,27 +136,27 @@ def _numbers(
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """The columns of _numbers(). All but rows are [rows, 1]."""
+class _Parameters:
+    """The columns of _table(). All but rows are [rows, 1]."""
 
     rows: torch.Tensor
     temperatures: torch.Tensor
     uniforms: torch.Tensor
     """float64."""
     top_k: torch.Tensor
-    """The vocabulary's size where it is off."""
+    """The vocabulary's size where the filter is off."""
     top_p: torch.Tensor
     min_p: torch.Tensor
 
-    def only(self, mask: torch.Tensor) -> _Numbers:
-        """Those of the rows that mask, bool [rows], picks."""
-        return _Numbers(*(getattr(self, f.name)[mask] for f in fields(self)))
+    def only(self, mask: torch.Tensor) -> _Parameters:
+        """The parameters of the rows that mask, bool [rows], picks."""
+        return _Parameters(*(getattr(self, f.name)[mask] for f in fields(self)))
 
     @classmethod
-    def of(cls, table: torch.Tensor) -> _Numbers:
-        places, temperatures, uniforms, top_k, top_p, min_p = table.unsqueeze(2).unbind(1)
+    def of(cls, table: torch.Tensor) -> _Parameters:
+        rows, temperatures, uniforms, top_k, top_p, min_p = table.unsqueeze(2).unbind(1)
         return cls(
-            places.squeeze(1).long(), temperatures.float(), uniforms, top_k.long(), top_p.float(), min_p.float()
+            rows.squeeze(1).long(), temperatures.float(), uniforms, top_k.long(), top_p.float(), min_p.float()
         )  # fmt: skip
 
 
@@ -170,35 +174,35 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return index.squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
-def _pick(scores: torch.Tensor, numbers: _Numbers) -> torch.Tensor:
-    return _invert(scores.softmax(-1), numbers.uniforms)
+def _pick(scores: torch.Tensor, parameters: _Parameters) -> torch.Tensor:
+    return _invert(scores.softmax(-1), parameters.uniforms)
 
 
-def _pick_filtered(scores: torch.Tensor, numbers: _Numbers) -> torch.Tensor:
+def _pick_filtered(scores: torch.Tensor, parameters: _Parameters) -> torch.Tensor:
     vocabulary = scores.shape[1]
     total = scores.exp().sum(-1, keepdim=True)
     if scores.is_cuda:
-        # Whether the first candidates are enough could only be asked by waiting for the device.
-        return _pick_from_all(scores, total, numbers)
+        # Asking whether the first candidates are enough would make the host wait for the device.
+        return _pick_from_all(scores, total, parameters)
     best, ids = scores.topk(min(_FIRST_CANDIDATES, vocabulary), dim=-1)
-    least, decided = _least_kept(best, vocabulary, total, numbers)
-    # In the order of their ids, as when all tokens are looked at.
+    least, decided = _least_kept(best, vocabulary, total, parameters)
+    # The running sum goes in the order of token ids, as it does over the whole vocabulary.
     ids, order = ids.sort(dim=-1)
     best = best.gather(1, order)
-    places = _invert(best.exp().masked_fill(best < least, 0.0), numbers.uniforms)
+    places = _invert(best.exp().masked_fill(best < least, 0.0), parameters.uniforms)
     tokens = ids.gather(1, places.unsqueeze(1)).squeeze(1)
     if not decided.all():
-        tokens[~decided] = _pick_from_all(scores[~decided], total[~decided], numbers.only(~decided))
+        tokens[~decided] = _pick_from_all(scores[~decided], total[~decided], parameters.only(~decided))
     return tokens
 
 
-def _pick_from_all(scores: torch.Tensor, total: torch.Tensor, numbers: _Numbers) -> torch.Tensor:
-    least, _ = _least_kept(scores.sort(dim=-1, descending=True)[0], scores.shape[1], total, numbers)
-    return _invert(scores.exp().masked_fill(scores < least, 0.0), numbers.uniforms)
+def _pick_from_all(scores: torch.Tensor, total: torch.Tensor, parameters: _Parameters) -> torch.Tensor:
+    least, _ = _least_kept(scores.sort(dim=-1, descending=True)[0], scores.shape[1], total, parameters)
+    return _invert(scores.exp().masked_fill(scores < least, 0.0), parameters.uniforms)
 
 
 def _least_kept(
-    best: torch.Tensor, vocabulary: int, total: torch.Tensor, numbers: _Numbers
+    best: torch.Tensor, vocabulary: int, total: torch.Tensor, parameters: _Parameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The lowest score [rows, 1] that passes the filters, and whether all tokens that do are among the best.
 
@@ -206,12 +210,12 @@ def _least_kept(
     """
     candidates = best.shape[1]
     place = torch.arange(candidates, device=best.device)
-    weights = best.exp().masked_fill(place >= numbers.top_k, 0.0)
-    limited = numbers.top_k < vocabulary
-    # The mass that top_p is a share of: what top_k leaves, known without a sort when top_k is off.
+    weights = best.exp().masked_fill(place >= parameters.top_k, 0.0)
+    limited = parameters.top_k < vocabulary
+    # top_p is a share of the mass that top_k leaves, which is known without a sort when top_k is off.
     mass = torch.where(limited, weights.sum(-1, keepdim=True), total)
     before = weights.double().cumsum(-1) - weights
-    kept = (before < numbers.top_p * mass) | (place == 0)
-    kept &= (weights >= numbers.min_p * weights[:, :1]) & (place < numbers.top_k)
+    kept = (before < parameters.top_p * mass) | (place == 0)
+    kept &= (weights >= parameters.min_p * weights[:, :1]) & (place < parameters.top_k)
     least = best.gather(1, kept.sum(-1, keepdim=True) - 1)
     return least, (best[:, -1:] < least).squeeze(1) | (candidates == vocabulary)

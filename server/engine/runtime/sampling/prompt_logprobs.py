@@ -8,7 +8,7 @@ from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
-# Rows of the vocabulary's width that are normalized at once.
+# Rows of logits that are normalized at once.
 _ROWS = 64
 
 

@@ -1,4 +1,4 @@
-"""Tokens drawn from rows of logits in one launch, filters and all, without sorting the vocabulary."""
+"""Tokens sampled from rows of logits in one launch, with the filters, without sorting the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 _WIDTH = 8192
 
 
-def draw_rows(logits: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Put a token drawn from row i of logits into tokens[i], for each row that numbers names.
+def sample_rows(logits: torch.Tensor, parameters: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Put a token sampled from row i of logits into tokens[i], for each row that parameters names.
 
-    logits [rows, vocabulary], bfloat16, float16 or float32, contiguous in its last dimension; numbers float64 [draws, 6]:
-    row, temperature, uniform number in [0, 1), top_k, top_p, min_p; tokens int64 [rows]. A token is kept when fewer
-    than top_k tokens are likelier, when those have less than top_p of what top_k keeps, and when it has at least min_p
-    of the likeliest's probability; equally likely tokens are kept together. The first kept token, by id, at which the
-    running sum of the kept ones' probabilities passes uniform * their sum is drawn.
+    logits [rows, vocabulary], bfloat16, float16 or float32, contiguous in its last dimension; parameters float64
+    [samples, 6]: row, temperature, uniform number in [0, 1), top_k, top_p, min_p; tokens int64 [rows]. A token is kept
+    when fewer than top_k tokens are likelier, when those have less than top_p of what top_k keeps, and when it has at
+    least min_p of the likeliest's probability; equally likely tokens are kept together. The sampled token is the first
+    kept one, by id, at which the running sum of the kept ones' probabilities passes uniform * their sum.
     """
-    _draw[(numbers.shape[0],)](
-        logits, logits.stride(0), logits.shape[1], numbers, tokens, _ZERO_BITS[logits.dtype], _WIDTH, num_warps=16
+    _sample[(parameters.shape[0],)](
+        logits, logits.stride(0), logits.shape[1], parameters, tokens, _ZERO_BITS[logits.dtype], _WIDTH, num_warps=16
     )
 
 
@@ -73,7 +73,7 @@ def _highest(row, vocabulary, width: tl.constexpr):  # type: ignore[no-untyped-d
 def _least(row, vocabulary, best, temperature, top_k, top_p, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """The least key that top_k and top_p keep, found by halving. It lies in (low, high]."""
     high = (_ordered(best) >> shift).to(tl.int64)
-    # What weighs nothing is not drawn, so it need not be told apart.
+    # Logits below weigh nothing in float32 and are never sampled, so the search may end there.
     bottom = tl.maximum(best - 110.0 * temperature, -3.0e38)
     low = (_ordered(bottom) >> shift).to(tl.int64) - 1
     key = low + 1
@@ -101,23 +101,23 @@ def _least(row, vocabulary, best, temperature, top_k, top_p, shift: tl.constexpr
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _draw(logits, stride, vocabulary, numbers, tokens, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    numbers += tl.program_id(0) * 6
-    place = tl.load(numbers).to(tl.int64)
-    temperature = tl.load(numbers + 1).to(tl.float32)
-    top_k = tl.load(numbers + 3).to(tl.int32)
-    min_p = tl.load(numbers + 5).to(tl.float32)
+def _sample(logits, stride, vocabulary, parameters, tokens, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    parameters += tl.program_id(0) * 6
+    place = tl.load(parameters).to(tl.int64)
+    temperature = tl.load(parameters + 1).to(tl.float32)
+    top_k = tl.load(parameters + 3).to(tl.int32)
+    min_p = tl.load(parameters + 5).to(tl.float32)
     row = logits + place * stride
     best = _highest(row, vocabulary, width)
-    key = _least(row, vocabulary, best, temperature, top_k, tl.load(numbers + 4), shift, width)
+    key = _least(row, vocabulary, best, temperature, top_k, tl.load(parameters + 4), shift, width)
     offsets = tl.arange(0, width)
     sums = tl.zeros([width], tl.float64)
     for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
         value = _values(row, start + offsets, vocabulary)
         sums += _kept(value, key, best, temperature, min_p, shift)
-    target = tl.load(numbers + 2) * tl.sum(sums)
-    # The stretch of the vocabulary in which the running sum passes the target; rounding may leave that to none, and then
-    # it is the last one with a kept token.
+    target = tl.load(parameters + 2) * tl.sum(sums)
+    # Find the stretch of the vocabulary in which the running sum passes the target. Rounding may leave it in none of them;
+    # then it is the last one with a kept token.
     found = 0
     before = tl.full([], 0.0, tl.float64)
     found_before = before

@@ -1,4 +1,4 @@
-"""Products that take along the gated activation of what they give: activation(gate) * up, of gates and ups side by side."""
+"""GEMMs of gates and ups that compute the gated activation, activation(gate) * up, in their epilogue."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
 from server.engine.runtime.compile.passes.matching import (
     HasLaunch,
     argument,
-    arguments_of,
+    bound_arguments_of,
     converted,
     erase_unused,
+    gemm_of,
     in_order,
     is_view,
     operands,
-    product_of,
     reshaped,
     with_value,
 )
@@ -30,32 +30,32 @@ aten = torch.ops.aten
 GATED = torch.ops.nf4.gated_linear.default
 
 
-def fuse_gates(nodes: Iterable[Node], products: list[Node], gates: HasLaunch) -> None:
-    """Put nf4::gated_linear in place of gated activations of products that nothing else reads.
+def fuse_gates(nodes: Iterable[Node], gemms: list[Node], gates: HasLaunch) -> None:
+    """Put nf4::gated_linear in place of gated activations of GEMMs that nothing else reads.
 
-    products: those that may be replaced; one that is goes out of the list. gates: as ops.gates().
+    gemms: those that may be replaced; the replaced ones are removed from the list. gates: as ops.gates().
     """
     for node in nodes:
-        product, activation = _gated(node)
-        while is_view(product):
-            product = product.args[0]
-        if product in products and _can_gate(product, gates) and _only_for(node, product):
-            products.remove(product)
-            _fuse(node, product, activation)
+        gemm, activation = _gated(node)
+        while is_view(gemm):
+            gemm = gemm.args[0]
+        if gemm in gemms and _can_gate(gemm, gates) and _only_for(node, gemm):
+            gemms.remove(gemm)
+            _fuse(node, gemm, activation)
 
 
-def _can_gate(product: Node, gates: HasLaunch) -> bool:
-    arguments = arguments_of(product)
-    normalised = arguments.get("norm_weight") is not None
-    return arguments.get("residual") is None and gates(*product_of(product), normalised)
+def _can_gate(gemm: Node, gates: HasLaunch) -> bool:
+    given = bound_arguments_of(gemm)
+    normalised = given.get("norm_weight") is not None
+    return given.get("residual") is None and gates(*gemm_of(gemm), normalised)
 
 
-def _only_for(node: Node, product: Node) -> bool:
-    """Whether the product, and what is made of it on the way to the node, is read for nothing else.
+def _only_for(node: Node, gemm: Node) -> bool:
+    """Whether nothing but the node reads the GEMM and the values between the two.
 
-    The node is computed of nothing but the product.
+    The node must be computed from the GEMM alone.
     """
-    between, ahead = {product}, [*node.all_input_nodes]
+    between, ahead = {gemm}, [*node.all_input_nodes]
     while ahead:
         source = ahead.pop()
         if source not in between:
@@ -64,12 +64,12 @@ def _only_for(node: Node, product: Node) -> bool:
     return all(user is node or user in between for source in between for user in source.users)
 
 
-def _fuse(node: Node, product: Node, activation: str) -> None:
-    """The product with its activation, at the place of the node."""
-    value = product.meta["val"]
+def _fuse(node: Node, gemm: Node, activation: str) -> None:
+    """Put the GEMM with its activation at the place of the node."""
+    value = gemm.meta["val"]
     half = value.new_empty((*value.shape[:-1], value.shape[-1] // 2))
     with node.graph.inserting_before(node):
-        args = in_order(GATED, arguments_of(product) | {"activation": activation})
+        args = in_order(GATED, bound_arguments_of(gemm) | {"activation": activation})
         gated = with_value(node.graph.call_function(GATED, args), half)
         node.replace_all_uses_with(reshaped(gated, node.meta["val"].shape))
     erase_unused(node)
@@ -88,7 +88,7 @@ def _gated(node: Node) -> tuple[Any, str]:
 
 
 def _half(node: Any) -> tuple[Node | None, int]:
-    """(whole, which) where the node is one of the halves of whole's last dimension."""
+    """(whole, 0 or 1) where the node is the first or second half of whole's last dimension; (None, 0) of other nodes."""
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None, 0
     parts: Any = node.args[0]
@@ -102,7 +102,7 @@ def _half(node: Any) -> tuple[Node | None, int]:
 
 
 def _activated(node: Any) -> tuple[Any, str]:
-    """(x, activation) where the node is an activation of x in float32 that products can take along."""
+    """(x, activation) where the node is an activation of x in float32 that GEMMs have in their epilogue."""
     if isinstance(node, Node) and node.target is aten.div.Tensor:
         x, below = node.args
         for exponential, one in operands(below, aten.add.Tensor):

@@ -1,9 +1,9 @@
-"""What passes over inductor's graphs look for, and how they change it."""
+"""What the passes look for in inductor's graphs, and how they change it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -27,29 +27,33 @@ def _writes(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def arguments_of(node: Node) -> dict[str, Any]:
-    """All arguments of a node by their names; its own list ends where only defaults follow."""
-    assert isinstance(node.target, OpOverload)
-    arguments = node.target._schema.arguments
-    names = [argument.name for argument in arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+def bound_arguments(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by their names, defaults where the call leaves them out."""
+    arguments = operation._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
     return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
 
 
+def bound_arguments_of(node: Node) -> dict[str, Any]:
+    """bound_arguments() of the call that a node makes."""
+    assert isinstance(node.target, OpOverload)
+    return bound_arguments(node.target, node.args, node.kwargs)
+
+
 def in_order(operation: OpOverload, given: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments of an operation, as they are given by their names, else its defaults."""
+    """An operation's arguments in its order, from given by their names, else defaults."""
     return tuple(given.get(argument.name, argument.default_value) for argument in operation._schema.arguments)
 
 
 HasLaunch = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool, bool], bool]
-"""Whether there is a launch for (*product_of(node), with a norm)."""
+"""Whether there is a fused launch for (*gemm_of(node), with a norm)."""
 
 
-def product_of(node: Node) -> tuple[torch.device, torch.dtype, int, Sequence[int], int, bool]:
-    """(device, dtype, rows, [N, K], blocksize, nested) of a product of rows."""
-    arguments = arguments_of(node)
-    x, nested = arguments["x"].meta["val"], arguments["absmax_8bit"] is not None
-    return x.device, x.dtype, math.prod(x.shape[:-1]), arguments["shape"], arguments["blocksize"], nested
+def gemm_of(node: Node) -> tuple[torch.device, torch.dtype, int, Sequence[int], int, bool]:
+    """(device, dtype, m, [n, k], blocksize, nested) of the GEMM that a node computes."""
+    given = bound_arguments_of(node)
+    x, nested = given["x"].meta["val"], given["absmax_8bit"] is not None
+    return x.device, x.dtype, math.prod(x.shape[:-1]), given["shape"], given["blocksize"], nested
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,14 @@ class Norm:
 
     h: Node
     weight: Node
-    """[last dimension], of h's dtype; the model's own: launches read it before the one in front of them has ended."""
+    """[last dimension], of h's dtype. It is one of the model's parameters: launches read it before they wait for others."""
     eps: float
     """Added to the mean square."""
     offset: float
 
 
 def norm_of(node: Any) -> Norm | None:
-    """The norm that a node of 16-bit type computes: Llama's, rounded before the multiplication, or Gemma's, after it."""
+    """The norm that a node of 16-bit type computes: Llama's, rounded before the weight, or Gemma's, rounded after it."""
     if not isinstance(node, Node):
         return None
     dtype = node.meta["val"].dtype
@@ -120,16 +124,16 @@ def reshaped(node: Node, shape: torch.Size) -> Node:
 
 
 def with_value(node: Node, value: torch.Tensor) -> Node:
-    """A new call of an operation of ours, which gives such a tensor."""
+    """node, a new call of an operation of ours, with the metadata that it gives a tensor like value."""
     node.meta["val"] = value
-    # Without these inductor may give an operation its arguments in any layout.
+    # Without these inductor may pass the operation its arguments in any memory layout.
     node.meta["eager_input_vals"] = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     return node
 
 
 def erase_unused(node: Node) -> None:
     """Erase a node that nothing reads any more, and the nodes that only it has read."""
-    # Two ways may lead to one: the norm reads its input twice.
+    # A node may be reached twice: the norm reads its input twice.
     if node.op == "call_function" and not node.users and not node._erased:
         inputs = node.all_input_nodes
         node.graph.erase_node(node)
@@ -156,12 +160,12 @@ def converted(node: Any, dtype: torch.dtype) -> Any:
 
 
 def is_given(node: Any) -> bool:
-    """Whether a node is computed by none of the graph's operations."""
+    """Whether a node is an input or attribute of the graph, computed by none of its operations."""
     return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
 
 
 def is_view(node: Any) -> bool:
-    """Whether a node is a view with the same last dimension."""
+    """Whether a node is a reshape that keeps the last dimension."""
     if not isinstance(node, Node) or node.target not in VIEWS:
         return False
     source: Any = node.args[0]

@@ -1,4 +1,4 @@
-"""Attention that takes along the norm and the rotation of its queries and keys."""
+"""Attention that computes the rotary embedding of its queries and keys, and the norm in front, in its own launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTATED
+from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTARY
 from server.engine.runtime.compile.passes.matching import Norm, argument, erase_unused, norm_of, operands, with_value
 
 aten = torch.ops.aten
@@ -18,29 +18,29 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Rotated:
-    """What a node normalises, if it does, and rotates, and by which angles."""
+    """What a node rotates by which angles, after a norm if there is one."""
 
     heads: Node
     """[1, T, heads, dim], any strides but for the last one"""
     norm: Norm | None
-    """Its h is heads, or the same in another order."""
+    """Its h is heads, or heads with permuted dimensions."""
     cos: Node
     """[1, T, dim]"""
     sin: Node
 
 
-def fuse_rotations(nodes: Iterable[Node]) -> None:
-    """Put nf4_server::attend_rotated in place of attention to what is rotated in Llama's way."""
+def fuse_rotary(nodes: Iterable[Node]) -> None:
+    """Put nf4_server::attend_rotary in place of attention to queries and keys with Llama's rotary embedding."""
     for node in nodes:
         if node.target is ATTEND:
             query, key = _rotated(node.args[0]), _rotated(node.args[1])
-            # One launch does both by the same angles, with the same kind of norm or without.
+            # A launch rotates both by the same angles, and normalises both alike or neither.
             if query is not None and key is not None and _shared(query) == _shared(key):
                 _fuse(node, query, key)
 
 
 def _shared(rotated: _Rotated) -> tuple[Node, Node, tuple[float, float] | None]:
-    """What queries and keys have in common in a launch."""
+    """What queries and keys must have in common for one launch."""
     norm = rotated.norm
     return rotated.cos, rotated.sin, None if norm is None else (norm.eps, norm.offset)
 
@@ -57,7 +57,7 @@ def _fuse(attend: Node, query: _Rotated, key: _Rotated) -> None:
         cos, sin, constants = _shared(query)
         weights = [None if rotated.norm is None else rotated.norm.weight for rotated in (query, key)]
         args = first(query.heads), first(key.heads), attend.args[2], first(cos), first(sin)
-        fused = graph.call_function(ATTEND_ROTATED, (*args, *weights, *(constants or (0.0, 0.0))))
+        fused = graph.call_function(ATTEND_ROTARY, (*args, *weights, *(constants or (0.0, 0.0))))
         attend.replace_all_uses_with(with_value(fused, attend.meta["val"]))
     erase_unused(attend)
 

@@ -1,7 +1,7 @@
-"""Products whose input comes in the order in which their launch reads it, from the operation in front of them.
+"""GEMMs that read tiled activations, written by the launch in front of them.
 
-Hopper's launch for more than a few rows is one that arranges its input and one that multiplies. A product that takes its
-gated activation along and decode's attention can write their results in that order themselves.
+For more than a few tokens, a GEMM on Hopper is one launch that tiles its input and one that multiplies. The launch in
+front can write its result tiled instead, if it is decode's attention or a GEMM with a gated activation.
 """
 
 from __future__ import annotations
@@ -13,73 +13,71 @@ import torch
 from torch.fx import Node
 
 from nf4_kernels.reference import tiles_shape
-from server.engine.runtime.attention.base import ATTEND_ROTATED
+from server.engine.runtime.attention.base import ATTEND_ROTARY
 from server.engine.runtime.compile.passes.gates import GATED
 from server.engine.runtime.compile.passes.matching import (
     VIEWS,
-    arguments_of,
+    bound_arguments_of,
     erase_unused,
+    gemm_of,
     in_order,
-    product_of,
     reshaped,
     with_value,
 )
 
 aten = torch.ops.aten
 
-TileRows = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool], int]
-"""ops.tile_rows(): the tile of product_of(node), or 0."""
+TileOf = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool], int]
+"""As ops.tile_rows(): the tokens of a tile for gemm_of(node), or 0 where the GEMM reads no tiles."""
 
 
-def fuse_arrangements(products: Iterable[Node], tile_rows: TileRows) -> None:
-    """Put nf4::arranged_linear in place of products without a norm, where what is in front of them can arrange."""
-    for product in products:
-        arguments = arguments_of(product)
-        x = arguments["x"]
-        # What is added as it is has to be there in rows as well.
-        if arguments.get("norm_weight") is not None or arguments.get("residual") is x:
+def fuse_tiled_inputs(gemms: Iterable[Node], tile_of: TileOf) -> None:
+    """Put nf4::arranged_linear in place of GEMMs without a norm whose input the launch in front can write tiled."""
+    for gemm in gemms:
+        given = bound_arguments_of(gemm)
+        x = given["x"]
+        # A residual is read as [m, n], so an x that is the residual as well must stay untiled.
+        if given.get("norm_weight") is not None or given.get("residual") is x:
             continue
-        asked = product_of(product)
-        rows, tile = asked[2], tile_rows(*asked)
-        tiles = _tiles(product, x, rows, tile) if tile else None
+        question = gemm_of(gemm)
+        m, tile = question[2], tile_of(*question)
+        tiles = _tiles(gemm, x, m, tile) if tile else None
         if tiles is not None:
-            _fuse(product, tiles, rows)
+            _fuse(gemm, tiles, m)
 
 
-def _tiles(product: Node, x: Node, rows: int, tile: int) -> Node | None:
-    """x [.., K] in tiles, where nothing but the product reads it and what makes it can arrange; else None."""
+def _tiles(gemm: Node, x: Node, m: int, tile: int) -> Node | None:
+    """x [.., k] in tiles, where nothing but the GEMM reads it and the launch that computes it can tile; else None."""
     source, k = _source(x), x.meta["val"].shape[-1]
-    # Where rows end within 256 k, tiles would have columns that neither of them has.
-    if source.target not in (ATTEND_ROTATED, GATED) or len(source.users) > 1 or k % 256:
+    # Tiles are 256 k wide. Neither launch pads them where k ends within one.
+    if source.target not in (ATTEND_ROTARY, GATED) or len(source.users) > 1 or k % 256:
         return None
-    # Not where the product takes as a row what is none there.
+    # A reshape may give the GEMM other rows than the source's tokens, and a tile holds whole tokens.
     shape = source.meta["val"].shape
-    if rows != (shape[0] if source.target is ATTEND_ROTATED else shape[:-1].numel()):
+    if m != (shape[0] if source.target is ATTEND_ROTARY else shape[:-1].numel()):
         return None
-    value = x.meta["val"].new_empty(tiles_shape(rows, k, tile))
+    value = x.meta["val"].new_empty(tiles_shape(m, k, tile))
     with source.graph.inserting_before(source):
-        arguments = arguments_of(source) | {"tile": tile}
-        return with_value(source.graph.call_function(source.target, in_order(source.target, arguments)), value)
+        given = bound_arguments_of(source) | {"tile": tile}
+        return with_value(source.graph.call_function(source.target, in_order(source.target, given)), value)
 
 
 def _source(node: Node) -> Node:
-    """What the node is in another shape, as far as nothing else reads what is between."""
+    """The node that the given one only reshapes, as long as nothing else reads the nodes between them."""
     while len(node.users) == 1 and node.target in (*VIEWS, aten.unsqueeze.default):
         source: Any = node.args[0]
         node = source
     return node
 
 
-def _fuse(product: Node, tiles: Node, rows: int) -> None:
-    """The product of what is in tiles."""
-    arranged, shape = torch.ops.nf4.arranged_linear.default, product.meta["val"].shape
-    flat = torch.Size((rows, shape[-1]))
-    with product.graph.inserting_before(product):
-        given = arguments_of(product) | {"tiles": tiles, "rows": rows}
+def _fuse(gemm: Node, tiles: Node, m: int) -> None:
+    """Put a GEMM that reads tiles in place of gemm."""
+    tiled, shape = torch.ops.nf4.arranged_linear.default, gemm.meta["val"].shape
+    flat = torch.Size((m, shape[-1]))
+    with gemm.graph.inserting_before(gemm):
+        given = bound_arguments_of(gemm) | {"tiles": tiles, "rows": m}
         if given.get("residual") is not None:
             given["residual"] = reshaped(given["residual"], flat)
-        out = with_value(
-            product.graph.call_function(arranged, in_order(arranged, given)), product.meta["val"].reshape(flat)
-        )
-        product.replace_all_uses_with(reshaped(out, shape))
-    erase_unused(product)
+        out = with_value(gemm.graph.call_function(tiled, in_order(tiled, given)), gemm.meta["val"].reshape(flat))
+        gemm.replace_all_uses_with(reshaped(out, shape))
+    erase_unused(gemm)

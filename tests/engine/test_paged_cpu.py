@@ -42,7 +42,7 @@ def tolerance(request: pytest.FixtureRequest) -> Iterator[float]:
 
 
 def _batch(chunks: list[tuple[int, int]], rng: random.Random, size: int = SIZE) -> Batch:
-    """Sequences (start, length), those of one token first, in blocks drawn at random."""
+    """Sequences (start, length), those of one token first, in random blocks."""
     blocks = BLOCKS * SIZE // size
     free = rng.sample(range(blocks), blocks)
     spans, slots, row = [], [], 0
@@ -140,7 +140,7 @@ def test_attends_as_float64(
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("size", [1, 8, 32, 100])
 def test_groups_of_heads_and_sizes_of_blocks(group: int, size: int, tolerance: float) -> None:
-    draw = random.Random(group * size)
-    chunks = [(draw.randrange(200), draw.randrange(2, 150)) for _ in range(3)]
+    rng = random.Random(group * size)
+    chunks = [(rng.randrange(200), rng.randrange(2, 150)) for _ in range(3)]
     shape = LayerShape(2, 64, 64, 2 * group)
-    _check(chunks, shape, AttentionOptions(0.125, draw.choice([None, 40, 64])), size, tolerance)
+    _check(chunks, shape, AttentionOptions(0.125, rng.choice([None, 40, 64])), size, tolerance)

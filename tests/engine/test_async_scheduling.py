@@ -1,4 +1,4 @@
-"""Steps launched before the last one's tokens are read: the same answers, whatever ends, aborts or is preempted between."""
+"""Async scheduling: steps launched before the last one's tokens are read give the same answers, whatever happens between."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch, build_batch
+from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.inverse_cdf import draw
-from server.engine.runtime.sampling.sample import Sampled, is_drawn_from_own_logits
+from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
+from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
 from server.engine.scheduling.scheduler import Step
-from server.engine.scheduling.sequence import UNKNOWN
+from server.engine.scheduling.sequence import PLACEHOLDER
 from server.types import RequestOutput
 from tests.engine.factories import make_request
 from tests.engine.models import VOCABULARY, tiny_model
@@ -27,8 +28,8 @@ MODEL = tiny_model("llama")
 
 
 @dataclass
-class Late:
-    """What a device would hold: the tokens are there for the next launch, and for the host only by read()."""
+class PendingStep:
+    """Stands for a step on a device: the next step sees its tokens, and the host only by read()."""
 
     step: Step
     tokens: list[int]
@@ -37,32 +38,34 @@ class Late:
         return [Sampled(token) for token in self.tokens]
 
 
-class LateRunner(ModelRunner):
-    """Launches every decode step without adjusted logits, as a GPU's runner does; launched counts them."""
+class AsyncRunner(ModelRunner):
+    """Launches every decode step of raw logits, as a GPU's runner does; launched counts them."""
 
     launched = 0
 
     @torch.inference_mode()
-    def launch(self, step: Step, previous: Any) -> Any:
-        if not all(c.samples and c.length == 1 and is_drawn_from_own_logits(c.sequence) for c in step.chunks):
+    def execute_async(self, step: Step, previous: Any) -> Any:
+        if not all(c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks):
             return None
-        batch = build_batch(step, self._block_size, self._device)
+        batch = build_batch(step, self._paged.block_size, self.device)
         if previous is not None:
             tokens = {id(c.sequence): t for c, t in zip(previous.step.sampled, previous.tokens, strict=True)}
             ids = [
-                tokens[id(c.sequence)] if i == UNKNOWN else i
+                tokens[id(c.sequence)] if i == PLACEHOLDER else i
                 for c, i in zip(step.chunks, batch.ids.tolist(), strict=True)
             ]
             batch = Batch(torch.tensor(ids), *(getattr(batch, n) for n in list(Batch.__dataclass_fields__)[1:]))
-        assert UNKNOWN not in batch.ids.tolist()
+        assert PLACEHOLDER not in batch.ids.tolist()
         self.launched += 1
-        logits = self._run(batch)
-        return Late(step, draw(logits, [c.sequence for c in step.chunks], logits.argmax(-1)).tolist())
+        logits = self._paged.run(batch)
+        sequences = [c.sequence for c in step.chunks]
+        return PendingStep(step, sample_by_inversion(logits, sequences, logits.argmax(-1)).tolist())
 
 
 def make_engine(kind: type[ModelRunner], **changes: Any) -> tuple[Engine, Any]:
     config = CONFIG.model_copy(update=changes)
-    runner = kind(copy.deepcopy(MODEL), config)
+    plain = build_runner(copy.deepcopy(MODEL), config)
+    runner = kind(plain._paged, plain.limits)
     return Engine(runner, config), runner
 
 
@@ -100,7 +103,7 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 # 30 blocks hold three or so of the requests, so sequences are preempted while their tokens are unread.
 @pytest.mark.parametrize("blocks", [None, 30])
 @pytest.mark.parametrize("stop", [False, True])
-def test_late_tokens_change_no_answer(blocks: int | None, stop: bool) -> None:
+def test_async_scheduling_changes_no_answer(blocks: int | None, stop: bool) -> None:
     plain, _ = make_engine(ModelRunner)
     requests = [make_request(**o) for o in REQUESTS]
     expected = run(plain, requests)
@@ -112,7 +115,7 @@ def test_late_tokens_change_no_answer(blocks: int | None, stop: bool) -> None:
             requests[requests.index(request)] = make_request(**{**options, "stop_token_ids": options_stop})
         expected = run(make_engine(ModelRunner)[0], requests)
     changes = {} if blocks is None else {"kv_cache_bytes": blocks * 768 * 4, "max_model_len": 100}
-    engine, runner = make_engine(LateRunner, **changes)
+    engine, runner = make_engine(AsyncRunner, **changes)
     got = run(engine, requests)
     for request in requests:
         assert tokens(got[request.request_id]) == tokens(expected[request.request_id])
@@ -123,12 +126,12 @@ def test_late_tokens_change_no_answer(blocks: int | None, stop: bool) -> None:
 
 
 def test_aborted_requests_get_nothing_more_and_the_others_everything() -> None:
-    draw = random.Random(0)
+    rng = random.Random(0)
     requests = [make_request(**o) for o in REQUESTS]
     expected = run(make_engine(ModelRunner)[0], requests)
     for _ in range(10):
-        engine, _runner = make_engine(LateRunner)
-        aborted = {draw.randrange(1, 30): draw.choice(requests).request_id for _ in range(3)}
+        engine, _runner = make_engine(AsyncRunner)
+        aborted = {rng.randrange(1, 30): rng.choice(requests).request_id for _ in range(3)}
         got = run(engine, requests, aborted)
         for request in requests:
             mine, theirs = tokens(got[request.request_id]), tokens(expected[request.request_id])
@@ -137,5 +140,5 @@ def test_aborted_requests_get_nothing_more_and_the_others_everything() -> None:
         assert not engine.has_work
 
 
-def test_the_vocabulary_has_no_unknown_token() -> None:
-    assert UNKNOWN not in range(VOCABULARY)
+def test_the_placeholder_is_no_token() -> None:
+    assert PLACEHOLDER not in range(VOCABULARY)

@@ -10,7 +10,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer
 
 from nf4_kernels import cuda
-from server.engine.runtime.compile.pdl import overlapping_launches
+from server.engine.runtime.compile.pdl import _warn_without_pdl, dependent_launches
 
 
 class _Kernel:
@@ -34,7 +34,7 @@ def _body() -> IndentedBuffer:
 
 def test_a_kernel_lets_the_next_start_and_waits_before_anything_else() -> None:
     before = TritonKernel._filter_pdl
-    with overlapping_launches():
+    with dependent_launches():
         code, plain = _body(), _body()
         TritonKernel._filter_pdl(_Kernel(True), code)
         TritonKernel._filter_pdl(_Kernel(False), plain)
@@ -54,11 +54,28 @@ def test_a_kernel_lets_the_next_start_and_waits_before_anything_else() -> None:
     assert not torch.compiler.config.cache_key_tag
 
 
+def test_without_inductors_method_kernels_do_not_start_early(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_without_pdl.cache_clear()
+    monkeypatch.delattr(TritonKernel, "_filter_pdl")
+    # Somebody may have switched it on for all that torch compiles.
+    with torch._inductor.config.patch({"triton.enable_pdl": True}):
+        for _ in range(2):
+            with dependent_launches():
+                assert not torch._inductor.config.triton.enable_pdl
+                assert not hasattr(TritonKernel, "_filter_pdl")
+                assert not torch.compiler.config.cache_key_tag
+        assert torch._inductor.config.triton.enable_pdl
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "without programmatic dependent launch, more slowly" in warning
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(cuda.load_error() is not None, reason=f"CUDA kernels: {cuda.load_error()}")
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
 def test_nothing_is_read_before_it_is_written(m: int) -> None:
-    """Products and compiled kernels in turns, two of those in a row and some of what they read older than the last."""
+    """GEMMs and compiled kernels in turns; two kernels in a row, which also read what older launches have written."""
     shapes = [(10240, 5120), (5120, 10240), (5120, 5120), (8192, 5120), (5120, 8192)]
     weights = [
         (
@@ -86,7 +103,7 @@ def test_nothing_is_read_before_it_is_written(m: int) -> None:
             y, total = norm(half(y), total) if n == 5120 else (half(y), total)
         return total
 
-    with overlapping_launches():
+    with dependent_launches():
         compiled = [torch.compile(function, dynamic=False) for function in (norm, half)]
         expected = chain(*compiled)
         graph = torch.cuda.CUDAGraph()

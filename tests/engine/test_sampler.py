@@ -1,4 +1,4 @@
-"""Tokens from logits: filters, penalties, bans, log-probabilities, and draws that belong to their request alone."""
+"""Tokens from logits: filters, penalties, bans, log-probabilities, and randomness that belongs to its request alone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.runtime.sampling import sample as sample_module
+from server.engine.runtime.sampling import sampler
 from server.engine.runtime.sampling.inverse_cdf import uniform
 from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
-from server.engine.runtime.sampling.sample import sample
+from server.engine.runtime.sampling.sampler import sample
 from server.engine.scheduling.sequence import Sequence
 from tests.engine.factories import make_sequence
 
 
-def draw(logits: list[float] | torch.Tensor, sequence: Sequence) -> int:
+def next_token(logits: list[float] | torch.Tensor, sequence: Sequence) -> int:
     return sample(torch.as_tensor(logits).float().unsqueeze(0).clone(), [sequence])[0].token
 
 
@@ -29,10 +29,10 @@ def frequencies(logits: list[float] | torch.Tensor, count: int = 4000, **samplin
 
 
 def test_greedy_takes_the_largest() -> None:
-    assert draw([0.0, 3.0, 1.0], make_sequence([1])) == 1
+    assert next_token([0.0, 3.0, 1.0], make_sequence([1])) == 1
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_tokens_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
     found = frequencies(probabilities.log())
     assert all(abs(found[i] - float(p)) < 0.03 for i, p in enumerate(probabilities))
@@ -83,10 +83,10 @@ def test_filtered_rows_agree_with_a_plain_computation() -> None:
     for seed in range(50):
         sequence = make_sequence([1, 2], seed=seed, temperature=1.0, top_k=50, top_p=0.8)
         place = int(torch.searchsorted(running, uniform(seed, 2) * running[-1], right=True))
-        assert draw(logits, sequence) == int(ids[place])
+        assert next_token(logits, sequence) == int(ids[place])
 
 
-def test_a_draw_depends_on_seed_and_position_only() -> None:
+def test_a_sampled_token_depends_on_seed_and_position_only() -> None:
     torch.manual_seed(1)
     logits = torch.randn(6, 3000)
     options: list[dict[str, Any]] = [
@@ -99,7 +99,7 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     ]
     sequences = [make_sequence([1, 2, 3], seed=i, **o) for i, o in enumerate(options)]
     together = [r.token for r in sample(logits.clone(), sequences)]
-    assert together == [draw(row, s) for row, s in zip(logits, sequences, strict=True)]
+    assert together == [next_token(row, s) for row, s in zip(logits, sequences, strict=True)]
     assert len({uniform(7, position) for position in range(1000)}) == 1000
     assert uniform(7, 3) == uniform(7, 3) != uniform(8, 3)
 
@@ -132,8 +132,8 @@ def test_penalties_are_openais_and_transformers() -> None:
 @pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu"))])
 def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = kind()
-    monkeypatch.setattr(sample_module, "penalties", lambda *_: kept)
-    vocabulary, draw_tokens = 50, torch.Generator().manual_seed(2)
+    monkeypatch.setattr(sampler, "penalties", lambda *_: kept)
+    vocabulary, generator = 50, torch.Generator().manual_seed(2)
     options: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.7, "frequency_penalty": -0.2},
@@ -144,11 +144,11 @@ def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: p
     for step in range(60):
         # Sequences come and go, so that rows are used again.
         if step % 2 == 0:
-            prompt = torch.randint(vocabulary, (step % 7 + 1,), generator=draw_tokens).tolist()
+            prompt = torch.randint(vocabulary, (step % 7 + 1,), generator=generator).tolist()
             alive.append(make_sequence(prompt, logprobs=vocabulary, ignore_eos=True, **options[step % len(options)]))
         if len(alive) > 20:
             del alive[step % 5]
-        logits = torch.randn(len(alive), vocabulary, generator=draw_tokens)
+        logits = torch.randn(len(alive), vocabulary, generator=generator)
         for row, (sequence, result) in enumerate(zip(alive, sample(logits.clone(), alive), strict=True)):
             expected, asked = logits[row].clone(), sequence.sampling
             for token in set(sequence.tokens):
@@ -161,16 +161,16 @@ def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: p
             assert result.logprob is not None
             found = dict(result.logprob.top)
             assert [found[i] for i in range(vocabulary)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-4)
-            sequence.append(int(torch.randint(vocabulary, (1,), generator=draw_tokens)), 10_000)
+            sequence.append(int(torch.randint(vocabulary, (1,), generator=generator)), 10_000)
 
 
 def test_bias_and_min_tokens() -> None:
-    assert draw([0.0, 1.0, 2.0], make_sequence([0], logit_bias={0: 100.0})) == 0
-    assert draw([0.0, 1.0, 2.0], make_sequence([0], logit_bias={2: -100.0})) == 1
+    assert next_token([0.0, 1.0, 2.0], make_sequence([0], logit_bias={0: 100.0})) == 0
+    assert next_token([0.0, 1.0, 2.0], make_sequence([0], logit_bias={2: -100.0})) == 1
     early = make_sequence([0], eos=frozenset({2}), min_tokens=1, stop_token_ids=(1, 99))
-    assert draw([0.0, 1.0, 2.0], early) == 0
+    assert next_token([0.0, 1.0, 2.0], early) == 0
     early.append(0, 100)
-    assert draw([0.0, 1.0, 2.0], early) == 2
+    assert next_token([0.0, 1.0, 2.0], early) == 2
 
 
 def test_logprobs_are_taken_before_temperature_and_filters() -> None:
@@ -195,7 +195,7 @@ def test_rows_that_are_not_numbers_are_errors_of_their_own() -> None:
     assert [r.error is None for r in results] == [True, False, False, False]
 
 
-def test_a_banned_token_is_never_drawn() -> None:
+def test_a_banned_token_is_never_sampled() -> None:
     logits = torch.tensor([0.0, -math.inf, 0.0, -math.inf])
     assert set(frequencies(logits)) == {0, 2}
     assert set(frequencies(logits, top_p=0.99)) == {0, 2}

@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 
 from nf4_kernels import cuda
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
-from server.engine.runtime.compile.pdl import overlapping_launches
+from server.engine.runtime.compile.pdl import dependent_launches
 
 
 @dataclass
@@ -93,7 +93,7 @@ def test_norms_of_two_inputs_are_one_launch() -> None:
         return q, k
 
     q, k = (torch.randn(3, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (64, 8))
-    with overlapping_launches(), small_kernels_by_rule():
+    with dependent_launches(), small_kernels_by_rule():
         found, code = run_and_get_code(torch.compile(norms, dynamic=False), q, k)
     assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(found, norms(q, k), strict=True))
     assert code[0].count(".run(") == 1

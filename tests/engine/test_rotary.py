@@ -1,4 +1,4 @@
-"""Attention that takes along the norm and the rotation of its queries and keys: where, where not, the same numbers."""
+"""Attention that computes rotary embeddings and norms: where it does, where not, and the same numbers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from nf4_kernels.reference import arrange
 from server.engine.runtime.attention.base import (
-    ATTEND_ROTATED,
+    ATTEND_ROTARY,
     IMPLEMENTATION,
     AttentionBackend,
     AttentionOptions,
     attending,
 )
-from server.engine.runtime.attention.rotation import Rotation
+from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.compile.passes.norms import FusedOperations
+from server.engine.runtime.compile.passes.fusion import FusedOperations
+from tests.engine.complex_rotary import rotated
 from tests.engine.fusing import BF16, always, close, compiled, fusing
-from tests.engine.rotating import rotated
 from tests.engine.test_fusion import logits, nf4_model
 
 Heads = torch.Tensor
@@ -49,8 +49,8 @@ class Uncached(AttentionBackend):
     ("family", "norms"), [("llama", 0), ("mistral", 0), ("qwen2", 0), ("qwen3", 0), ("gemma2", 4), ("gemma3_text", 4)]
 )
 @torch.inference_mode()
-def test_attention_rotates_in_a_layer_of(family: str, norms: int, tokens: int) -> None:
-    """Norms that are left are those around products."""
+def test_attention_computes_the_rotary_embedding_of(family: str, norms: int, tokens: int) -> None:
+    """The norms that are left are those around GEMMs."""
     own = {"layer_types": ["full_attention"]} if family.startswith("gemma") else {}
     model = nf4_model(family, **own)
     model.set_attn_implementation(IMPLEMENTATION)
@@ -58,10 +58,10 @@ def test_attention_rotates_in_a_layer_of(family: str, norms: int, tokens: int) -
     with attending(Uncached()):
         wanted = logits(model, tokens)
         layer.forward = compiled(layer.forward)
-        with fusing(rotates=True) as graphs:
+        with fusing(applies_rotary=True) as graphs:
             found = logits(model, tokens)
     (counts,) = graphs
-    assert (counts["rotated"], counts["attend"], counts["rsqrt"]) == (1, 0, norms)
+    assert (counts["rotary"], counts["attend"], counts["rsqrt"]) == (1, 0, norms)
     assert close(found, wanted)
 
 
@@ -165,7 +165,7 @@ def computed_weight(m: Any, q: Heads, k: Heads, cos: Heads, sin: Heads) -> tuple
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (normed, {"rotated": 1}),
+        (normed, {"rotary": 1}),
         (one_norm, {"attend": 1, "rsqrt": 1}),
         (different_norms, {"attend": 1, "rsqrt": 2}),
         (computed_weight, {"attend": 1, "rsqrt": 2}),
@@ -188,20 +188,20 @@ def computed_weight(m: Any, q: Heads, k: Heads, cos: Heads, sin: Heads) -> tuple
     ids=lambda value: getattr(value, "__name__", ""),
 )
 @torch.inference_mode()
-def test_only_what_the_kernel_does_is_taken_along(
+def test_only_what_the_kernel_computes_is_fused(
     function: Callable[..., tuple[Heads, Heads]], expected: dict[str, int]
 ) -> None:
     torch.manual_seed(0)
     module = Attending(function)
     inputs = [torch.randn(1, 7, size).to(BF16) for size in (96, 16, 16)]
-    with attending(Uncached()), fusing(rotates=True) as graphs:
+    with attending(Uncached()), fusing(applies_rotary=True) as graphs:
         wanted = module(*inputs)
         assert close(compiled(module)(*inputs), wanted)
     assert graphs == [+Counter(expected)]
 
 
 @torch.inference_mode()
-def test_nothing_is_taken_along_where_attention_does_not() -> None:
+def test_nothing_is_fused_where_attention_does_not_compute_it() -> None:
     inputs = [torch.randn(1, 7, size).to(BF16) for size in (96, 16, 16)]
     with attending(Uncached()), fusing() as graphs:
         compiled(Attending(normed))(*inputs)
@@ -209,22 +209,22 @@ def test_nothing_is_taken_along_where_attention_does_not() -> None:
 
 
 def test_compiled_code_is_kept_apart() -> None:
-    assert FusedOperations(rotates=True).uuid() != FusedOperations().uuid()
-    assert FusedOperations(always, rotates=True).uuid() is None
+    assert FusedOperations(applies_rotary=True).uuid() != FusedOperations().uuid()
+    assert FusedOperations(always, applies_rotary=True).uuid() is None
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize("offset", [None, 0.0, 1.0])
-def test_torchs_rotation_is_that_of_complex_numbers(dtype: torch.dtype, offset: float | None) -> None:
+def test_torchs_rotary_embedding_is_that_of_complex_numbers(dtype: torch.dtype, offset: float | None) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(3, 4, 16, dtype=dtype), torch.randn(3, 2, 16, dtype=dtype)
     angles = torch.randn(3, 8).repeat(1, 2)
     norms = None if offset is None else (torch.rand(16).to(dtype), torch.rand(16).to(dtype))
-    rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), norms, 0.1, offset or 0.0)
-    for place, (x, found) in enumerate(zip((query, key), rotation.rotated(query, key), strict=True)):
+    rotary = RotaryEmbedding(angles.cos().to(dtype), angles.sin().to(dtype), norms, 0.1, offset or 0.0)
+    for place, (x, found) in enumerate(zip((query, key), rotary.apply(query, key), strict=True)):
         assert found.dtype == dtype
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(found.double(), rotated(x, rotation, place), atol=4 * eps, rtol=eps)
+        torch.testing.assert_close(found.double(), rotated(x, rotary, place), atol=4 * eps, rtol=eps)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 35])
@@ -232,19 +232,19 @@ def test_torchs_rotation_is_that_of_complex_numbers(dtype: torch.dtype, offset: 
 def test_attention_gives_tiles_of_its_rows(tile: int, tokens: int) -> None:
     args = rotated_arguments(tokens, heads=8)
     with attending(Uncached()):
-        rows = ATTEND_ROTATED(*args)
+        rows = ATTEND_ROTARY(*args)
         assert rows.shape == (tokens, 8, 32)
-        assert torch.equal(ATTEND_ROTATED(*args, tile), arrange(rows.flatten(1), tile))
-        torch.library.opcheck(ATTEND_ROTATED, (*args, tile), test_utils=("test_schema", "test_faketensor"))
+        assert torch.equal(ATTEND_ROTARY(*args, tile), arrange(rows.flatten(1), tile))
+        torch.library.opcheck(ATTEND_ROTARY, (*args, tile), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_tiles_of_columns_that_do_not_fill_them_are_refused() -> None:
     with attending(Uncached()), pytest.raises(ValueError, match=r"heads \* dim is 6 \* 32.* 256"):
-        ATTEND_ROTATED(*rotated_arguments(3, heads=6), 16)
+        ATTEND_ROTARY(*rotated_arguments(3, heads=6), 16)
 
 
 def rotated_arguments(tokens: int, heads: int) -> tuple[Any, ...]:
-    """attend_rotated's for heads of 32, without norms, but for tile."""
+    """attend_rotary's arguments but for tile, for heads of 32 without norms."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(tokens, count, 32).to(BF16) for count in (heads, 2, 2))
     angles = torch.randn(tokens, 16).repeat(1, 2)

@@ -1,4 +1,4 @@
-"""Products that get their input arranged by the product or the attention in front of them: where, where not."""
+"""GEMMs that read tiled activations, written by the GEMM or the attention in front: where they do, and where not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from server.engine.runtime.attention.base import IMPLEMENTATION, attending
-from server.engine.runtime.compile.passes.norms import FusedOperations
+from server.engine.runtime.compile.passes.fusion import FusedOperations
 from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.fusing import BF16, close, compiled, fusing, nf4
 from tests.engine.test_fusion import logits, nf4_model
-from tests.engine.test_rotations import Uncached
+from tests.engine.test_rotary import Uncached
 
 SIZES = {
     "hidden_size": 256,
@@ -43,7 +43,7 @@ def thirty_two(*_: object) -> int:
 )
 @torch.inference_mode()
 def test_a_layer_of(family: str, tokens: int, tile: int, width: int) -> None:
-    """A gated activation comes in rows where it would not fill the tiles."""
+    """A gated activation stays untiled where it would not fill the tiles."""
     gemma = family.startswith("gemma")
     sizes = SIZES | {"intermediate_size": width}
     model = nf4_model(family, **sizes, **({"layer_types": ["full_attention"]} if gemma else {}))
@@ -52,23 +52,23 @@ def test_a_layer_of(family: str, tokens: int, tile: int, width: int) -> None:
     with attending(Uncached()):
         wanted = logits(model, tokens)
         layer.forward = compiled(layer.forward)
-        with fusing(rotates=True, tile_rows=lambda *_: tile) as graphs:
+        with fusing(applies_rotary=True, tile_of=lambda *_: tile) as graphs:
             found = logits(model, tokens)
     if gemma:
-        first, rows, arranged, gates = "plain", "plain", "arranged", "gelu_tanh"
+        first, rows, tiled, gates = "plain", "plain", "tiled", "gelu_tanh"
     else:
-        first, rows, arranged, gates = "norm", "residual", "arranged residual", "norm silu"
-    pair = [f"{gates} in tiles", arranged] if width % 256 == 0 else [gates, rows]
-    assert graphs[0] == +Counter({"rotated": 1, "rsqrt": 4 * gemma}) + Counter([first, arranged, *pair])
+        first, rows, tiled, gates = "norm", "residual", "tiled residual", "norm silu"
+    pair = [f"{gates} in tiles", tiled] if width % 256 == 0 else [gates, rows]
+    assert graphs[0] == +Counter({"rotary": 1, "rsqrt": 4 * gemma}) + Counter([first, tiled, *pair])
     assert close(found, wanted)
 
 
 @torch.inference_mode()
-def test_only_products_with_such_a_launch() -> None:
-    """And the attention only where its rows are a multiple of 256."""
+def test_only_gemms_with_such_a_launch() -> None:
+    """Attention writes tiles only where heads * dim is a multiple of 256."""
     asked: list[tuple[Any, ...]] = []
 
-    def tile_rows(*question: Any) -> int:
+    def tile_of(*question: Any) -> int:
         asked.append(question)
         return 0 if question[3] == [64, 96] else 32
 
@@ -77,16 +77,16 @@ def test_only_products_with_such_a_launch() -> None:
     layer = model.get_decoder().layers[0]
     with attending(Uncached()):
         layer.forward = compiled(layer.forward)
-        with fusing(rotates=True, tile_rows=tile_rows) as graphs:
+        with fusing(applies_rotary=True, tile_of=tile_of) as graphs:
             logits(model, 7)
-    assert graphs == [{"norm": 1, "norm silu": 1, "residual": 2, "rotated": 1}]
+    assert graphs == [{"norm": 1, "norm silu": 1, "residual": 2, "rotary": 1}]
     assert asked == [
         (torch.device("cpu"), BF16, 7, shape, 64, nested) for shape, nested in [([64, 64], True), ([64, 96], True)]
     ]
 
 
 class Chained(nn.Module):
-    """function(self, h, gated): products of a gated activation, which a product has taken along."""
+    """function(self, h, gated): GEMMs behind a gated activation that another GEMM computes."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -107,10 +107,10 @@ class Chained(nn.Module):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (lambda m, h, x: m.down(x), {"silu in tiles": 1, "arranged": 1}),
-        (lambda m, h, x: m.down(x.reshape(45, 256)), {"silu in tiles": 1, "arranged": 1}),
-        (lambda m, h, x: m.down(x.reshape(15, 3, 256)), {"silu in tiles": 1, "arranged": 1}),
-        (lambda m, h, x: h + m.down(x), {"silu in tiles": 1, "arranged residual": 1}),
+        (lambda m, h, x: m.down(x), {"silu in tiles": 1, "tiled": 1}),
+        (lambda m, h, x: m.down(x.reshape(45, 256)), {"silu in tiles": 1, "tiled": 1}),
+        (lambda m, h, x: m.down(x.reshape(15, 3, 256)), {"silu in tiles": 1, "tiled": 1}),
+        (lambda m, h, x: h + m.down(x), {"silu in tiles": 1, "tiled residual": 1}),
         (lambda m, h, x: m.narrow(x.reshape(-1, 128)), {"silu": 1, "plain": 1}),
         (lambda m, h, x: m.wide(x[:, :14].reshape(-1, 512)), {"silu": 1, "plain": 1}),
         (lambda m, h, x: m.down(x[:, ::2].contiguous()), {"silu": 1, "plain": 1}),
@@ -122,11 +122,11 @@ class Chained(nn.Module):
     ],
 )
 @torch.inference_mode()
-def test_products_of_a_gated_activation(function: Callable[..., Any], expected: dict[str, int]) -> None:
+def test_gemms_behind_a_gated_activation(function: Callable[..., Any], expected: dict[str, int]) -> None:
     module = Chained(function)
     h = torch.randn(3, 15, 64, dtype=BF16)
     wanted = module(h)
-    with fusing(tile_rows=thirty_two) as graphs:
+    with fusing(tile_of=thirty_two) as graphs:
         found = compiled(module)(h)
     assert graphs == [expected]
     pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
@@ -135,4 +135,4 @@ def test_products_of_a_gated_activation(function: Callable[..., Any], expected: 
 
 
 def test_compiled_code_is_kept_apart() -> None:
-    assert FusedOperations(tile_rows=thirty_two).uuid() is None
+    assert FusedOperations(tile_of=thirty_two).uuid() is None

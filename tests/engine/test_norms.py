@@ -1,4 +1,4 @@
-"""What products take along in graphs put together by hand: forms that are fused, and those that look like them."""
+"""Norms and residuals in graphs put together by hand: forms that are fused, and those that look like them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from server.engine.runtime.compile.passes.norms import FusedOperations
+from server.engine.runtime.compile.passes.fusion import FusedOperations
 from server.engine.runtime.model.lora import adding_masked
 from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.fusing import BF16, Around, always, close, compiled, count, fusing, nf4
@@ -35,7 +35,7 @@ def _norm_is_the_residual(m: Any, h: torch.Tensor) -> Any:
     return normalized + m.first(normalized)
 
 
-def _product_read_twice(m: Any, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _gemm_read_twice(m: Any, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = m.first(h)
     return h + y, y.sum(-1)
 
@@ -145,7 +145,7 @@ def _written_between(m: Any, h: torch.Tensor) -> Any:
         (_norm_also_given, {"plain": 1, "rsqrt": 1}),
         (_norm_is_the_residual, {"residual": 1, "rsqrt": 1}),
         (lambda m, h: m.first(m.norm(m.norm(h))), {"norm": 1, "rsqrt": 1}),
-        (_product_read_twice, {"plain": 1}),
+        (_gemm_read_twice, {"plain": 1}),
         (_twice_itself, {"plain": 1}),
         (_other_scale, {"plain": 1}),
         (_other_shape, {"plain": 1}),
@@ -183,10 +183,10 @@ def test_sizes_that_vary_are_not_fused() -> None:
 @pytest.mark.parametrize("between", [True, False])
 def test_nothing_is_fused_behind_a_write(between: bool) -> None:
     """Graphs that inductor's passes see have none; make_fx leaves them in."""
-    product = NF4Linear(nf4(64, 64))
+    linear = NF4Linear(nf4(64, 64))
 
     def function(h: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        y = product(h)
+        y = linear(h)
         if between:
             residual.add_(1)
         return residual + y

@@ -1,4 +1,4 @@
-"""The order of a model's NF4 products, as its own code calls them."""
+"""The order in which a forward pass reads NF4 weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from nf4_kernels.successors import successor
 from server.engine.runtime.model.projections import GroupMember, NF4Linear, replace_projections
-from server.engine.runtime.model.weight_order import link_products
+from server.engine.runtime.model.weight_order import set_weight_order
 
 
 def _nf4() -> Linear4bit:
@@ -45,12 +45,12 @@ class _Model(nn.Module):
 
 
 def _packed(module: object) -> int:
-    product = module.product if isinstance(module, GroupMember) else module
-    assert isinstance(product, NF4Linear)
-    return product.packed.data_ptr()
+    linear = module.linear if isinstance(module, GroupMember) else module
+    assert isinstance(linear, NF4Linear)
+    return linear.packed.data_ptr()
 
 
-def test_products_are_linked_in_the_order_of_their_calls_where_it_is_always_the_same() -> None:
+def test_the_next_weight_is_known_where_it_is_always_the_same() -> None:
     model = _Model()
     replace_projections(model)
     first, second = model.layers
@@ -59,9 +59,9 @@ def test_products_are_linked_in_the_order_of_their_calls_where_it_is_always_the_
         (first.o_proj, second.q_proj),
         (second.q_proj, second.o_proj),
     ]
-    assert link_products(model, lambda count: model(torch.randn(count, 64))) == len(expected)
-    for product, following in expected:
-        found = successor(_packed(product))
+    assert set_weight_order(model, lambda count: model(torch.randn(count, 64))) == len(expected)
+    for linear, following in expected:
+        found = successor(_packed(linear))
         assert found is not None
         assert found.packed == _packed(following)
     for alone in (second.o_proj, model.twice, model.few, model.many, model.last):
@@ -71,7 +71,7 @@ def test_products_are_linked_in_the_order_of_their_calls_where_it_is_always_the_
 def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
     models = [_Model()]
     replace_projections(models[0])
-    link_products(models[0], lambda count: models[0](torch.randn(count, 64)))
+    set_weight_order(models[0], lambda count: models[0](torch.randn(count, 64)))
     address = _packed(models[0].layers[0].q_proj)
     assert successor(address) is not None
     models.clear()

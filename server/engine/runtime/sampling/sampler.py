@@ -1,4 +1,4 @@
-"""The next token of every sequence from its logits, each by its own parameters and its own random numbers."""
+"""Samples the next token of every sequence from its logits, by its own parameters and its own random numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from server.engine.runtime.sampling.grammar_masks import apply_constraints, refused
-from server.engine.runtime.sampling.inverse_cdf import draw, is_filtered
+from server.engine.runtime.sampling.inverse_cdf import is_filtered, sample_by_inversion
 from server.engine.runtime.sampling.penalties import penalties
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
@@ -27,7 +27,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
     """Next tokens from logits [len(sequences), vocabulary], which may be overwritten.
 
     Order: penalties, logit_bias and the min_tokens ban, (log-probabilities are taken here,) temperature, top_k, top_p,
-    min_p. The draw is by inverse distribution from one uniform number per (seed, position).
+    min_p. A token is sampled by inverting the cumulative distribution at one uniform number per (seed, position).
     """
     if any(_is_adjusted(sequence) for sequence in sequences):
         logits = logits.float()
@@ -36,8 +36,8 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
             penalties(logits.shape[1], logits.device).apply(logits, penalized, sequences)
         for row, sequence in enumerate(sequences):
             _adjust(logits[row], sequence)
-    best, drawn = _keep_to_grammars(logits, sequences)
-    tokens = drawn.tolist()
+    best, sampled = _sample_within_grammars(logits, sequences)
+    tokens = sampled.tolist()
     usable = torch.isfinite(best).tolist()
     logprobs = _logprobs(logits, sequences, tokens)
     return [
@@ -46,8 +46,8 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
     ]
 
 
-def is_drawn_from_own_logits(sequence: Sequence) -> bool:
-    """Whether the sequence's next token is the best of the model's own logits or drawn from them, and only that."""
+def is_sampled_from_raw_logits(sequence: Sequence) -> bool:
+    """Whether the next token is sampled from the model's logits as they are, and nothing else is asked for."""
     return sequence.sampling.logprobs is None and not _is_adjusted(sequence)
 
 
@@ -72,18 +72,18 @@ def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
         logits[torch.tensor(banned, dtype=torch.int64, device=device)] = -math.inf
 
 
-def _keep_to_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample_within_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of every sequence, and its token: one that its grammar permits, if it has one.
 
-    To find all permitted tokens takes a thousand times as long as to ask about one. So a token is drawn as if there
-    were no grammar, and drawn again among the permitted ones if it is not one of them. A permitted token comes with its
-    share of the permitted ones' probability all the same: p + (1 - z) p / z = p / z.
+    Finding all permitted tokens takes a thousand times as long as asking about one. So a token is sampled as if there
+    were no grammar, and sampled again among the permitted ones if the grammar refuses it. With p the token's probability
+    and z that of all permitted tokens, a permitted token still comes up with p + (1 - z) p / z = p / z.
     """
     bound = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
     tried = [row for row in bound if _is_tried(sequences[row], logits.shape[1])]
     apply_constraints(logits, [row for row in bound if row not in tried], sequences)
     best, greedy = logits.max(dim=-1)
-    tokens = draw(logits, sequences, greedy)
+    tokens = sample_by_inversion(logits, sequences, greedy)
     if tried:
         again = refused(tokens.tolist(), tried, sequences)
         compared = [row for row in tried if row not in again and sequences[row].sampling.logprobs is not None]
@@ -91,12 +91,16 @@ def _keep_to_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[
         if again:
             rows = torch.tensor(again, device=logits.device)
             best[rows], greedy = logits[rows].max(dim=-1)
-            tokens[rows] = draw(logits[rows], [sequences[row] for row in again], greedy, second=True)
+            chosen = [sequences[row] for row in again]
+            tokens[rows] = sample_by_inversion(logits[rows], chosen, greedy, again=True)
     return best, tokens
 
 
 def _is_tried(sequence: Sequence, vocabulary: int) -> bool:
-    """Whether a token is drawn before the permitted ones are found. A draw must not depend on what is known when."""
+    """Whether a token is sampled before the permitted ones are found.
+
+    With a temperature, the choice must not depend on whether a thread has found them already: the token would, too.
+    """
     if sequence.sampling.temperature == 0:
         return sequence.constraint is not None and not sequence.constraint.is_known()
     return not is_filtered(sequence, vocabulary)

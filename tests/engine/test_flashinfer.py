@@ -16,10 +16,10 @@ from server.engine.runtime.attention.decode import DecodeAttention
 from server.engine.runtime.attention.factory import long_chunks_kernels
 from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
 from server.engine.runtime.attention.flashinfer_graphs import Kind
-from server.engine.runtime.attention.rotation import Rotation
+from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span
-from tests.engine.rotating import rotated
+from tests.engine.complex_rotary import rotated
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,7 +125,9 @@ def test_a_decode_step_normalises_and_rotates(
     angles = torch.randn(len(lengths), shape.key_dim // 2, device=DEVICE).repeat(1, 2)
     weights = torch.rand(2, shape.key_dim, device=DEVICE).add(0.5 - offset).to(dtype).unbind()
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    check_decode(shape, options, dtype, lengths, Rotation(cos, sin, weights if norms else None, 0.1, offset), (16, 32))
+    check_decode(
+        shape, options, dtype, lengths, RotaryEmbedding(cos, sin, weights if norms else None, 0.1, offset), (16, 32)
+    )
 
 
 def check_decode(
@@ -133,7 +135,7 @@ def check_decode(
     options: AttentionOptions,
     dtype: torch.dtype,
     lengths: list[int],
-    rotation: Rotation | None,
+    rotary: RotaryEmbedding | None,
     tiles: tuple[int, ...] = (),
 ) -> None:
     spans, used = shuffled(lengths)
@@ -157,10 +159,10 @@ def check_decode(
     query, key, value = rows.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
     slots = torch.tensor([s.blocks[-1] * BLOCK + s.start % BLOCK for s in spans], device=DEVICE)
     reference.begin(Batch(slots, slots, slots, slots, tuple(spans), count))
-    turned = (query, key) if rotation is None else [rotated(x, rotation, i) for i, x in enumerate((query, key))]
+    turned = (query, key) if rotary is None else [rotated(x, rotary, i) for i, x in enumerate((query, key))]
     expected = reference.attend(0, turned[0].float(), turned[1].float(), value.float(), options)
     decode.plan(spans)
-    found = decode.attend(cache, query, key, value, options, rotation)
+    found = decode.attend(cache, query, key, value, options, rotary)
     assert (found - expected).abs().max() < (0.03 if dtype is torch.bfloat16 else 0.005)
     keys, values = cache.transpose(1, 2).flatten(0, 1)[slots].unbind(1)
     assert torch.equal(values, value)
@@ -168,13 +170,13 @@ def check_decode(
     torch.testing.assert_close(keys.double(), turned[1].double(), atol=1e-6, rtol=torch.finfo(dtype).eps / 1.99)
     assert not partials.arrived.any()
     for _ in range(20):
-        assert torch.equal(decode.attend(cache, query, key, value, options, rotation), found)
+        assert torch.equal(decode.attend(cache, query, key, value, options, rotary), found)
     width = shape.heads * shape.key_dim
     for tile in tiles:
         # Freed at once: the next tensor of its size lies there.
         torch.full((-(-count // tile), width // 64, tile, 64), torch.nan, dtype=dtype, device=DEVICE)
-        arranged = decode.attend(cache, query, key, value, options, rotation, tile)
-        assert torch.equal(arranged_rows(arranged, count, width), found.flatten(1))
+        tiled = decode.attend(cache, query, key, value, options, rotary, tile)
+        assert torch.equal(arranged_rows(tiled, count, width), found.flatten(1))
 
 
 def shuffled(lengths: list[int]) -> tuple[list[Span], int]:
@@ -201,8 +203,8 @@ def test_a_decode_kernel_that_differs_is_not_used(
     backend.set_up_graphs(640, 4, split_keys=True)
     assert backend._decode is None
     assert "decode steps attend by FlashInfer's kernels, more slowly" in caplog.text
-    backend.plan_graph([Span(0, 5, 1, (0,))], 4)
-    backend.begin_graph(torch.zeros(4, dtype=torch.int64, device=DEVICE))
+    backend.plan_decode_graph([Span(0, 5, 1, (0,))], 4)
+    backend.begin_decode_graph(torch.zeros(4, dtype=torch.int64, device=DEVICE))
     assert backend._parts
 
 

@@ -12,12 +12,14 @@ from torch import nn
 
 from server.config import EngineConfig
 from server.engine.runtime.compile import artifacts, layers
+from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.scheduler import Chunk, Step
 from tests.engine.factories import make_sequence
 from tests.engine.models import tiny_model
 
 CONFIG = EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20)
+EAGER = CONFIG.model_copy(update={"enforce_eager": True})
 
 
 def logits(runner: ModelRunner) -> list[torch.Tensor]:
@@ -50,31 +52,28 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[nn.Mod
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_later_start_uses_what_an_earlier_one_compiled(family: str, compilations: list[nn.Module]) -> None:
-    runners = [ModelRunner(tiny_model(family, seed), CONFIG) for seed in (0, 1)]
-    plain = [logits(runner) for runner in runners]
-    runners[0].prepare(CONFIG, lambda stage, fraction: None)
+    plain = [logits(build_runner(tiny_model(family, seed), EAGER)) for seed in (0, 1)]
+    runners = [build_runner(tiny_model(family, 0), CONFIG)]
     first = len(compilations)
-    runners[1].prepare(CONFIG, lambda stage, fraction: None)
+    runners.append(build_runner(tiny_model(family, 1), CONFIG))
     assert first > 0
     assert len(compilations) == first
     # With weights of its own, and its configuration's.
     for runner, expected in zip(runners, plain, strict=True):
         for found, wanted in zip(logits(runner), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    other = ModelRunner(tiny_model(family, rms_norm_eps=0.1), CONFIG)
-    other.prepare(CONFIG, lambda stage, fraction: None)
+    build_runner(tiny_model(family, rms_norm_eps=0.1), CONFIG)
     assert len(compilations) == 2 * first
 
 
 def test_a_damaged_kept_layer_is_compiled_anew(compilations: list[nn.Module], tmp_path: Path) -> None:
-    ModelRunner(tiny_model("llama"), CONFIG).prepare(CONFIG, lambda stage, fraction: None)
+    build_runner(tiny_model("llama"), CONFIG)
     kept = list(tmp_path.rglob("*.bin"))
     assert len(kept) == len(compilations) == 2
     for path in kept:
         path.write_bytes(path.read_bytes()[:1000])
-    runner = ModelRunner(tiny_model("llama"), CONFIG)
-    expected = logits(runner)
-    runner.prepare(CONFIG, lambda stage, fraction: None)
+    expected = logits(build_runner(tiny_model("llama"), EAGER))
+    runner = build_runner(tiny_model("llama"), CONFIG)
     assert len(compilations) == 4
     for found, wanted in zip(logits(runner), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -84,11 +83,12 @@ def test_a_damaged_kept_layer_is_compiled_anew(compilations: list[nn.Module], tm
 def test_compiled_layers_give_the_same_logits(
     family: str, kinds: int, compilations: list[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = ModelRunner(tiny_model(family), CONFIG)
-    expected = logits(runner)
-    with caplog.at_level(logging.WARNING):
-        runner.prepare(CONFIG, lambda stage, fraction: None)
-    assert not caplog.records
+    expected = logits(build_runner(tiny_model(family), EAGER))
+    with caplog.at_level(logging.INFO):
+        runner = build_runner(tiny_model(family), CONFIG)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    # The passes that fuse launches do not run on CPU.
+    assert "fused" not in caplog.text
     # For few tokens and for many.
     assert len(compilations) == 2 * kinds
     for found, wanted in zip(logits(runner), expected, strict=True):
@@ -101,10 +101,9 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(
     def refuse(*_: object) -> None:
         raise RuntimeError("no compiler")
 
-    runner = ModelRunner(tiny_model("llama"), CONFIG)
-    expected = logits(runner)
+    expected = logits(build_runner(tiny_model("llama"), EAGER))
     monkeypatch.setattr(layers, "_kept", refuse)
-    runner.prepare(CONFIG, lambda stage, fraction: None)
+    runner = build_runner(tiny_model("llama"), CONFIG)
     assert "LlamaDecoderLayer: no compiler" in caplog.text
     for found, wanted in zip(logits(runner), expected, strict=True):
         torch.testing.assert_close(found, wanted)
@@ -116,10 +115,9 @@ def test_compiled_layers_that_are_off_are_not_used(
     def wrong(*_: object) -> Any:
         return lambda hidden, *others: hidden * 2
 
-    runner = ModelRunner(tiny_model("llama"), CONFIG)
-    expected = logits(runner)
+    expected = logits(build_runner(tiny_model("llama"), EAGER))
     monkeypatch.setattr(layers, "_kept", wrong)
-    runner.prepare(CONFIG, lambda stage, fraction: None)
+    runner = build_runner(tiny_model("llama"), CONFIG)
     assert "compiled layers are off" in caplog.text
     for found, wanted in zip(logits(runner), expected, strict=True):
         torch.testing.assert_close(found, wanted)

@@ -1,0 +1,42 @@
+"""The rotary embedding of queries and keys, and the norm of their heads in front of it, where attention computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RotaryEmbedding:
+    """What attention does to query [T, heads, dim] and key [T, kv_heads, dim] first, in float32, rounded once.
+
+    With norms, each head is divided by the root of its mean square and multiplied by a weight. Then element i of a head's
+    first half and element i + dim / 2 are rotated together, which is Llama's pairing and that of nearly all models.
+    """
+
+    cos: torch.Tensor
+    """[T, dim], contiguous."""
+    sin: torch.Tensor
+    """[T, dim], contiguous."""
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The norms' weights for queries and for keys, each [dim], contiguous."""
+    eps: float = 0.0
+    """Added to mean squares."""
+    offset: float = 0.0
+    """Added to the norms' weights: 1 in Gemma."""
+
+    def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """query and key, normalised and rotated by torch's operations."""
+        query_norm, key_norm = self.norms or (None, None)
+        return self._apply(query, query_norm), self._apply(key, key_norm)
+
+    def _apply(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        wide = x.float()
+        if weight is not None:
+            mean = wide.pow(2).mean(-1, keepdim=True)
+            wide = wide * torch.rsqrt(mean + self.eps) * (weight.float() + self.offset)
+        first, second = wide.chunk(2, -1)
+        swapped = torch.cat((-second, first), -1)
+        cos, sin = self.cos.float()[:, None], self.sin.float()[:, None]
+        return (wide * cos + swapped * sin).to(x.dtype)

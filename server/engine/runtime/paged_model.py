@@ -1,0 +1,68 @@
+"""A transformers model over a paged KV cache: one forward pass of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from nf4_kernels.device_clock import DeviceClock
+from server.engine.runtime.attention.base import AttentionBackend, attending
+from server.engine.runtime.batch import Batch
+from server.engine.runtime.model.lora import adding
+
+
+class PagedModel:
+    """A model whose projections and attention are in their final form, and the backend that owns its cache."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        block_size: int,
+        clock: DeviceClock | None = None,
+        adapter_slots: int = 0,
+    ) -> None:
+        """clock: the device's, where it times the kernels. adapter_slots: LoRA adapters there is room for."""
+        self.model = model
+        self.backend = backend
+        self.block_size = block_size
+        self.clock = clock
+        self.adapter_slots = adapter_slots
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the activations."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        size: int = self.model.config.get_text_config().vocab_size
+        return size
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits [batch.sampled_rows, vocabulary] in float32; writes the batch's keys and values into the cache.
+
+        Call in inference mode.
+        """
+        self.backend.begin(batch)
+        with attending(self.backend), adding(batch, self.adapter_slots):
+            output: Any = self.model(
+                input_ids=batch.ids.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=batch.sampled_rows,
+            )
+        if self.clock is not None:
+            self.clock.collect()
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()

@@ -1,0 +1,67 @@
+"""Builds a runner: the model's projections and attention in their final form, its cache, compiled layers and graphs."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from nf4_kernels.cuda import load_error, start_clock
+from server.checkpoint.base import Progress
+from server.config import EngineConfig
+from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
+from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.lora_registry import install_adapters
+from server.engine.runtime.model.projections import replace_projections
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation.cache import CacheSpec, cache_budget
+from server.engine.runtime.preparation.compilation import compile_with_trials
+from server.engine.runtime.preparation.graph_capture import capture_decode, capture_mixed
+from server.engine.runtime.runner import ModelRunner, StepGraphs
+from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
+
+
+def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
+    """A runner of model, which is changed in place and is the runner's from here on.
+
+    Layers are compiled, and on CUDA steps captured as graphs, unless engine.enforce_eager leaves that out. Raises
+    EngineConfigError, UnsupportedModelError, or CheckpointError for an adapter that cannot be served.
+    """
+    device = model.device
+    if config.batch_invariant and (config.enforce_eager or device.type != "cuda"):
+        raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")
+    replace_projections(model)
+    if device.type == "cpu":
+        use_cpu_kernels(model)
+    else:
+        use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
+    adapters = install_adapters(model, config)
+    spec = CacheSpec.of(model, config.block_size)
+    clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
+
+    def paged_with(num_blocks: int) -> PagedModel:
+        slots = adapters.slots if adapters else 0
+        return PagedModel(model, spec.backend(num_blocks), config.block_size, clock, slots)
+
+    budget = cache_budget(model, paged_with, spec.bytes_per_block, config)
+    limits = model_limits(model, spec.bytes_per_block, config, budget)
+    paged = paged_with(limits.num_blocks)
+    with torch.inference_mode():
+        graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
+    return ModelRunner(paged, limits, adapters, graphs)
+
+
+def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:
+    """Compile paged's layers and capture its steps, as far as its backend can."""
+    backend = paged.backend
+    if not isinstance(backend, GraphBackend):
+        if backend.runs_compiled_layers:
+            compile_with_trials(paged, progress)
+        return StepGraphs()
+    # Decode graphs first: they compile the model's own code, for each of their sizes.
+    decode = capture_decode(paged, backend, limits, config, progress)
+    compiled = backend.runs_compiled_layers and compile_with_trials(paged, progress)
+    mixed = None
+    if compiled and not config.batch_invariant:
+        mixed = capture_mixed(paged, backend, limits, config, decode, progress)
+    return StepGraphs(decode, mixed, config.batch_invariant)

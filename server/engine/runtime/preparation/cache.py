@@ -1,0 +1,104 @@
+"""The KV cache of a model: its size, found by running a largest step where none is configured, and its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from server.config import EngineConfig
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.attention.factory import create_backend
+from server.engine.runtime.attention.probe import probe_layers
+from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.limits import (
+    CPU_CACHE_BYTES,
+    EngineConfigError,
+    own_limit,
+    sequence_limit,
+    token_budget,
+)
+from server.engine.runtime.memory import cache_bytes
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.sampling.sampler import sample
+from server.engine.scheduling.sequence import Sequence
+from server.types import GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a model keeps in its cache and how it attends, without the number of KV blocks."""
+
+    shapes: list[LayerShape]
+    options: list[AttentionOptions]
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, block_size: int) -> CacheSpec:
+        """The spec of a model, which attends through our backends from here on. Raises UnsupportedModelError."""
+        shapes, options = probe_layers(model)
+        return cls(shapes, options, block_size, model.dtype, model.device)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one KV block, all layers together."""
+        return self.block_size * sum(shape.bytes_per_token(self.dtype.itemsize) for shape in self.shapes)
+
+    def backend(self, num_blocks: int) -> AttentionBackend:
+        """A new cache of num_blocks KV blocks, and the backend that owns it."""
+        return create_backend(self.shapes, self.options, num_blocks, self.block_size, self.dtype, self.device)
+
+
+PagedWith = Callable[[int], PagedModel]
+"""The model over a new cache of a number of KV blocks."""
+
+
+def cache_budget(model: PreTrainedModel, paged_with: PagedWith, bytes_per_block: int, config: EngineConfig) -> int:
+    """Bytes for the cache: those configured, else what a largest step leaves on CUDA, else a constant.
+
+    Raises EngineConfigError where the memory does not hold a largest step.
+    """
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    device = model.device
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES
+    try:
+        return cache_bytes(lambda: run_largest_step(model, paged_with, config) * bytes_per_block, device)
+    except torch.OutOfMemoryError as e:
+        raise EngineConfigError(
+            f"beside the weights there is no memory for a step of {token_budget(config, device)} tokens;"
+            " engine.max_num_batched_tokens sets its size"
+        ) from e
+
+
+@torch.inference_mode()
+def run_largest_step(model: PreTrainedModel, paged_with: PagedWith, config: EngineConfig) -> int:
+    """Run as large a step as the scheduler may make, in a cache that holds just that; returns the cache's blocks."""
+    device, block_size, text = model.device, config.block_size, model.config.get_text_config()
+    sequences = sequence_limit(config, device)
+    count = max(token_budget(config, device), sequences)
+    length = min(count, own_limit(text) or count)
+    blocks_each = -(-length // block_size)
+    spans = []
+    num_blocks = 0
+    for row in range(0, count, length):
+        own = min(length, count - row)
+        end = num_blocks + -(-own // block_size)
+        spans.append(Span(row, 0, own, tuple(range(num_blocks, end))))
+        num_blocks = end
+    paged = paged_with(num_blocks)
+    rows = torch.arange(count, device=device)
+    positions = rows % length
+    slots = rows // length * blocks_each * block_size + positions
+    wanted = rows[-sequences:]
+    batch = Batch(rows % text.vocab_size, positions, slots, wanted, tuple(spans), int(count == 1))
+    # Sampling with top_p takes the most memory.
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+    filtered = Sequence(GenerateRequest("largest step", [0], params), seed=0)
+    sample(paged.run(batch), [filtered] * len(wanted))
+    return num_blocks

@@ -1,0 +1,51 @@
+"""Compiled layers in the place of the model's own code, if they compute the same on trial steps."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from server.checkpoint.base import Progress
+from server.engine.runtime.compile.layers import CompileError, compile_layers
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation.trial_steps import TrialSteps
+from server.engine.runtime.trials import first_line
+
+logger = logging.getLogger(__name__)
+
+# Tokens of the trial steps. On CPU the first two run the code for few tokens, and the last the code for many.
+_TRIALS = (1, 7, 17)
+
+
+def compile_with_trials(paged: PagedModel, progress: Progress) -> bool:
+    """Compile paged's layers, and undo that where they fail or differ by more than rounding; whether they are compiled.
+
+    Call in inference mode.
+    """
+    steps = TrialSteps(paged)
+    plain = [steps.run(count) for count in _TRIALS]
+    try:
+        undo = compile_layers(list(paged.model.get_decoder().layers), steps.run, progress)
+    except CompileError as e:
+        logger.warning("the model's layers run without torch.compile, more slowly: %s", e)
+        return False
+    try:
+        wrong = _disagreement(steps, plain)
+    except torch.AcceleratorError:
+        raise  # the device's context is lost
+    except Exception as e:
+        wrong = f"fail: {type(e).__name__}: {first_line(e)}"
+    if wrong is not None:
+        undo()
+        logger.error("compiled layers %s; the model runs without them", wrong)
+    return wrong is None
+
+
+def _disagreement(steps: TrialSteps, plain: list[torch.Tensor]) -> str | None:
+    """How the trial steps' logits differ from plain by more than rounding, in words."""
+    for count, expected in zip(_TRIALS, plain, strict=True):
+        wrong = steps.difference(steps.run(count), expected, count)
+        if wrong is not None:
+            return wrong
+    return None

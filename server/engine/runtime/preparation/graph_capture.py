@@ -1,0 +1,65 @@
+"""CUDA graphs of a model: decode steps, and mixed steps if they compute what the layers compute without graphs."""
+
+from __future__ import annotations
+
+import logging
+
+from server.checkpoint.base import Progress
+from server.config import EngineConfig
+from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
+from server.engine.runtime.graphs.fused_launches import possible_launches, report_fused
+from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
+from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.limits import ModelLimits, sequence_limit, token_budget
+from server.engine.runtime.model.weight_order import set_weight_order
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation.trial_steps import TrialSteps, mixed_trial_steps
+from server.engine.runtime.trials import failure
+
+logger = logging.getLogger(__name__)
+
+
+def capture_decode(
+    paged: PagedModel, backend: GraphBackend, limits: ModelLimits, config: EngineConfig, progress: Progress
+) -> DecodeGraphs:
+    """Capture decode steps of up to the configured number of sequences. Call in inference mode, before compilation."""
+    # A graph's GEMMs prefetch the next weight only if its order is known when they are captured.
+    set_weight_order(paged.model, TrialSteps(paged).run)
+    graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots)
+    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device))
+    largest = max(sizes)
+    backend.set_up_graphs(limits.max_model_len, largest, not config.batch_invariant)
+    graphs.capture(sizes, progress)
+    if graphs.fused is not None:
+        report_fused(graphs.fused, possible_launches(paged.model, largest, graphs.applies_rotary(largest)))
+    return graphs
+
+
+def capture_mixed(
+    paged: PagedModel,
+    backend: GraphBackend,
+    limits: ModelLimits,
+    config: EngineConfig,
+    decode: DecodeGraphs,
+    progress: Progress,
+) -> MixedGraphs | None:
+    """Capture mixed steps over compiled layers; None, with a warning, where that fails or the logits differ."""
+    sequences, budget = sequence_limit(config, paged.device), token_budget(config, paged.device)
+    graphs = MixedGraphs(paged.model, backend, paged.block_size, sequences, paged.clock, decode.pool)
+    steps = TrialSteps(paged)
+
+    def attempt() -> None:
+        graphs.capture(max(budget, sequences), progress)
+        for batch in mixed_trial_steps(steps.first_chunk, paged.block_size, limits):
+            if graphs.fits(batch):
+                expected = paged.run(batch)
+                wrong = steps.difference(graphs.run(batch).float(), expected, batch.num_tokens)
+                if wrong is not None:
+                    raise ValueError(f"logits {wrong}")
+
+    failed = failure(attempt)
+    if failed is None:
+        return graphs
+    logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
+    return None

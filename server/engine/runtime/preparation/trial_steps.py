@@ -1,0 +1,66 @@
+"""Steps on which something faster is tried before it is used: their batches, and how far logits may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.limits import ModelLimits
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.trials import relative_error
+
+TRIAL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""By dtype, how far logits may be off in the norm of all of them.
+
+What is tried may differ by rounding only. A single token's logits can be so ill conditioned that rounding alone moves
+them by a thousandth.
+"""
+
+
+class TrialSteps:
+    """Runs first chunks of a sequence through a model."""
+
+    def __init__(self, paged: PagedModel) -> None:
+        self._paged = paged
+
+    def run(self, count: int) -> torch.Tensor:
+        """Logits [count, vocabulary] of a first chunk of count tokens."""
+        return self._paged.run(self.first_chunk(count))
+
+    def first_chunk(self, count: int) -> Batch:
+        """A step of one sequence's first count tokens, in the cache's first blocks, all of whose logits are wanted."""
+        rows = torch.arange(count, device=self._paged.device)
+        # The first ids are often padding, whose embedding is zero.
+        ids = (rows + 101) % self._paged.vocab_size
+        blocks = tuple(range(-(-count // self._paged.block_size)))
+        return Batch(ids, rows, rows, rows, (Span(0, 0, count, blocks),), int(count == 1))
+
+    def difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
+        """How logits of a step of count tokens differ from those expected by more than rounding, in words."""
+        error = relative_error(logits, expected)
+        within = error < TRIAL_TOLERANCES[self._paged.dtype]
+        return None if within else f"are off by {error:.1e} with {count} tokens"
+
+
+def mixed_trial_steps(first_chunk: Callable[[int], Batch], block_size: int, limits: ModelLimits) -> Iterator[Batch]:
+    """Mixed steps, to be run in turn: first chunks, then a decoding sequence beside a chunk of another one.
+
+    first_chunk(n): a step of a sequence's first n tokens, in the cache's first blocks.
+    """
+    for count in (7, block_size + 1):
+        batch = first_chunk(count)
+        yield replace(batch, sampled_rows=batch.sampled_rows[-1:])
+    count = block_size // 2
+    if not count or limits.num_blocks < 3 or limits.max_model_len < 2 * block_size:
+        return
+    # The sequence of the last chunk goes on; the other one shares its first block and has its own tokens in a third.
+    positions = torch.arange(block_size, block_size + 1 + count, device=batch.ids.device)
+    positions[0] += 1
+    positions[1:] -= 1
+    slots = torch.cat((positions[:1], positions[1:] + block_size))
+    spans = Span(0, block_size + 1, 1, (0, 1)), Span(1, block_size, count, (0, 2))
+    ids = (positions + 211) % limits.vocab_size
+    yield Batch(ids, positions, slots, positions.new_tensor([0, count]), spans, 1)

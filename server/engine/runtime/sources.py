@@ -1,0 +1,30 @@
+"""A digest of the Python code that decides what compiled code computes: kept artifacts of other code are not used."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import nf4_kernels
+
+RUNTIME = Path(__file__).resolve().parent
+"""The folder of server.engine.runtime."""
+KERNELS = Path(nf4_kernels.__file__).resolve().parent
+"""The folder of nf4_kernels."""
+
+
+def code_digest() -> bytes:
+    """SHA-256 of the names and contents of all Python files below RUNTIME and KERNELS, read once per process."""
+    return _digest(RUNTIME, KERNELS)
+
+
+@functools.cache
+def _digest(*roots: Path) -> bytes:
+    digest = hashlib.sha256()
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            data = path.read_bytes()
+            # Lengths keep one file's end apart from the next one's beginning.
+            digest.update(repr((path.relative_to(root).as_posix(), len(data))).encode() + data)
+    return digest.digest()
