@@ -66,11 +66,11 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
     app = FastAPI(title="NF4 server", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.openapi = describe(app)  # type: ignore[method-assign]
-    for room in (chat, completions, responses, messages, adapters, tokens, operations, pages):
-        app.include_router(room.router)
+    for module in (chat, completions, responses, messages, adapters, tokens, operations, pages):
+        app.include_router(module.router)
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
-    # The last one added is the outermost.
+    # The layer that is added last is the outermost.
     app.add_middleware(AccessLayer, keys=config.http.keys(), most_per_key=config.http.max_requests_per_key)
     if config.http.cors_origins:
         app.add_middleware(

@@ -18,7 +18,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def concerning(http_request_id: str) -> dict[str, str]:
-    """What to pass as `extra` to a logger's call for a line about a request, where it is not being answered: the engine."""
+    """The `extra` of a logger's call for a line about a request in a process that does not answer it: the engine."""
     return {"http_request_id": http_request_id}
 
 

@@ -95,7 +95,7 @@ def _listen(http: HttpConfig) -> socket.socket:
             timeout_ms = int(1000 * (http.stalled_client_timeout_s or 0))
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         listening.bind(address)
-        # Not before the application is there to answer would do as well, but a second server must fail now.
+        # Listening could wait until the application is there, but a second server on the same port must fail now.
         listening.listen(2048)
     except OSError:
         listening.close()

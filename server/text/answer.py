@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from server.text.calls.parser import CallDelta, ToolParser
 from server.text.reasoning import ReasoningSplitter
-from server.text.toolcalls import CallDelta, ToolParser
 
 
 @dataclass

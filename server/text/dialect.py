@@ -1,4 +1,4 @@
-"""How one model writes tool calls and thoughts: read off its chat template and vocabulary."""
+"""How one model writes tool calls and thoughts; its chat template and vocabulary tell."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from server.text.calls.json_calls import JsonToolParser
+from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call
+from server.text.calls.mistral_calls import MistralToolParser
+from server.text.calls.parser import ToolParser, call_id, short_call_id
 from server.text.reasoning import MARKS, ReasoningMarks, ReasoningSplitter
-from server.text.toolcalls import (
-    JsonToolParser,
-    MistralToolParser,
-    ToolParser,
-    WrittenToolParser,
-    call_id,
-    read_gemma_call,
-    short_call_id,
-)
 
 Family = Literal["hermes", "llama", "mistral", "gemma", "gemma4", "generic"]
 
@@ -80,11 +75,11 @@ class Dialect:
             case "mistral":
                 return MistralToolParser()
             case "gemma":
-                return WrittenToolParser(
+                return MarkedToolParser(
                     "<start_function_call>", "<end_function_call>", lambda body: read_gemma_call(body, "<escape>")
                 )
             case "gemma4":
-                return WrittenToolParser("<|tool_call>", "<tool_call|>", lambda body: read_gemma_call(body, '<|"|>'))
+                return MarkedToolParser("<|tool_call>", "<tool_call|>", lambda body: read_gemma_call(body, '<|"|>'))
             case _:
                 return JsonToolParser("<tool_call>", "</tool_call>")
 

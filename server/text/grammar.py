@@ -11,9 +11,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from server.text.closing import close_objects
 from server.text.dialect import MAX_CALLS, Dialect
-from server.text.patterns import mend_patterns
+from server.text.regexes import mend_regexes
 
-# One space, or a new line with its indent: what people and models write, and no room for a small model to get lost in.
+# People and models write one space, or a new line with its indent; a small model gets lost where more is allowed.
 _JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
 
 SpecialId = Callable[[str], int | None]
@@ -76,7 +76,7 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
 
 
 def either(first: str, second: str) -> str:
-    """Texts of one grammar or the other."""
+    """A grammar for the texts of both grammars."""
     parts = []
     for name, grammar in (("first", first), ("second", second)):
         inner = json.loads(grammar)["grammars"]
@@ -108,7 +108,7 @@ def _lark(text: str) -> str:
 
 def _inline(schema: Any) -> str:
     """A schema within Lark text."""
-    styled = {"x-guidance": _JSON_STYLE, **mend_patterns(schema)} if isinstance(schema, dict) else schema
+    styled = {"x-guidance": _JSON_STYLE, **mend_regexes(schema)} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(styled, ensure_ascii=False)}"
 
 

@@ -55,7 +55,7 @@ class SpecialTextGuard:
 
 
 def _continued(piece: str, encode: Encode) -> list[int]:
-    """Ids of a piece within a text: SentencePiece puts a space before the first word, which a line end takes here."""
+    """Ids of a piece within a text. SentencePiece puts a space before a first word; here a line end takes it."""
     line_end = encode("\n")
     ids = encode("\n" + piece)
     return ids[len(line_end) :] if line_end and ids[: len(line_end)] == line_end else encode(piece)

@@ -1,4 +1,4 @@
-"""One sequence's way from token ids to the text a client sees: detokenize, hold back, stop."""
+"""One sequence's token ids become the text that a client sees: detokenized, held back where needed, stopped."""
 
 from __future__ import annotations
 

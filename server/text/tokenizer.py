@@ -41,7 +41,7 @@ class Tokenizer:
         self.dialect = self.chat_template.dialect
         kept = frozenset(i for mark in self.dialect.marks if (i := self.special_id(mark)) is not None)
         self._marked_table = TokenBytes(self.vocabulary, skip_special_tokens=True, kept=kept)
-        # One thread: prompts of many megabytes then take one core at most from the engine.
+        # With one thread, prompts of many megabytes take one core at most from the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @classmethod
@@ -64,7 +64,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; add_special_tokens puts the tokenizer's own (a BOS, most often) around it."""
         if self._backend is not None:
-            # Of the backend's methods, those for batches let other threads run meanwhile; "fast" leaves out offsets.
+            # Only the backend's methods for batches let other threads run meanwhile; "fast" leaves out offsets.
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return ids
         with self._lock:

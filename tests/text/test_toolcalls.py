@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.text.answer import AnswerParser
+from server.text.calls.json_calls import JsonToolParser
+from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call
+from server.text.calls.mistral_calls import MistralToolParser
+from server.text.calls.parser import ToolParser
 from server.text.reasoning import MARKS, ReasoningSplitter
-from server.text.toolcalls import JsonToolParser, MistralToolParser, ToolParser, WrittenToolParser, read_gemma_call
 
 
 def hermes() -> ToolParser:
@@ -23,7 +26,7 @@ def llama() -> ToolParser:
 
 
 def gemma() -> ToolParser:
-    return WrittenToolParser(
+    return MarkedToolParser(
         "<start_function_call>", "<end_function_call>", lambda body: read_gemma_call(body, "<escape>")
     )
 

@@ -1,4 +1,4 @@
-"""One HTTP request's sequences: sent to the engine, turned into text, merged, and given up when nobody wants them."""
+"""One HTTP request's sequences are sent to the engine, turned into text, merged, and aborted when the client goes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ending = Literal["stop", "length"]
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one sequence. finish_reason is set on the sequence's last one."""
+    """What one step added to one sequence. finish_reason is set on the sequence's last delta."""
 
     index: int
     text: str
@@ -59,7 +59,7 @@ class SequenceRun:
         self.completion_tokens = 0
         self._expired = asyncio.Event()
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Of the prompt's tokens from the second on, where they were asked for; there before the first delta."""
+        """Log-probabilities of the prompt's tokens from the second on, if asked for; set before the first delta."""
         timeline.prompt_tokens = len(request.prompt_token_ids)
         timeline.max_tokens = request.sampling.max_tokens
         timeline.adapter = request.adapter
@@ -129,7 +129,7 @@ class SequenceRun:
             expired.cancel()
 
     def expire(self) -> None:
-        """Its time is over; whoever calls this aborts its request."""
+        """Note that the request's time is over; the caller aborts the engine's request."""
         self._expired.set()
 
     def _advance(self, output: RequestOutput) -> Delta | None:
@@ -203,7 +203,7 @@ class Generation:
         )
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Deltas of all sequences as they come. Closing it aborts what is still running. Raises ApiError."""
+        """Deltas of all sequences, each when it has been generated. Closing aborts what still runs. Raises ApiError."""
         timer = None
         if self._timeout_s is not None:
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out)
@@ -233,7 +233,7 @@ class Generation:
         self._ending = asyncio.ensure_future(self._engine.abort([run.request.request_id for run in self.runs]))
 
     def close(self) -> None:
-        """Give up its place among the requests; for a generation that was never read, too."""
+        """Give up the request's place among the others; a generation that was never read needs this, too."""
         self._ticket.release()
 
     async def _merged(self) -> AsyncIterator[Delta]:

@@ -1,4 +1,4 @@
-"""A chat turn: the prompt made, its answers generated and split into thoughts, content and tool calls."""
+"""A chat turn makes the prompt, generates its answers and splits them into thoughts, content and tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answering.generation import Delta, Ending, Generation
-from server.api.answering.launch import admit, check_length, launch
+from server.api.answering.limits import admit, check_length
+from server.api.answering.plan import GenerationPlan, start_generation
 from server.api.answering.service import Backend, Service
 from server.api.http.errors import bad_request
 from server.api.http.replies import json_response
@@ -27,7 +28,7 @@ from server.types import TokenLogprob
 
 @dataclass(slots=True)
 class TurnDelta:
-    """What one step added to one answer; finish_reason is set on its last one."""
+    """What one step added to one answer; finish_reason is set on the answer's last delta."""
 
     index: int
     part: Part
@@ -46,7 +47,7 @@ class _Prompt:
 
 
 class Turn:
-    """One request's answers. close() when it is not read to its end."""
+    """One request's answers. Whoever does not read them to the end calls close()."""
 
     def __init__(self, generation: Generation, parsers: list[AnswerParser]) -> None:
         self.generation = generation
@@ -61,7 +62,7 @@ class Turn:
         return usage
 
     async def deltas(self) -> AsyncIterator[TurnDelta]:
-        """Deltas of all answers as they come. Raises ApiError."""
+        """Deltas of all answers, each when it has been generated. Raises ApiError."""
         waiting: dict[int, list[TokenLogprob]] = {}
         async with closing(self.generation.deltas()) as deltas:
             async for delta in deltas:
@@ -91,18 +92,18 @@ class Turn:
         return part
 
     def close(self) -> None:
-        """Give up its place among the requests."""
+        """Give up the turn's place among the requests."""
         self.generation.close()
 
 
 class AnswerForm(Protocol):
-    """A turn's answers in the form of one endpoint."""
+    """The form that one endpoint gives a turn's answers."""
 
     async def whole(self, turn: Turn) -> Any:
-        """The document that holds them all."""
+        """The JSON document that holds all answers, when they are complete."""
 
     def events(self, turn: Turn) -> AsyncIterator[bytes]:
-        """They as they come."""
+        """Server-sent events that give the answers while they are generated."""
 
 
 async def respond(request: Request, turn: Turn, form: AnswerForm, stream: bool) -> Response:
@@ -116,7 +117,7 @@ async def respond(request: Request, turn: Turn, form: AnswerForm, stream: bool) 
 
 
 async def start_turn(service: Service, options: ChatOptions, size: int, arrival: float, answer_id: str) -> Turn:
-    """A turn that has been admitted; it starts when it is read. Raises ApiError."""
+    """A turn that has been admitted; its sequences go to the engine when it is read. Raises ApiError."""
     options.check()
     service.check_model(options.model)
     backend = service.backend()
@@ -126,24 +127,21 @@ async def start_turn(service: Service, options: ChatOptions, size: int, arrival:
         if prompt.grammar is not None:
             await check_grammar(backend.grammars, prompt.grammar, prompt.grammar_param)
         dialect = backend.tokenizer.dialect
-        generation = launch(
-            service,
-            backend,
-            options,
-            [prompt.ids],
-            ticket,
+        plan = GenerationPlan(
+            options=options,
+            prompts=[prompt.ids],
             model=options.model,
             answer_id=answer_id,
             arrival=arrival,
+            prompt_param="messages",
             requested_tokens=options.requested_tokens,
-            default_tokens=None,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
-            at_start=not options.continue_final_message,
-            param="messages",
-            grammar=prompt.grammar,
             prompt_logprobs=options.prompt_logprobs,
+            at_start=not options.continue_final_message,
+            grammar=prompt.grammar,
             keep_marks=prompt.tools or dialect.reasoning is not None,
         )
+        generation = start_generation(service, backend, ticket, plan)
         parsers = [
             AnswerParser(
                 dialect.reasoning_splitter(prompt.text),

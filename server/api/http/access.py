@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.http.errors import ApiError, answer_api_error
 
-# What machines and people look at before they have a key; none of it tells what others ask.
+# Machines and people look at these before they have a key; none of them tells what others ask.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json"})
 
 
@@ -28,7 +28,7 @@ class AccessLayer:
         self._under_way: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or answer it."""
+        """Hand one request on, or answer it."""
         if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
@@ -60,7 +60,7 @@ class AccessLayer:
             await self._app(scope, receive, sending)
 
     def _known(self, scope: Scope) -> int:
-        """Which key the request has. Raises ApiError."""
+        """The index of the key that the request shows. Raises ApiError."""
         given = _given_key(scope)
         if given is None:
             raise _refused("No API key was given; send it as 'Authorization: Bearer KEY'.")
@@ -74,7 +74,7 @@ class AccessLayer:
 
 
 def _given_key(scope: Scope) -> bytes | None:
-    """From Authorization (OpenAI's clients) or x-api-key (Anthropic's)."""
+    """The key in Authorization (OpenAI's clients) or x-api-key (Anthropic's)."""
     for name, value in scope["headers"]:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return bytes(value[7:].strip())

@@ -113,6 +113,16 @@ def shown(value: str, limit: int = 100) -> str:
     return value if len(value) <= limit else value[: limit - 3] + "..."
 
 
+def renamed(error: ApiError, names: dict[str, str]) -> ApiError:
+    """An error about the chat that a request was translated into, with the request's own names for its options."""
+    for chat, own in names.items():
+        if error.param is not None and error.param.startswith(chat):
+            error.message = error.message.replace(chat, own)
+            error.param = own + error.param[len(chat) :]
+            break
+    return error
+
+
 async def answer_api_error(request: Request, error: Exception) -> Response:
     """Exception handler for ApiError."""
     assert isinstance(error, ApiError)

@@ -1,4 +1,4 @@
-"""The outermost layer of every request: its id, its line in the log, its count in the metrics, its last resort."""
+"""The outermost layer gives every request an id, a line in the log and a place in the metrics, and answers its faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole answers: documents as JSON."""
+"""Answers that are one JSON document."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ MESSAGES_SCHEMA = _some(
         ]
     }
 )
-"""Of /v1/chat/completions."""
+"""The messages of /v1/chat/completions."""
 
 _BLOCKS = [
     _PART,
@@ -72,6 +72,6 @@ ANTHROPIC_MESSAGES = _some(
         ]
     }
 )
-"""Of /v1/messages."""
+"""The messages of /v1/messages."""
 ANTHROPIC_SYSTEM = {"anyOf": [_TEXT, _some(_PART), {"type": "null"}]}
-"""Its system field."""
+"""The system field of /v1/messages."""

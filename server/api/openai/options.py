@@ -187,7 +187,7 @@ class GenerationOptions(StructuredOptions):
 
 
 def _wrapped(seed: int) -> int:
-    """Back into 64 bits."""
+    """The seed wrapped into 64 bits."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

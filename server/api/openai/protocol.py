@@ -33,7 +33,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
-    """Of chats."""
+    """Set for chats only."""
 
     @classmethod
     def of(cls, prompt: int, completion: int, cached: int) -> Usage:

@@ -131,5 +131,5 @@ async def check_grammar(compiler: Grammars, grammar: str, param: str) -> None:
 def bad_grammar(reason: str, param: str) -> ApiError:
     """400: the answer's form cannot be kept to."""
     short = " ".join(reason.split())
-    # Of a message that quotes the grammar the beginning says what is wrong.
+    # A message may quote the whole grammar; its beginning says what is wrong.
     return bad_request(f"Invalid '{param}': {short[:300]}.", param, "invalid_grammar")

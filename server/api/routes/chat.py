@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answering.launch import new_id
+from server.api.answering.plan import new_id
 from server.api.answering.service import service_of
 from server.api.answering.turn import Turn, TurnDelta, respond, start_turn
 from server.api.http.streaming import DONE, closing, event
@@ -34,8 +34,8 @@ from server.api.openai.protocol import (
     prompt_scores,
 )
 from server.text.answer import Part
+from server.text.calls.parser import CallDelta
 from server.text.tokenizer import Tokenizer
-from server.text.toolcalls import CallDelta
 from server.types import TokenLogprob
 
 router = APIRouter()
@@ -94,7 +94,7 @@ class WholeAnswer:
         return self._calls
 
     def message(self, *, with_reasoning: bool) -> ChatMessage:
-        """In OpenAI's shape."""
+        """The answer as OpenAI's message object."""
         reasoning = self.reasoning if with_reasoning else ""
         return ChatMessage(
             self.content or (None if self._calls else ""),
@@ -114,7 +114,7 @@ async def whole_answers(turn: Turn) -> list[WholeAnswer]:
 
 
 class _Answer:
-    """One response's identity, and its two forms."""
+    """One response: its identity, and how it is written whole and as events."""
 
     def __init__(self, answer_id: str, options: ChatOptions, tokenizer: Tokenizer) -> None:
         self._id = answer_id
@@ -169,7 +169,7 @@ class _Answer:
         yield DONE
 
     def _added(self, part: Part, *, has_logprobs: bool) -> Iterable[ChatDelta]:
-        """A part as deltas; an empty one where there are log-probabilities only."""
+        """A part as deltas; an empty delta carries log-probabilities that came without text."""
         deltas = []
         if part.reasoning and self._reasoning:
             deltas.append(ChatDelta(reasoning_content=part.reasoning, reasoning=part.reasoning))

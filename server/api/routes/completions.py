@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answering.generation import Delta, Generation
-from server.api.answering.launch import admit, check_length, launch, new_id
+from server.api.answering.limits import admit, check_length
+from server.api.answering.plan import GenerationPlan, new_id, start_generation
 from server.api.answering.service import Backend, service_of
 from server.api.http.errors import ApiError, bad_request
 from server.api.http.replies import json_response
@@ -85,7 +86,7 @@ class CompletionRequest(GenerationOptions):
 
 
 def prompt_count(prompt: Any) -> int:
-    """How many prompts the field holds, before they are looked at one by one."""
+    """How many prompts the field holds; they are checked one by one later."""
     return len(prompt) if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else 1
 
 
@@ -167,24 +168,21 @@ async def completions(request: Request) -> Response:
             grammar = await backend.tokenizer.off_loop(size, lambda: form_grammar(form))
             await check_grammar(backend.grammars, grammar, form[2])
         answer = _Answer(options, backend)
-        generation = launch(
-            service,
-            backend,
-            options,
-            encoded,
-            ticket,
+        plan = GenerationPlan(
+            options=options,
+            prompts=encoded,
             model=options.model,
             answer_id=answer.id,
             arrival=arrival,
-            # No tokens of its own: one is generated, and not shown.
+            prompt_param="prompt",
+            # Where only the prompt is wanted, one token is generated and not shown.
             requested_tokens=1 if options.max_tokens == 0 else options.max_tokens,
             default_tokens=DEFAULT_TOKENS,
             logprobs=options.logprobs,
-            at_start=False,
-            param="prompt",
-            grammar=grammar,
             prompt_logprobs=options.scored_alternatives,
+            grammar=grammar,
         )
+        generation = start_generation(service, backend, ticket, plan)
     except BaseException:
         ticket.release()
         raise
@@ -197,7 +195,7 @@ async def completions(request: Request) -> Response:
 
 
 class _Answer:
-    """One answer's identity, and its two forms."""
+    """One answer: its identity, and how it is written whole and as events."""
 
     def __init__(self, options: CompletionRequest, backend: Backend) -> None:
         self.id = new_id("cmpl-")

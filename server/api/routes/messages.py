@@ -12,17 +12,17 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answering.launch import new_id
+from server.api.answering.plan import new_id
 from server.api.answering.service import Service, service_of
 from server.api.answering.turn import Turn, encode_chat, respond, start_turn
-from server.api.http.errors import ApiError
+from server.api.http.errors import ApiError, renamed
 from server.api.http.replies import json_response
 from server.api.http.streaming import closing
 from server.api.http.validation import given, read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.openai.message_schemas import ANTHROPIC_MESSAGES, ANTHROPIC_SYSTEM
 from server.api.translate.anthropic import chat_document
-from server.api.translate.blocks import Block, BlockEvent, Blocks, renamed
+from server.api.translate.content_blocks import ContentBlock, ContentBlockEvent, ContentBlocks
 
 router = APIRouter()
 
@@ -43,7 +43,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Thinking(BaseModel):
-    """Whether a reasoning model thinks. budget_tokens counts as part of max_tokens, and is not kept for itself."""
+    """Says whether a reasoning model thinks. budget_tokens is part of max_tokens and not kept for itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,7 +53,7 @@ class Thinking(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """The form of the answer (type json_schema and a schema), and how much a model thinks that can be told."""
+    """The form of the answer (type json_schema and a schema), and how much the model thinks, if it can be told."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -137,14 +137,14 @@ async def count_tokens(request: Request) -> Response:
 
 
 class _Answer:
-    """One message and its two forms."""
+    """One message, and how it is written whole and as events."""
 
     def __init__(self, asked: MessageRequest) -> None:
         self.id = new_id("msg_")
         self._model = asked.model
 
     async def whole(self, turn: Turn) -> dict[str, Any]:
-        blocks, reason, stop = Blocks(), "stop", None
+        blocks, reason, stop = ContentBlocks(), "stop", None
         async with closing(turn.deltas()) as deltas:
             async for delta in deltas:
                 blocks.push(delta.part)
@@ -152,7 +152,7 @@ class _Answer:
         return self._message([_content(block) for block in blocks.all], reason, stop, turn)
 
     async def events(self, turn: Turn) -> AsyncIterator[bytes]:
-        blocks, reason, stop = Blocks(), "stop", None
+        blocks, reason, stop = ContentBlocks(), "stop", None
         yield _event("message_start", message=self._message([], None, None, turn))
         try:
             async with closing(turn.deltas()) as deltas:
@@ -201,7 +201,7 @@ def _usage(turn: Turn) -> dict[str, int]:
     }
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: ContentBlock) -> dict[str, Any]:
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
@@ -215,11 +215,11 @@ def _content(block: Block) -> dict[str, Any]:
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": written}
 
 
-def _block_event(happened: BlockEvent) -> bytes:
+def _block_event(happened: ContentBlockEvent) -> bytes:
     block = happened.block
     match happened.action:
         case "start":
-            empty = Block(block.index, block.kind, "", block.call_id, block.name)
+            empty = ContentBlock(block.index, block.kind, "", block.call_id, block.name)
             return _event("content_block_start", index=block.index, content_block=_content(empty))
         case "delta":
             kind, field = {

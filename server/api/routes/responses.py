@@ -13,15 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answering.launch import new_id
+from server.api.answering.plan import new_id
 from server.api.answering.service import service_of
 from server.api.answering.turn import Turn, respond, start_turn
-from server.api.http.errors import ApiError, bad_request
+from server.api.http.errors import ApiError, bad_request, renamed
 from server.api.http.streaming import closing
 from server.api.http.validation import given, read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.openai.options import SamplingDefaults
-from server.api.translate.blocks import Block, BlockEvent, Blocks, renamed
+from server.api.translate.content_blocks import ContentBlock, ContentBlockEvent, ContentBlocks
 from server.api.translate.responses import INPUT_SCHEMA, chat_document
 
 router = APIRouter()
@@ -41,7 +41,7 @@ UNSUPPORTED_RESPONSE: dict[str, tuple[Any, ...]] = {
     "context_management": (),
 }
 
-# What the chat behind a response calls its options.
+# The chat's names for options, each with the name that /v1/responses has for it.
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -52,7 +52,7 @@ _NAMES = {
 
 
 class Reasoning(BaseModel):
-    """How much a reasoning model thinks."""
+    """Says how much a reasoning model thinks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,7 +60,7 @@ class Reasoning(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """The form of the text; format is checked as response_format is."""
+    """Says what form the text has; format is checked as response_format is."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -110,12 +110,12 @@ async def responses(request: Request) -> Response:
 
 @router.get("/v1/responses/{name}", include_in_schema=False)
 async def stored_response(name: str) -> Response:
-    """There never is one."""
+    """Refuse: nothing is stored."""
     raise bad_request("This server stores no responses.", None, "not_stored")
 
 
 class _Answer:
-    """One response and its two forms."""
+    """One response, and how it is written whole and as events."""
 
     def __init__(self, answer_id: str, asked: ResponseRequest, defaults: SamplingDefaults) -> None:
         self._id = answer_id
@@ -126,7 +126,7 @@ class _Answer:
         self._ids: dict[int, str] = {}
 
     async def whole(self, turn: Turn) -> dict[str, Any]:
-        blocks, reason = Blocks(), "stop"
+        blocks, reason = ContentBlocks(), "stop"
         async with closing(turn.deltas()) as deltas:
             async for delta in deltas:
                 blocks.push(delta.part)
@@ -134,7 +134,7 @@ class _Answer:
         return self._response(blocks, reason, turn)
 
     async def events(self, turn: Turn) -> AsyncIterator[bytes]:
-        blocks, reason = Blocks(), "stop"
+        blocks, reason = ContentBlocks(), "stop"
         begun = self._response(blocks, None, None)
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
@@ -158,7 +158,7 @@ class _Answer:
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(document) + b"\n\n"
 
-    def _block_event(self, happened: BlockEvent, status: str = "completed") -> bytes:
+    def _block_event(self, happened: ContentBlockEvent, status: str = "completed") -> bytes:
         """The events of what happened; status is a block's when it ends."""
         block = happened.block
         item = self._item(block, status)
@@ -187,7 +187,7 @@ class _Answer:
             data = self._event("response.function_call_arguments.done", **where, name=block.name, arguments=block.text)
         return data + self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
         prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
         item_id = self._ids.setdefault(block.index, new_id(prefix))
         match block.kind:
@@ -203,7 +203,7 @@ class _Answer:
                     "name": block.name, "arguments": block.text,
                 }  # fmt: skip
 
-    def _response(self, blocks: Blocks, reason: str | None, turn: Turn | None) -> dict[str, Any]:
+    def _response(self, blocks: ContentBlocks, reason: str | None, turn: Turn | None) -> dict[str, Any]:
         asked = self._asked
         status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
         usage = None

@@ -1,7 +1,7 @@
 """Regular expressions in JSON schemas, written so that llguidance keeps to them.
 
-llguidance (1.9) writes a pattern's characters as JSON does, and for a class with all control characters takes every
-escape at once: [^"] then lets \\" through. A class that leaves out one control character is written character by
+llguidance (1.9) writes the characters as JSON does, and for a class with all control characters takes every escape
+at once: [^"] then lets \\" through. A class that leaves out one control character is written character by
 character, so U+0001 is taken out of negated classes, in which nobody wants it.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 _DATA = frozenset({"const", "enum", "default", "examples"})
 
 
-def mend_patterns(schema: Any) -> Any:
-    """A copy of a schema whose patterns llguidance keeps to. Raises RecursionError for one nested too deeply."""
+def mend_regexes(schema: Any) -> Any:
+    """A copy of a schema whose regular expressions llguidance keeps to. Raises RecursionError for one nested too deeply."""
     if isinstance(schema, list):
-        return [mend_patterns(item) for item in schema]
+        return [mend_regexes(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     mended: dict[str, Any] = {}
@@ -24,16 +24,16 @@ def mend_patterns(schema: Any) -> Any:
         if key in _DATA:
             mended[key] = value
         elif key == "pattern" and isinstance(value, str):
-            mended[key] = mend_pattern(value)
+            mended[key] = mend_regex(value)
         elif key == "patternProperties" and isinstance(value, dict):
-            mended[key] = {mend_pattern(name): mend_patterns(inner) for name, inner in value.items()}
+            mended[key] = {mend_regex(name): mend_regexes(inner) for name, inner in value.items()}
         else:
-            mended[key] = mend_patterns(value)
+            mended[key] = mend_regexes(value)
     return mended
 
 
-def mend_pattern(pattern: str) -> str:
-    """The pattern, its negated classes without U+0001."""
+def mend_regex(pattern: str) -> str:
+    """The regular expression with U+0001 taken out of its negated classes."""
     parts: list[str] = []
     inside = False
     place = 0

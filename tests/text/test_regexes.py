@@ -1,4 +1,4 @@
-"""Patterns of JSON schemas, as llguidance has to get them."""
+"""Regular expressions of JSON schemas keep their meaning in llguidance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from server.text.grammar import json_grammar
-from server.text.patterns import mend_pattern, mend_patterns
+from server.text.regexes import mend_regex, mend_regexes
 
 VALUES = ['"', "\\", "\n", "\t", "a", "!", "é", "]", "^"]
 
@@ -23,7 +23,7 @@ def tokenizer(embedded_folder: Path) -> LLTokenizer:
 @pytest.mark.parametrize(
     "pattern", [r'[^"]', r"[^\\]", r'[^"\\]', r'[^a-z"]', r'"|[^"a]', r"\[|[^\]\"]", r"[\^!]", r"."]
 )
-def test_what_the_grammar_takes_is_what_the_pattern_takes(tokenizer: LLTokenizer, pattern: str) -> None:
+def test_the_grammar_takes_what_the_regex_takes(tokenizer: LLTokenizer, pattern: str) -> None:
     grammar = json_grammar({"type": "string", "pattern": f"^({pattern})$"})
     for value in VALUES:
         tokens = tokenizer.tokenize_str(json.dumps(value, ensure_ascii=False))
@@ -33,10 +33,10 @@ def test_what_the_grammar_takes_is_what_the_pattern_takes(tokenizer: LLTokenizer
 
 
 def test_only_negated_classes_change() -> None:
-    assert mend_pattern(r"^[a[^]\[^b]*[^c]\\[^\]d]$") == r"^[a[^]\[^b]*[^\x01c]\\[^\x01\]d]$"
-    assert mend_pattern("[^]a") == "[^]a"
+    assert mend_regex(r"^[a[^]\[^b]*[^c]\\[^\]d]$") == r"^[a[^]\[^b]*[^\x01c]\\[^\x01\]d]$"
+    assert mend_regex("[^]a") == "[^]a"
     for pattern in ("", "\\", "[", "[^", "a[b", r"\[^a]"):
-        mend_pattern(pattern)
+        mend_regex(pattern)
 
 
 def test_only_patterns_change() -> None:
@@ -46,7 +46,7 @@ def test_only_patterns_change() -> None:
         "anyOf": [{"pattern": "[^d]"}, True],
         "default": {"pattern": "[^e]"},
     }
-    assert mend_patterns(schema) == {
+    assert mend_regexes(schema) == {
         "properties": {"pattern": {"type": "string", "pattern": "[^\\x01a]"}, "const": {"enum": ["[^a]"]}},
         "patternProperties": {"[^\\x01b]": {"const": {"pattern": "[^c]"}}},
         "anyOf": [{"pattern": "[^\\x01d]"}, True],

@@ -1,0 +1,104 @@
+"""A generation is planned by an endpoint and started here, in the same way for every endpoint that generates."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from server.api.answering.generation import Generation, SequenceRun
+from server.api.answering.limits import resolve_max_tokens
+from server.api.answering.service import Backend, Service
+from server.api.http.admission import Ticket
+from server.api.http.deadline import allowed_seconds
+from server.api.openai.options import GenerationOptions
+from server.logs import request_id
+from server.observability.timeline import RequestTimeline
+from server.text.output import OutputText
+from server.types import GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlan:
+    """What one HTTP request generates: n sequences for each prompt, numbered prompt by prompt."""
+
+    options: GenerationOptions
+    prompts: Sequence[list[int]]
+    """Token ids of each prompt."""
+    model: str
+    """The served model's name, or an adapter's."""
+    answer_id: str
+    arrival: float
+    """When the request came, in seconds of time.monotonic()."""
+    prompt_param: str
+    """What errors call the prompt."""
+    requested_tokens: int | None
+    """The limit of an answer's length that the client asks for."""
+    default_tokens: int | None = None
+    """The limit where the client asks for none; None: all that fits into the context."""
+    logprobs: int | None = None
+    """How many alternatives each generated token is returned with; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    at_start: bool = False
+    """Whether the answer is a text of its own, not one that goes on from the prompt."""
+    grammar: str | None = None
+    """The grammar that bounds every sequence, in llguidance's JSON form."""
+    keep_marks: bool = False
+    """Whether the marks of tool calls and thoughts stay in the text."""
+
+
+def start_generation(service: Service, backend: Backend, ticket: Ticket, plan: GenerationPlan) -> Generation:
+    """The planned generation; its sequences go to the engine when it is read. Raises ApiError."""
+    adapter = service.adapter(plan.model)
+    timeout_s = allowed_seconds(service.config.http.request_timeout_s)
+    runs: list[SequenceRun] = []
+    for prompt in plan.prompts:
+        for sampling in _sampling(service, backend, plan, len(prompt)):
+            request = GenerateRequest(f"{plan.answer_id}-{len(runs)}", prompt, sampling, adapter, request_id.get())
+            runs.append(
+                SequenceRun(
+                    len(runs),
+                    request,
+                    _output_text(backend, plan, sampling.min_tokens),
+                    RequestTimeline(arrival=plan.arrival),
+                    include_stop=bool(plan.options.include_stop_str_in_output),
+                )
+            )
+    # This comes last: a prompt that can never be served is told so, however much is under way.
+    ticket.hold_tokens(sum(map(len, plan.prompts)))
+    if timeout_s is not None:
+        timeout_s = max(0.0, plan.arrival + timeout_s - time.monotonic())
+    return Generation(runs, backend.engine, service.metrics, ticket, timeout_s)
+
+
+def _sampling(service: Service, backend: Backend, plan: GenerationPlan, prompt_tokens: int) -> list[SamplingParams]:
+    """Parameters of each of one prompt's n sequences. Raises ApiError."""
+    max_tokens = resolve_max_tokens(
+        backend, prompt_tokens, plan.requested_tokens, plan.default_tokens, plan.prompt_param
+    )
+    return plan.options.sampling(
+        max_tokens,
+        backend.limits.vocab_size,
+        service.sampling_defaults,
+        plan.logprobs,
+        plan.grammar,
+        plan.prompt_logprobs,
+    )
+
+
+def _output_text(backend: Backend, plan: GenerationPlan, min_tokens: int) -> OutputText:
+    options = plan.options
+    detokenizer = backend.tokenizer.detokenizer(
+        skip_special_tokens=options.skip_special_tokens is not False,
+        at_start=plan.at_start,
+        keep_marks=plan.keep_marks,
+    )
+    include_stop = bool(options.include_stop_str_in_output)
+    return OutputText(detokenizer, options.stop or (), include_stop=include_stop, min_tokens=min_tokens)
+
+
+def new_id(prefix: str) -> str:
+    """An id for an answer or a part of one."""
+    return prefix + uuid.uuid4().hex
