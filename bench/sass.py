@@ -1,8 +1,9 @@
 """Whether two builds of the CUDA kernels are the same machine code: python -m bench.sass BEFORE AFTER.
 
 BEFORE and AFTER are cubins or objects of nvcc for one GPU target (`nvcc ... -cubin -gencode=arch=compute_90a,code=sm_90a`).
-Kernels are paired by name and template arguments, or where those were renamed by --rename OLD=NEW and the arguments' values.
-Instructions, registers, stack (spills) and static shared memory are compared. Needs cuobjdump, nvdisasm and c++filt on PATH.
+Kernels are paired by name (--rename OLD=NEW) and by the types and values of their template arguments; what groups these,
+and what it is called, does not count. Instructions, registers, stack (spills) and static shared memory are compared. Needs
+cuobjdump, nvdisasm and c++filt on PATH.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def kernels(path: Path) -> dict[str, Kernel]:
     usage = _run("cuobjdump", "-res-usage", str(path))
     resources = dict(re.findall(r"Function (\S+):\n\s*(.*)", usage))
     found = {}
-    for block in _run("cuobjdump", "-sass", str(path)).split("Function : ")[1:]:
-        name, _, body = block.partition("\n")
+    _, *blocks = _run("cuobjdump", "-sass", str(path)).split("Function : ")
+    for block in blocks:
+        name, body = block.split("\n", maxsplit=1)
         instructions = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", body, re.MULTILINE)
-        found[name.strip()] = Kernel(tuple(instructions), resources.get(name.strip(), ""))
+        found[name] = Kernel(tuple(instructions), resources.get(name, ""))
     if not found:
         raise RuntimeError(f"{path} holds no kernels")
     return found
@@ -40,25 +42,23 @@ def kernels(path: Path) -> dict[str, Kernel]:
 
 def key(demangled: str, renamed: dict[str, str]) -> tuple[str, ...]:
     """A kernel's own name and its template arguments' types and values, without the names of what groups them."""
-    head = demangled.split("(nf4::Args")[0]
-    own = re.search(r"(\w+)(?=[<(]|$)", re.sub(r"^void |nf4::|\(anonymous namespace\)::", "", head))
-    name = own.group(1) if own else head
-    arguments = _template_arguments(head)
-    values = re.findall(r"__half|__nv_bfloat16|\bfloat\b|\btrue\b|\bfalse\b|(?<![\w])\d+", arguments)
-    return (renamed.get(name, name), *values)
+    plain = demangled.replace("(anonymous namespace)::", "").removeprefix("void ")
+    start = re.match(r"(?:\w+::)*(\w+)(<?)", plain)
+    if start is None:
+        return (demangled,)
+    arguments = _inside(plain[start.end() :]) if start[2] else ""
+    values = re.findall(r"__half|__nv_bfloat16|\bfloat\b|\btrue\b|\bfalse\b|(?<!\w)\d+", arguments)
+    return (renamed.get(start[1], start[1]), *values)
 
 
-def _template_arguments(demangled: str) -> str:
-    """What stands between the first < and the > that closes it."""
-    start = demangled.find("<")
-    if start < 0:
-        return ""
-    depth = 0
-    for place in range(start, len(demangled)):
-        depth += {"<": 1, ">": -1}.get(demangled[place], 0)
+def _inside(text: str) -> str:
+    """text up to the > that closes what was opened before it."""
+    depth = 1
+    for place, character in enumerate(text):
+        depth += {"<": 1, ">": -1}.get(character, 0)
         if depth == 0:
-            return demangled[start + 1 : place]
-    return demangled[start + 1 :]
+            return text[:place]
+    return text
 
 
 def differences(before: Kernel, after: Kernel) -> list[str]:
@@ -72,7 +72,8 @@ def differences(before: Kernel, after: Kernel) -> list[str]:
     opcodes = Counter(map(_opcode, after.instructions))
     opcodes.subtract(map(_opcode, before.instructions))
     changed = {name: count for name, count in opcodes.items() if count}
-    first = next((i for i, pair in enumerate(zip(before.instructions, after.instructions)) if pair[0] != pair[1]), None)
+    pairs = enumerate(zip(before.instructions, after.instructions, strict=False))
+    first = next((place for place, (was, now) in pairs if was != now), min(old, new))
     return [*found, f"instructions: {old} -> {new}, first other at {first}, opcodes {changed or 'the same counts'}"]
 
 
@@ -113,10 +114,16 @@ def main() -> int:
         for line in differences(before[pair], after[pair]):
             different += 1
             print(f"{' '.join(pair)}: {line}")
-    alone = [(side, pair) for side, pairs in (("before", before.keys() - after.keys()), ("after", after.keys() - before.keys())) for pair in sorted(pairs)]
+    alone = [
+        (side, pair)
+        for side, pairs in (("before", before.keys() - after.keys()), ("after", after.keys() - before.keys()))
+        for pair in sorted(pairs)
+    ]
     for side, pair in alone:
         print(f"{' '.join(pair)}: only {side}")
-    print(f"{len(before.keys() & after.keys())} kernels on both sides, {different} differences, {len(alone)} on one side alone")
+    print(
+        f"{len(before.keys() & after.keys())} kernels on both sides, {different} differences, {len(alone)} on one side alone"
+    )
     return 1 if different or alone else 0
 
 
