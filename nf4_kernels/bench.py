@@ -242,7 +242,8 @@ def _bnb_state(bnb: Any, weight: Random, plain: Tensor, nested: bool) -> Any:
 
 def _tree(weight: Random, plain: Tensor) -> Tensor:
     out = torch.empty((weight.n, weight.k), dtype=torch.bfloat16, device="cuda")
-    struct = Nf4Weight(weight.packed.data_ptr(), plain.data_ptr(), None, None, None, weight.n, weight.k, BLOCKSIZE)
+    pointers = {"packed": weight.packed.data_ptr(), "absmax": plain.data_ptr()}
+    struct = Nf4Weight(**pointers, n=weight.n, k=weight.k, blocksize=BLOCKSIZE)
     library = cuda_library.library()
     if isinstance(library, str):
         raise cuda.KernelError(library)

@@ -2,8 +2,9 @@
 
 Two shared libraries with a plain C interface come out, in nf4_kernels/lib/: libnf4_cpu.so (g++, always) and
 libnf4_cuda.so (nvcc, where one is found). No torch header is included, so one build serves every torch version.
-A source file's instruction set is its name's ending: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is
-made at run time. NF4_CUDA_ARCHS chooses the GPU targets (default "80;86;89;90a;100;120").
+A C++ source's instruction set is its name's ending: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is made at
+run time. A CUDA source is compiled for all GPU targets, or where its name or a folder of it ends in _sm90, for 90a alone.
+NF4_CUDA_ARCHS chooses the targets (default "80;86;89;90a;100;120").
 """
 
 from __future__ import annotations
@@ -89,18 +90,27 @@ def build_cpu(force: bool = False) -> Path:
 
 
 def build_cuda(nvcc: str, force: bool = False) -> Path:
-    """Compile csrc/cuda/*.cu into libnf4_cuda.so (CUDA runtime linked in); returns its path. Raises BuildError."""
+    """Compile csrc/cuda/**/*.cu into libnf4_cuda.so (CUDA runtime linked in); returns its path. Raises BuildError."""
     archs = [a for a in os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS).split(";") if a]
     jobs = []
-    for source in sorted((SOURCES / "cuda").glob("*.cu")):
-        wanted = ["90a"] if source.stem.endswith("_sm90") and "90a" in archs else archs
-        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in wanted]
+    for source in sorted((SOURCES / "cuda").rglob("*.cu")):
+        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_archs(source, archs)]
         command = [nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I", str(SOURCES), *targets]
         jobs.append((source, [*command, "-c", str(source)]))
     # NVIDIA's wheels keep their libraries in lib, where their nvcc does not look (it looks in lib64).
     wheel = Path(nvcc).resolve().parent.parent / "lib"
     search = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
     return _link("libnf4_cuda.so", jobs, [nvcc, "-shared", "-cudart", "static", *search], force)
+
+
+def cuda_archs(source: Path, archs: list[str]) -> list[str]:
+    """The GPU targets, of archs, that a CUDA source is compiled for.
+
+    Where its own or a folder's name ends in _sm90 that is 90a. Without 90a among archs it is all of them: such kernels are
+    then empty, but the C functions around them are there.
+    """
+    parts = source.relative_to(SOURCES).with_suffix("").parts
+    return ["90a"] if "90a" in archs and any(part.endswith("_sm90") for part in parts) else archs
 
 
 def _link(name: str, jobs: list[tuple[Path, list[str]]], link: list[str], force: bool) -> Path:
@@ -128,9 +138,10 @@ def _link(name: str, jobs: list[tuple[Path, list[str]]], link: list[str], force:
 
 def _compile(objects: Path, job: tuple[Path, list[str]]) -> str:
     source, command = job
-    target = str(objects / (source.stem + ".o"))
+    name = source.relative_to(SOURCES)
+    target = str(objects / ("-".join(name.with_suffix("").parts) + ".o"))
     _run([*command, "-o", target])
-    print(f"nf4_kernels: compiled {source.name}", flush=True)
+    print(f"nf4_kernels: compiled {name}", flush=True)
     return target
 
 
@@ -138,6 +149,8 @@ def _digest(commands: list[list[str]]) -> str:
     digest = hashlib.sha256(repr(commands).encode())
     for path in sorted(SOURCES.rglob("*")):
         if path.is_file():
+            # The name counts, too: a header that was moved is another one to whoever includes it.
+            digest.update(f"{path.relative_to(SOURCES)}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

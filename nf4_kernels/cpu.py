@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nf4_kernels.format import check, offset_stride
-from nf4_kernels.params import DTYPES, Nf4Weight
+from nf4_kernels.params import DTYPES, Nf4Weight, size_error
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cpu.so"
 
@@ -36,11 +36,15 @@ def library() -> ctypes.CDLL | str:
         loaded.nf4_cpu_dequantize.argtypes = (ctypes.POINTER(Nf4Weight), pointer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_linear_at.argtypes = (*[pointer] * 4, integer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_linear_bf16w.argtypes = (*[pointer] * 4, *[integer] * 3, ctypes.c_int32)
+        loaded.nf4_cpu_struct_size.restype = integer
+        loaded.nf4_cpu_struct_size.argtypes = (ctypes.c_char_p,)
         loaded.nf4_cpu_isa.restype = ctypes.c_char_p
         loaded.nf4_cpu_set_isa.argtypes = (ctypes.c_char_p,)
         loaded.nf4_cpu_clock.argtypes = (ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double))
     except (OSError, AttributeError) as e:
         return f"{LIBRARY} cannot be loaded: {e}"
+    if error := size_error(loaded.nf4_cpu_struct_size, {"Nf4Weight": Nf4Weight}):
+        return f"{LIBRARY} cannot be used: {error}"
     wanted = os.environ.get("NF4_CPU_ISA")
     if wanted and loaded.nf4_cpu_set_isa(wanted.encode()):
         return f"NF4_CPU_ISA={wanted}: not an instruction set of this CPU (portable, avx2, avx512, amx)"
@@ -196,7 +200,7 @@ def _weight(
 ) -> Nf4Weight:
     check(packed, (n, k), absmax, blocksize, absmax_8bit)
     if absmax_8bit is None:
-        return Nf4Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, n, k, blocksize)
+        return Nf4Weight(packed=packed.data_ptr(), absmax=absmax.data_ptr(), n=n, k=k, blocksize=blocksize)
     if absmax_code is None or absmax_offset is None:
         raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
     if absmax_code.dtype != torch.float32 or absmax_code.numel() != 256:
@@ -205,7 +209,17 @@ def _weight(
     tensors = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
     if not all(tensor.is_cpu for tensor in tensors):
         raise ValueError("the weight's tensors must all be on the CPU")
-    return Nf4Weight(*(tensor.data_ptr() for tensor in tensors), n, k, blocksize, stride)
+    return Nf4Weight(
+        packed=packed.data_ptr(),
+        absmax=absmax.data_ptr(),
+        absmax_8bit=absmax_8bit.data_ptr(),
+        absmax_code=absmax_code.data_ptr(),
+        absmax_offset=absmax_offset.data_ptr(),
+        n=n,
+        k=k,
+        blocksize=blocksize,
+        offset_stride=stride,
+    )
 
 
 def _usable() -> ctypes.CDLL:

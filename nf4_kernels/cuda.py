@@ -286,7 +286,7 @@ def _weight(
     _check("packed", packed, packed.device, torch.uint8, (n * k + 1) // 2)
     if absmax_8bit is None:
         _check("absmax", absmax, packed.device, torch.float32, blocks)
-        return Nf4Weight(packed.data_ptr(), absmax.data_ptr(), None, None, None, n, k, blocksize)
+        return Nf4Weight(packed=packed.data_ptr(), absmax=absmax.data_ptr(), n=n, k=k, blocksize=blocksize)
     if absmax_code is None or absmax_offset is None:
         raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
     _check("absmax_8bit", absmax_8bit, packed.device, torch.uint8, blocks)
@@ -294,8 +294,17 @@ def _weight(
     _check("absmax_code", absmax_code, packed.device, torch.float32, 256)
     _check("absmax_offset", absmax_offset, packed.device, torch.float32, 1)
     stride = offset_stride(absmax, absmax_offset)
-    pointers = (t.data_ptr() for t in (packed, absmax, absmax_8bit, absmax_code, absmax_offset))
-    return Nf4Weight(*pointers, n, k, blocksize, stride)
+    return Nf4Weight(
+        packed=packed.data_ptr(),
+        absmax=absmax.data_ptr(),
+        absmax_8bit=absmax_8bit.data_ptr(),
+        absmax_code=absmax_code.data_ptr(),
+        absmax_offset=absmax_offset.data_ptr(),
+        n=n,
+        k=k,
+        blocksize=blocksize,
+        offset_stride=stride,
+    )
 
 
 def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, elements: int) -> None:

@@ -133,24 +133,24 @@ def _multiply_fused(
 
     def operands(first: int, count: int) -> Linear:
         return Linear(
-            weight,
-            None if x is None else x.data_ptr() + first * weight.k * x.element_size(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr() + first * weight.n * out.element_size(),
-            None if scratch is None else scratch.data_ptr(),
-            None if counters is None else counters.data_ptr(),
-            count,
-            DTYPES[out.dtype],
-            capturing,
-            torch.cuda.current_stream(device).cuda_stream,
-            words,
-            _next(device, rows, weight.packed) if capturing and first + count == rows else Next(),
-            None if residual is None else residual.data_ptr() + first * weight.n * out.element_size(),
-            None if norm_weight is None else norm_weight.data_ptr(),
-            around.norm_eps,
-            None if tiles is None else tiles.data_ptr(),
-            0 if gate is None else ACTIVATIONS[gate.activation],
-            0 if gate is None else gate.tile,
+            weight=weight,
+            x=None if x is None else x.data_ptr() + first * weight.k * x.element_size(),
+            bias=None if bias is None else bias.data_ptr(),
+            out=out.data_ptr() + first * weight.n * out.element_size(),
+            workspace=None if scratch is None else scratch.data_ptr(),
+            counters=None if counters is None else counters.data_ptr(),
+            m=count,
+            dtype=DTYPES[out.dtype],
+            constant_weights=capturing,
+            stream=torch.cuda.current_stream(device).cuda_stream,
+            clock=words,
+            next=_next(device, rows, weight.packed) if capturing and first + count == rows else Next(),
+            residual=None if residual is None else residual.data_ptr() + first * weight.n * out.element_size(),
+            norm_weight=None if norm_weight is None else norm_weight.data_ptr(),
+            norm_eps=around.norm_eps,
+            tiles=None if tiles is None else tiles.data_ptr(),
+            activation=0 if gate is None else ACTIVATIONS[gate.activation],
+            out_tile=0 if gate is None else gate.tile,
         )
 
     if isinstance(choice, Wgmma):
@@ -183,16 +183,19 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
     share = min(PREFETCH_BYTES // runs, last) & ~15
     codes_per_scale = following.blocksize // 2 // (1 if following.nested else 4)
     return Next(
-        *addresses,
-        runs,
-        run_halves,
-        longer_runs,
-        half_bytes,
-        half_bytes // codes_per_scale,
-        share,
-        share // codes_per_scale & ~15,
-        following.absmax[1],
-        following.offsets[1],
+        codes=addresses[0],
+        scales=addresses[1],
+        absmax=addresses[2],
+        offsets=addresses[3],
+        runs=runs,
+        run_groups=run_halves,
+        longer_runs=longer_runs,
+        group_code_bytes=half_bytes,
+        group_scale_bytes=half_bytes // codes_per_scale,
+        code_bytes=share,
+        scale_bytes=share // codes_per_scale & ~15,
+        absmax_bytes=following.absmax[1],
+        offset_bytes=following.offsets[1],
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nf4_kernels.device_clock import Clocks
-from nf4_kernels.params import Nf4Weight
+from nf4_kernels.params import Nf4Weight, size_error
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
 
@@ -65,6 +65,17 @@ class WgmmaPlan(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "owner_steps"))
 
 
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "Nf4Weight": Nf4Weight,
+    "Nf4Next": Next,
+    "Nf4Linear": Linear,
+    "Nf4Clocks": Clocks,
+    "RowsPlan": RowsPlan,
+    "WgmmaPlan": WgmmaPlan,
+}
+"""What mirrors each struct of params.h."""
+
+
 class KernelError(RuntimeError):
     """A kernel could not be launched; the message holds CUDA's."""
 
@@ -77,6 +88,8 @@ def library() -> ctypes.CDLL | str:
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
         loaded.nf4_cuda_error.restype = ctypes.c_char_p
+        loaded.nf4_cuda_struct_size.restype = ctypes.c_int64
+        loaded.nf4_cuda_struct_size.argtypes = (ctypes.c_char_p,)
         loaded.nf4_cuda_dequantize.argtypes = (
             ctypes.POINTER(Nf4Weight),
             ctypes.c_int64,
@@ -98,6 +111,8 @@ def library() -> ctypes.CDLL | str:
             getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
     except (OSError, AttributeError) as e:
         return f"{LIBRARY} cannot be loaded: {e}"
+    if error := size_error(loaded.nf4_cuda_struct_size, STRUCTS):
+        return f"{LIBRARY} cannot be used: {error}"
     return loaded
 
 

@@ -22,7 +22,7 @@ COUNTERS = 1 << 16
 PREFETCH_BYTES = 8 << 20
 # Blocks that share row groups -> how many such clusters a multiprocessor has room for (four do not fit everywhere).
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
-# (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/linear_rows.cu.
+# (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/rows/linear_rows.cu.
 INSTANCES = (
     (8, 9, 1),
     (8, 10, 1),
@@ -35,7 +35,7 @@ INSTANCES = (
 )
 # The same for devices whose blocks have 99 KB of shared memory.
 SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
-# (tokens of a tile, warpgroups): the instances of csrc/cuda/linear_wgmma_sm90.cu.
+# (tokens of a tile, warpgroups): the instances of csrc/cuda/wgmma_sm90/linear_wgmma.cu.
 WGMMA_INSTANCES = ((16, 2), (16, 3), (32, 2), (32, 3), (64, 2), (64, 3), (128, 2), (256, 2))
 WGMMA_TOKENS = range(9, 1025)
 # The longest rows that products normalise: NF4_NORM_K of csrc/params.h.
@@ -82,7 +82,7 @@ class Wgmma:
     owner_steps: int = 0
 
     def workspace_bytes(self, m: int, n: int, k: int) -> int:
-        """Arranged activations and sums of cut tiles: WgmmaSizes of csrc/cuda/linear_wgmma_sm90.cu."""
+        """Arranged activations and sums of cut tiles: WgmmaSizes of csrc/cuda/wgmma_sm90/linear_wgmma.cu."""
         token_tiles, rows = -(-m // self.tokens), self.groups * 64
         arranged = token_tiles * self.tokens * -(-k // 256) * 512
         cut = -(-n // rows) * token_tiles % self.grid != 0
@@ -230,7 +230,7 @@ def shared_bytes(arch: int) -> int:
 
 
 def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
-    """How many ring stages fit beside `slots` row groups' sums: RowsLayout of csrc/cuda/rows_layout.cuh."""
+    """How many ring stages fit beside `slots` row groups' sums: RowsLayout of csrc/cuda/rows/layout.cuh."""
     stage_blocks = warps * blocks
     scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
     stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)

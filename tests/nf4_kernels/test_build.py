@@ -62,6 +62,29 @@ def test_a_build_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest
     assert len(written) == len(set(written)) == len(list((build.SOURCES / "cpu").glob("*.cpp"))) + 1
 
 
+def test_sources_of_a_room_for_hopper_are_compiled_for_hopper_alone() -> None:
+    archs = build.CUDA_ARCHS.split(";")
+    targets = {
+        str(source.relative_to(build.SOURCES / "cuda")): build.cuda_archs(source, archs)
+        for source in (build.SOURCES / "cuda").rglob("*.cu")
+    }
+    assert targets["wgmma_sm90/linear_wgmma.cu"] == targets["wgmma_sm90/linear_wgmma_timed.cu"] == ["90a"]
+    assert targets["rows/linear_rows.cu"] == targets["dequantize.cu"] == archs
+    assert build.cuda_archs(build.SOURCES / "cuda" / "some_sm90.cu", archs) == ["90a"]
+    # The C entries must be there for other GPUs' libraries, too.
+    assert build.cuda_archs(build.SOURCES / "cuda" / "wgmma_sm90" / "linear_wgmma.cu", ["89"]) == ["89"]
+
+
+def test_the_library_is_built_again_when_a_source_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "csrc"
+    (sources / "cpu").mkdir(parents=True)
+    (sources / "cpu" / "one.h").write_text("")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    before = build._digest([["c++"]])
+    (sources / "cpu" / "one.h").rename(sources / "one.h")
+    assert build._digest([["c++"]]) != before
+
+
 def test_linear_rows_is_more_than_a_trap_on_every_gpu(tmp_path: Path) -> None:
     """The kernel traps where shared memory does not begin where it should; the compiler knows, and drops the rest."""
     nvcc = build.find_nvcc()
@@ -69,7 +92,7 @@ def test_linear_rows_is_more_than_a_trap_on_every_gpu(tmp_path: Path) -> None:
         pytest.skip("no nvcc here")
     source, archs = tmp_path / "one.cu", build.CUDA_ARCHS.split(";")
     source.write_text(
-        '#include "linear_rows.cuh"\n'
+        '#include "cuda/rows/linear_rows.cuh"\n'
         + "".join(
             f"template __global__ void nf4::linear_rows<__nv_bfloat16, 8, 2, 1, true, false, {normalises}>"
             "(const __grid_constant__ nf4::RowsArgs);\n"
@@ -77,11 +100,11 @@ def test_linear_rows_is_more_than_a_trap_on_every_gpu(tmp_path: Path) -> None:
         )
     )
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    include = ["-I", str(build.SOURCES), "-I", str(build.SOURCES / "cuda")]
     command = [
         nvcc,
         "-std=c++17",
-        *include,
+        "-I",
+        str(build.SOURCES),
         *targets,
         "-Xptxas",
         "-v",

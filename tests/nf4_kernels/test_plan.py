@@ -23,7 +23,7 @@ from nf4_kernels.plan import (
     shared_bytes,
 )
 
-SOURCE = Path(cuda.__file__).parent / "csrc" / "cuda" / "linear_rows.cu"
+SOURCES = Path(cuda.__file__).parent / "csrc" / "cuda"
 SHAPES = (
     (25600, 5120),
     (5120, 25600),
@@ -144,12 +144,12 @@ def test_a_plan_prints_itself() -> None:
 
 
 def test_the_instances_are_those_compiled() -> None:
-    compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), (\d+)\)", SOURCE.read_text())
+    compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), (\d+)\)", (SOURCES / "rows" / "linear_rows.cu").read_text())
     assert {tuple(map(int, numbers)) for numbers in compiled} == {*INSTANCES, *SMALL_INSTANCES}
 
 
 def test_the_wgmma_instances_are_those_compiled() -> None:
-    source = SOURCE.with_name("linear_wgmma_sm90.cu").read_text()
+    source = (SOURCES / "wgmma_sm90" / "linear_wgmma.cu").read_text()
     compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), \d", source)
     assert {(int(tokens), int(groups)) for tokens, groups in compiled} == set(WGMMA_INSTANCES)
 

@@ -6,6 +6,7 @@
 #include "isa.h"
 #include "linear.h"
 #include "parallel.h"
+#include "struct_sizes.h"
 
 namespace nf4 {
 
@@ -50,5 +51,7 @@ void nf4_cpu_clock(double* dequant_seconds, double* linear_seconds) {
   if (dequant_seconds) *dequant_seconds = (double)dequant_ns.load() * 1e-9;
   if (linear_seconds) *linear_seconds = (double)linear_ns.load() * 1e-9;
 }
+
+int64_t nf4_cpu_struct_size(const char* name) { return struct_size(name); }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-/* The C interface of libnf4_cpu.so. Every function but the last three returns 0, or 1 for a bad argument. */
+/* The C interface of libnf4_cpu.so. Every function but the last four returns 0, or 1 for a bad argument. */
 #pragma once
 
 #include <stdint.h>
@@ -33,3 +33,6 @@ NF4_EXPORT int nf4_cpu_set_isa(const char* name);
  * dequantize calls, plus what the first thread spent decoding weight panels inside linear calls. The kernels for few
  * rows decode in registers between multiplications; that share cannot be measured and is not in dequant. */
 NF4_EXPORT void nf4_cpu_clock(double* dequant_seconds, double* linear_seconds);
+
+/* Bytes of a struct of params.h; 0 for a name that is none of theirs. */
+NF4_EXPORT int64_t nf4_cpu_struct_size(const char* name);

@@ -14,8 +14,8 @@ __global__ void stamp(uint64_t* clock) { clock_end(clock); }
 // A launch that lasts `lasting` nanoseconds and leaves its times as the products do. followed: the next launch may come
 // onto the device beside it.
 __global__ void __launch_bounds__(kThreads) work(uint64_t* clock, float* written, unsigned lasting, bool followed) {
-  if (followed) let_next_start();
-  wait_for_previous();
+  if (followed) launch_dependents();
+  grid_dependency_wait();
   unsigned long long began = device_time();
   if (blockIdx.x == 0 && threadIdx.x == 0) clock_start(clock);
   while (device_time() - began < lasting) continue;

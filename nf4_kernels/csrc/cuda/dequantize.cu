@@ -179,5 +179,3 @@ NF4_EXPORT int nf4_cuda_dequantize(const Nf4Weight* weight, int64_t first, int64
   }
   return cudaGetLastError();
 }
-
-NF4_EXPORT const char* nf4_cuda_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

@@ -21,7 +21,7 @@ struct Gate {
   }
   // How much further on than at one of a launch's tile's first 8 tokens the same column lies at a later token of that tile, a
   // multiple of 8 later. Both tiles' rows are powers of two, so the output's changes where `later` says so.
-  __device__ __forceinline__ int further(int later) const {
+  __device__ __forceinline__ int offset_of_later(int later) const {
     int step = tile_shift ? 64 : columns, next_tile = tile_shift ? (tile_blocks - 1) << (tile_shift + 6) : 0;
     return later * step + (later >> tile_shift) * next_tile;
   }
@@ -35,7 +35,7 @@ struct Gate {
     return x * share;
   }
   // Of two gates and their ups, in bfloat16. The activation is rounded before the multiplication, as models do it.
-  __device__ __forceinline__ unsigned of(unsigned gates, unsigned ups) const {
+  __device__ __forceinline__ unsigned apply(unsigned gates, unsigned ups) const {
     float2 both = unpack2<__nv_bfloat16>(gates);
     return multiply_pairs(pack2<__nv_bfloat16>(activated(both.x), activated(both.y)), ups);
   }

@@ -80,14 +80,14 @@ __device__ __forceinline__ void copy_and_arrive(unsigned target, const void* sou
 }
 
 // The next kernel's blocks may start where there is room; they wait for what this one writes.
-__device__ __forceinline__ void let_next_start() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 // Until the kernel before has ended: what it wrote can be read, what it reads can be written.
-__device__ __forceinline__ void wait_for_previous() {
+__device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

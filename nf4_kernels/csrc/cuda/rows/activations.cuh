@@ -1,7 +1,7 @@
 // What linear_rows.cuh multiplies weights with: a part's activations as B registers, normalised where a launch does that.
 #pragma once
 
-#include "rows_layout.cuh"
+#include "layout.cuh"
 
 namespace nf4 {
 

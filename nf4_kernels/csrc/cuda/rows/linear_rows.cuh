@@ -17,8 +17,8 @@
 // bytes); the activations are picked to match, so the product sees every k once, in an order of its own.
 #pragma once
 
-#include "rows_activations.cuh"
-#include "rows_sums.cuh"
+#include "activations.cuh"
+#include "reduction.cuh"
 
 namespace nf4 {
 
@@ -208,13 +208,13 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
   // A cluster's other blocks must not wait with it.
   auto begin = [&] {
     if (blockIdx.x > 0 || threadIdx.x != (kWarps + 1) * 32) return;
-    wait_for_previous();
+    grid_dependency_wait();
     clock_start(args.clock);
   };
   if (args.cluster == 1) begin();
   constexpr int kThreads = (kWarps + kServiceWarps<kWarps, kTiles>) * 32, kFirstDecoder = kWarps + Layout::kDecoders;
   RowsRun run(args);
-  let_next_start();
+  launch_dependents();
   if (warp == kWarps) init_copy_barriers<Layout>(base);
   if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
   if (args.cluster > 1) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
   }
   if (warp == kWarps) {
     barrier_signal(3, kThreads);
-    if (!args.constant_weights) wait_for_previous();
+    if (!args.constant_weights) grid_dependency_wait();
     if constexpr (Layout::kDecoders == 1) {
       reduce<T, kWarps, kTiles, Layout, kNested, true, kNormalises>(args, shared, run);
     } else {
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
     if (table_first) build();
     if (kNormalises && args.constant_weights) ask_for_norm<T, kWarps, kBlocks>(args, run.part);
     uint4 b[kBlocks][kTiles][2];
-    wait_for_previous();
+    grid_dependency_wait();
     if constexpr (kNormalises) {
       load_normalised<T, kWarps, kBlocks, kTiles, Layout>(args, shared, run.part, b, build);
     } else {
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__((kWarps + kServiceWarps<kWarps, kTiles>) * 32,
       if constexpr (Layout::kDecoders == 2) reduce<T, kWarps, kTiles, Layout, kNested, false, kNormalises>(args, shared, run);
       return;
     }
-    if (!args.constant_weights) wait_for_previous();
+    if (!args.constant_weights) grid_dependency_wait();
     constexpr int kReads = 2 / Layout::kDecoders;
     int thread = threadIdx.x - kFirstDecoder * 32;
     float4 codes[kReads];

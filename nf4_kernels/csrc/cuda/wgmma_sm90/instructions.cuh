@@ -1,14 +1,13 @@
-// What the warpgroup product needs beside the product itself: descriptors and fences, tensor copies, dependent launch.
-// Everything here is sm_90a's.
+// sm_90a's instructions as functions, beside wgmma itself (shapes.cuh): descriptors, fences, tensor copies, registers.
 #pragma once
 
-#include "pipeline.cuh"
-#include "wgmma_shapes.cuh"
+#include "../pipeline.cuh"
+#include "shapes.cuh"
 
 namespace nf4 {
 
-// Descriptor of a tile of 128-byte rows, 16-byte chunks XORed with the row (mod 8), starting on a 1 KB boundary: the
-// lower half, to which a distance in 16 bytes can be added, and from it the whole.
+// wgmma's descriptor of a tile of 128-byte rows that starts on a 1 KB boundary and whose 16-byte chunks are XORed with the
+// row (mod 8). swizzled_tile() gives its lower half, to which a distance in 16 bytes can be added; descriptor() completes it.
 __device__ __forceinline__ unsigned swizzled_tile(unsigned address) { return 1u << 16 | (address & 0x3FFFF) >> 4; }
 __device__ __forceinline__ uint64_t descriptor(unsigned tile) {
   constexpr uint64_t kEightRows = 1024 >> 4;
@@ -18,7 +17,7 @@ __device__ __forceinline__ uint64_t descriptor(unsigned tile) {
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Returns once at most kPending committed groups are still running.
+// Returns once at most kPending committed groups of wgmma are still running.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -31,7 +30,8 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-// One thread of the warp arrives. (Comparing the lane's number would read it anew each time: registers are short.)
+// One thread of the warp arrives. It is elected, since a comparison of the lane's number would read that anew each time
+// where registers are short.
 __device__ __forceinline__ void warp_arrive(unsigned barrier) {
   asm volatile(
       "{ .reg .pred p;\n"
@@ -41,11 +41,19 @@ __device__ __forceinline__ void warp_arrive(unsigned barrier) {
       : "memory");
 }
 
+// Makes the barriers that have just been set up visible to asynchronous copies.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Counts this thread's arrival, and the bytes for which the barrier's phase then waits.
 __device__ __forceinline__ void expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
+// Copies the box of a tensor map at these coordinates; the barrier counts its bytes once they have landed.
 __device__ __forceinline__ void copy_box(unsigned target, const void* map, int x, int y, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
@@ -62,27 +70,29 @@ __device__ __forceinline__ void copy_box(unsigned target, const void* map, int x
       : "memory");
 }
 
-// Brings the map itself nearer.
+// Loads the map itself into the cache of descriptors, so that the first copy need not wait for it.
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Copies bytes (a multiple of 16) of global memory; the barrier counts them once they have landed.
 __device__ __forceinline__ void copy_bytes(unsigned target, const void* source, unsigned bytes, unsigned barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// This thread's reads of shared memory so far come before any asynchronous copy that is started once it has arrived at a
-// barrier. Arriving alone does not order the two: reads still queued were overtaken by the next round's weights.
-__device__ __forceinline__ void loads_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's reads of shared memory before any asynchronous copy that is started once it has arrived at a
+// barrier. The arrival alone does not order the two: copies of the next weights overtook reads that were still queued.
+__device__ __forceinline__ void fence_loads_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// setmaxnreg: a warpgroup waits for more registers, or gives back what it does not need.
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

@@ -1,10 +1,10 @@
 // What the parts of linear_rows.cuh share: arguments, the map of shared memory, a block's share of the work.
 #pragma once
 
-#include "clock.cuh"
-#include "common.cuh"
-#include "prefetch.cuh"
-#include "rows_sync.cuh"
+#include "../clock.cuh"
+#include "../common.cuh"
+#include "../prefetch.cuh"
+#include "sync.cuh"
 
 namespace nf4 {
 

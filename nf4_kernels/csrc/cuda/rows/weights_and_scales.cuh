@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "rows_layout.cuh"
+#include "layout.cuh"
 
 namespace nf4 {
 

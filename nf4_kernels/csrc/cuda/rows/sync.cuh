@@ -2,7 +2,7 @@
 // Before sm_90 these do nothing.
 #pragma once
 
-#include "pipeline.cuh"
+#include "../pipeline.cuh"
 
 namespace nf4 {
 

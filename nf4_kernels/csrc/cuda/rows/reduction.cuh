@@ -1,7 +1,7 @@
 // The last stage of linear_rows.cuh: sums of the warps, of the passes and of the blocks of a cluster; outputs.
 #pragma once
 
-#include "rows_scales.cuh"
+#include "weights_and_scales.cuh"
 
 namespace nf4 {
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
     __syncwarp();
     barrier_sync(kOthersReady, 64);
   }
-  wait_for_previous();
+  grid_dependency_wait();
   if (args.cluster > 1) cluster_wait();
   RingPosition ring;
   Reduction<kTiles> at;

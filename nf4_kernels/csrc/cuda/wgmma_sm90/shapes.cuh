@@ -1,5 +1,5 @@
-// Hopper's warpgroup matrix product, weights (64 rows x 16 k) in registers, tokens as its n: one
-// wrapper per token count.
+// wgmma with A (64 weight rows x 16 k) in registers and B (tokens) in shared memory: a wrapper for each token count, which is
+// the instruction's n.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,7 @@
 
 namespace nf4 {
 
-// d (64 x kTokens, in registers) = a b, or d + a b. b names a shared-memory tile of kTokens rows of 128 swizzled bytes.
+// d (64 x kTokens, in registers) = a b, or d + a b with accumulate. b describes a tile of kTokens rows of 128 swizzled bytes.
 template <typename T, int kTokens>
 __device__ __forceinline__ void wgmma(float (&d)[kTokens / 2], const unsigned (&a)[4], uint64_t b, bool accumulate);
 

@@ -1,0 +1,197 @@
+// The producer warps of linear_wgmma.cuh: they load weights, tokens and scales into the rings, and partial sums behind them.
+#pragma once
+
+#include "../clock.cuh"
+#include "split_tiles.cuh"
+
+namespace nf4 {
+
+template <typename Traits>
+__device__ __forceinline__ void load_weights(const WgmmaArgs& args, const CUtensorMap* map,
+                                             WgmmaLayout<Traits> layout) {
+  using Layout = WgmmaLayout<Traits>;
+  TileScheduler work(args);
+  Ring<Traits::kStages> ring;
+  while (work.advance(args)) {
+    int row = work.tile / args.token_tiles * Layout::kRows;
+    for (int step = work.first_step; step < work.first_step + work.steps; ++step) {
+      barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1);
+      unsigned full = layout.weights_full(ring.stage);
+      expect_bytes(full, Layout::kWeightBytes);
+      if constexpr (Traits::kGates) {
+        copy_box(layout.weights(ring.stage), map, step * 128, 0, row / 2, full);
+      } else {
+        copy_box(layout.weights(ring.stage), map, step * 128, row, full);
+      }
+      ring.advance();
+    }
+  }
+  if (!PartialSumRing<Traits>::kOfTokens && work.reduces(args)) {
+    load_partial_sums<Traits>(args, work.tile, layout, ring);
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void load_tokens(const WgmmaArgs& args, WgmmaLayout<Traits> layout) {
+  using Layout = WgmmaLayout<Traits>;
+  TileScheduler work(args);
+  Ring<Traits::kTokenStages> ring;
+  grid_dependency_wait();
+  if (args.begins && blockIdx.x + blockIdx.y == 0) clock_start(args.clock);
+  constexpr int kCopies = 4 / Layout::kTokenBlocks;
+  while (work.advance(args)) {
+    int64_t first = int64_t{work.tile % args.token_tiles} * args.steps + work.first_step;
+    const char* from = args.tiles + first * kCopies * Layout::kTokenBytes;
+    for (int copy = 0; copy < work.steps * kCopies; ++copy, from += Layout::kTokenBytes) {
+      barrier_wait(layout.tokens_empty(ring.stage), ring.parity ^ 1);
+      unsigned full = layout.tokens_full(ring.stage);
+      expect_bytes(full, Layout::kTokenBytes);
+      copy_bytes(layout.tokens(ring.stage), from, Layout::kTokenBytes, full);
+      ring.advance();
+    }
+  }
+  if (PartialSumRing<Traits>::kOfTokens && work.reduces(args)) {
+    load_partial_sums<Traits>(args, work.tile, layout, ring);
+  }
+}
+
+// The scales of one row and kSteps k steps as they lie in memory, where each k step's four are aligned neighbours. Nested
+// ones of four k steps are one 16-byte read where the row allows it, since a launch's first reads wait behind its weights.
+template <bool kNested, int kSteps>
+struct RawScales {
+  float4 scales[kSteps];
+  __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
+    const float4* from = reinterpret_cast<const float4*>(args.weight.absmax) + int64_t{row} * (args.k_blocks / 4);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) scales[i] = __ldg(from + min(step + i, last));
+  }
+  __device__ __forceinline__ float4 decoded(int i, const float*) const { return scales[i]; }
+};
+template <int kSteps>
+struct RawScales<true, kSteps> {
+  unsigned raw[kSteps];
+  float absmax[2], offset[2];  // second-level scales of the first scale's group of 256 and of the last one's
+  int second;                  // the k step from which the second ones count
+  __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
+    const Nf4Weight& w = args.weight;
+    unsigned first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
+    if (kSteps == 4 && args.wide_scales) {
+      uint4 words = __ldg(reinterpret_cast<const uint4*>(w.absmax_8bit + first));
+      raw[0] = words.x, raw[1 % kSteps] = words.y, raw[2 % kSteps] = words.z, raw[3 % kSteps] = words.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        raw[i] = __ldg(reinterpret_cast<const unsigned*>(w.absmax_8bit + first) + min(i, last - step));
+      }
+    }
+    unsigned group = first >> 8, end = (first + min(kSteps - 1, last - step) * 4) >> 8;
+    second = static_cast<int>((256 - first % 256) / 4);
+    absmax[0] = __ldg(w.absmax + group);
+    absmax[1] = __ldg(w.absmax + end);
+    offset[0] = __ldg(w.absmax_offset + group * w.offset_stride);
+    offset[1] = __ldg(w.absmax_offset + end * w.offset_stride);
+  }
+  __device__ __forceinline__ float4 decoded(int i, const float* code) const {
+    float by = i < second ? absmax[0] : absmax[1], add = i < second ? offset[0] : offset[1];
+    auto scale = [&](int byte) { return nested_scale(code[raw[i] >> 8 * byte & 255], by, add); };
+    return make_float4(scale(0), scale(1), scale(2), scale(3));
+  }
+};
+
+// The four scales of one row and k step for any k and block size; beyond the weight they are zeros.
+template <typename Traits>
+__device__ __forceinline__ float4 any_scales(const WgmmaArgs& args, const float* code, int row, int step) {
+  const Nf4Weight& w = args.weight;
+  int64_t first = int64_t{args.weight_row<Traits::kGates>(row)} * args.k_blocks + step * 4;
+  float scales[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int64_t at = (first + i) >> args.scale_shift;
+    scales[i] = 0.0f;
+    if (row >= args.n || step * 4 + i >= args.k_blocks) continue;
+    int64_t group = at >> 8;
+    scales[i] = Traits::kNested ? nested_scale(code[__ldg(w.absmax_8bit + at)], __ldg(w.absmax + group),
+                                               __ldg(w.absmax_offset + group * w.offset_stride))
+                                : __ldg(w.absmax + at);
+  }
+  return make_float4(scales[0], scales[1], scales[2], scales[3]);
+}
+
+// Two warps, of which this is one of the 64 threads, load scales as floats; they decode nested ones.
+template <typename Traits>
+__device__ __forceinline__ void load_scales(const WgmmaArgs& args, WgmmaLayout<Traits> layout, char* shared,
+                                            int thread) {
+  using Layout = WgmmaLayout<Traits>;
+  constexpr int kPerThread = Layout::kRows / 64;
+  // How many k steps' scales are under way at once. With 256 tokens one will do: a k step takes longer than its scales'
+  // way, and registers are short.
+  constexpr int kSteps = Traits::kTokens == 256 ? 1 : Traits::kNested ? 4 : 2;
+  float* code = reinterpret_cast<float*>(shared + Layout::kCode);
+  bool code_loaded = !Traits::kNested;
+  auto load_code = [&] {
+    if (code_loaded) return;
+    code_loaded = true;
+    for (int i = thread; i < 256; i += 64) code[i] = __ldg(args.weight.absmax_code + i);
+    barrier_sync(kScaleBarrier, 64);
+  };
+  TileScheduler work(args);
+  Ring<Traits::kStages> ring;
+  auto store = [&](int i, float4 scales) {
+    float* target = reinterpret_cast<float*>(shared + Layout::kScales + ring.stage * Layout::kScaleBytes) + thread;
+    target[i * 64] = scales.x;
+    target[i * 64 + Layout::kRows] = scales.y;
+    target[i * 64 + 2 * Layout::kRows] = scales.z;
+    target[i * 64 + 3 * Layout::kRows] = scales.w;
+  };
+  auto wait_stage = [&] { barrier_wait(layout.weights_empty(ring.stage), ring.parity ^ 1); };
+  auto commit_stage = [&] {
+    barrier_arrive(layout.scales_full(ring.stage));
+    ring.advance();
+  };
+  while (work.advance(args)) {
+    int row = work.tile / args.token_tiles * Layout::kRows + thread, end = work.first_step + work.steps;
+    if (!args.whole_scales) {
+      load_code();
+      for (int step = work.first_step; step < end; ++step) {
+        wait_stage();
+        for (int i = 0; i < kPerThread; ++i) store(i, any_scales<Traits>(args, code, row + i * 64, step));
+        commit_stage();
+      }
+      continue;
+    }
+    // Batches start on a multiple of their size, where nested scales are aligned.
+    for (int batch = work.first_step & -kSteps; batch < end; batch += kSteps) {
+      RawScales<Traits::kNested, kSteps> raw[kPerThread];
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        raw[i].load(args, args.weight_row<Traits::kGates>(min(row + i * 64, args.n - 1)), batch, end - 1);
+      }
+      load_code();  // while the first scales are on their way
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j) {
+        if (batch + j < work.first_step) continue;
+        if (batch + j >= end) break;
+        wait_stage();
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) store(i, raw[i].decoded(j, code));
+        commit_stage();
+      }
+    }
+  }
+}
+
+// The four warps behind the consumers': one loads weights, one tokens, two scales.
+template <typename Traits>
+__device__ __forceinline__ void produce(const WgmmaArgs& args, const CUtensorMap* map, WgmmaLayout<Traits> layout,
+                                        char* shared) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, producer = warp - Traits::kConsumerWarps;
+  if (producer == 0) {
+    if (lane == 0) load_weights<Traits>(args, map, layout);
+  } else if (producer == 1) {
+    if (lane == 0) load_tokens<Traits>(args, layout);
+  } else {
+    load_scales<Traits>(args, layout, shared, (producer - 2) * 32 + lane);
+  }
+}
+
+}  // namespace nf4
