@@ -41,7 +41,7 @@ def count(graph: Graph) -> Counter[str]:
         if node.target is torch.ops.nf4.fused_linear.default:
             residual, weight = node.args[9], node.args[10]
             found[" ".join(["norm"] * (weight is not None) + ["residual"] * (residual is not None))] += 1
-        if node.target is torch.ops.nf4.arranged_linear.default:
+        if node.target is torch.ops.nf4.tiled_linear.default:
             found["arranged residual" if node.args[-1] is not None else "arranged"] += 1
         if node.target is torch.ops.nf4.gated_linear.default:
             weight, activation, tile = node.args[9], node.args[11], node.args[12]

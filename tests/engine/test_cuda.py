@@ -70,20 +70,20 @@ def test_graphs_of_many_sequences_pass_on_what_is_arranged(
 
         def call(*arguments: Any) -> torch.Tensor:
             # What is gated may come in rows: its last argument is the tile.
-            in_tiles = name == "arranged_linear" or arguments[-1] > 0
+            in_tiles = name == "tiled_linear" or arguments[-1] > 0
             calls[name] += torch.cuda.is_current_stream_capturing() and in_tiles
             return function(*arguments)
 
         return call
 
-    for function in ("arranged_linear", "gated_linear"):
+    for function in ("tiled_linear", "gated_linear"):
         monkeypatch.setattr(cuda, function, counted(function))
     monkeypatch.setattr(runtime, "ladder", lambda largest: [largest])
     draw = random.Random(2)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 100))] for _ in range(12)]
     # Sums of wgmma and of transformers are up to two of the steps below apart, both logits each.
     check_answers(name, tmp_path, prompts, 0.035, max_num_seqs=48, max_num_batched_tokens=512, kv_cache_bytes=1 << 28)
-    assert calls == {"arranged_linear": 14, "gated_linear": 7}
+    assert calls == {"tiled_linear": 14, "gated_linear": 7}
 
 
 def check_answers(name: str, tmp_path: Path, prompts: list[list[int]], near_tie: float, **limits: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from nf4_kernels.reference import arrange, tiles_shape
+from nf4_kernels.reference import tile_activations, tiles_shape
 from server.engine.runtime.attention.rotation import Rotation
 from server.engine.runtime.batch import Batch
 
@@ -81,11 +81,11 @@ class AttentionBackend(ABC):
         """
         out = self.attend_next(*rotation.rotated(query, key), value)
         tokens, heads, dim = out.shape
-        return out if tile == 0 else arrange(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
+        return out if tile == 0 else tile_activations(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
 
 
 def result_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, ...]:
-    """[tokens, heads, dim], or with a tile that of nf4_kernels.reference.arrange(rows [tokens, heads * dim], tile).
+    """[tokens, heads, dim], or with a tile that of nf4_kernels.reference.tile_activations(rows [tokens, heads * dim], tile).
 
     Raises ValueError where these would be filled up to 256 columns, which the attention's kernel does not do.
     """

@@ -33,7 +33,7 @@ GATED = torch.ops.nf4.gated_linear.default
 def fuse_gates(nodes: Iterable[Node], products: list[Node], gates: HasLaunch) -> None:
     """Put nf4::gated_linear in place of gated activations of products that nothing else reads.
 
-    products: those that may be replaced; one that is goes out of the list. gates: as ops.gates().
+    products: those that may be replaced; one that is goes out of the list. gates: as ops.can_gate().
     """
     for node in nodes:
         product, activation = _gated(node)

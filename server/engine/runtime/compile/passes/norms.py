@@ -103,10 +103,10 @@ class FusedOperations:
             norm = _norm(x)
             if norm is not None and self._fits(product, True) and _only_multiplied(x, products):
                 products[i] = _fuse_norm(product, norm)
-        fuse_gates(nodes, products, self._gates or ops.gates)
+        fuse_gates(nodes, products, self._gates or ops.can_gate)
         if self._rotates:
             fuse_rotations(nodes)
-        fuse_arrangements(products, self._tile_rows or ops.tile_rows)
+        fuse_arrangements(products, self._tile_rows or ops.token_tile)
 
     def _fits(self, product: Node, normalised: bool) -> bool:
         """Whether there is a fused launch for the product."""
@@ -115,7 +115,7 @@ class FusedOperations:
         # In float16, what a norm leaves times its weight may be too large. Sizes that vary are not ints.
         if x.dtype != torch.bfloat16 or not all(isinstance(size, int) for size in (*x.shape, *shape)):
             return False
-        fuses = self._fuses or ops.fuses
+        fuses = self._fuses or ops.can_fuse
         return x.is_contiguous() and fuses(*product_of(product), normalised)
 
 
@@ -124,7 +124,7 @@ def _sources() -> bytes:
     """A digest of everything that decides what the pass does, but for the GPU, which inductor itself asks about."""
     runtime = Path(__file__).parents[2]
     paths = sorted(runtime.rglob("*.py"))
-    paths += sorted(Path(ops.__file__).parent.glob("*.py"))
+    paths += sorted(Path(ops.__file__).parent.rglob("*.py"))
     state = cuda.load_error(), [path.read_bytes() for path in paths]
     return hashlib.sha256(repr(state).encode()).digest()
 

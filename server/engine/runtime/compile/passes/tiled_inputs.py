@@ -28,11 +28,11 @@ from server.engine.runtime.compile.passes.matching import (
 aten = torch.ops.aten
 
 TileRows = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool], int]
-"""ops.tile_rows(): the tile of product_of(node), or 0."""
+"""ops.token_tile(): the tile of product_of(node), or 0."""
 
 
 def fuse_arrangements(products: Iterable[Node], tile_rows: TileRows) -> None:
-    """Put nf4::arranged_linear in place of products without a norm, where what is in front of them can arrange."""
+    """Put nf4::tiled_linear in place of products without a norm, where what is in front of them can arrange."""
     for product in products:
         arguments = arguments_of(product)
         x = arguments["x"]
@@ -72,10 +72,10 @@ def _source(node: Node) -> Node:
 
 def _fuse(product: Node, tiles: Node, rows: int) -> None:
     """The product of what is in tiles."""
-    arranged, shape = torch.ops.nf4.arranged_linear.default, product.meta["val"].shape
+    arranged, shape = torch.ops.nf4.tiled_linear.default, product.meta["val"].shape
     flat = torch.Size((rows, shape[-1]))
     with product.graph.inserting_before(product):
-        given = arguments_of(product) | {"tiles": tiles, "rows": rows}
+        given = arguments_of(product) | {"tiles": tiles, "tokens": rows}
         if given.get("residual") is not None:
             given["residual"] = reshaped(given["residual"], flat)
         out = with_value(
