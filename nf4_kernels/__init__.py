@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nf4_kernels import cpu, cuda, ops
 from nf4_kernels.format import Weight
-from nf4_kernels.successors import prefetch_next
+from nf4_kernels.weight_order import prefetch_next
 
 __all__ = ["Weight", "capabilities", "dequantize_4bit", "disable", "enable", "linear_4bit", "prefetch_next"]
 
@@ -27,7 +27,7 @@ def dequantize_4bit(packed: Tensor, quant_state: Any, dtype: torch.dtype | None 
     weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
     wanted = dtype or getattr(quant_state, "dtype", torch.float32)
     out: Tensor = torch.ops.nf4.dequantize(
-        packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, wanted, *_nested(weight)
+        packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, wanted, *weight.nested
     )
     return out
 
@@ -39,7 +39,7 @@ def linear_4bit(x: Tensor, packed: Tensor, quant_state: Any, bias: Tensor | None
     """
     weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
     out: Tensor = torch.ops.nf4.linear(
-        x, packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, bias, *_nested(weight)
+        x, packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, bias, *weight.nested
     )
     return out
 
@@ -70,10 +70,6 @@ def capabilities() -> dict[str, str]:
 def _gpu() -> str:
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor} ({torch.cuda.get_device_name()})"
-
-
-def _nested(weight: Weight) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return weight.absmax_8bit, weight.absmax_code, weight.absmax_offset
 
 
 _registered = ops  # imported for its effect: torch.ops.nf4

@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             expanded = torch.ops.nf4.dequantize(
-                weight.packed, weight.shape, weight.absmax, weight.blocksize, gradient.dtype, *_nested(weight)
+                weight.packed, weight.shape, weight.absmax, weight.blocksize, gradient.dtype, *weight.nested
             )
             grad_x = gradient @ expanded
         if ctx.has_bias and ctx.needs_input_grad[1]:
@@ -119,16 +119,14 @@ class _KeptWeight(_Source):
 
 
 class _KeptCall(_Source):
-    """A layer's product on the CPU kernels without the dispatcher in between, which costs more than a small product."""
+    """A layer's call of the CPU kernels without the dispatcher in between, which costs more than a small GEMM."""
 
     def __init__(self, layer: Any, weight: Weight) -> None:
         super().__init__(layer)
         self.bias: Tensor | None = layer.bias
         self.dtype: torch.dtype = layer.compute_dtype
         self._bias_pointer = 0 if self.bias is None else self.bias.data_ptr()
-        self.run = cpu.PreparedLinear(
-            weight.packed, weight.shape, weight.absmax, weight.blocksize, self.bias, *_nested(weight)
-        )
+        self.run = cpu.PreparedLinear(weight, self.bias)
 
     def is_of(self, layer: Any) -> bool:
         bias = layer._parameters.get("bias")
@@ -200,7 +198,7 @@ def _keep_call(layer: Any, weight: Weight) -> None:
 
 def _call(x: Tensor, bias: Tensor | None, weight: Weight) -> Tensor:
     out: Tensor = torch.ops.nf4.linear(
-        x, weight.packed, weight.shape, weight.absmax, weight.blocksize, bias, *_nested(weight)
+        x, weight.packed, weight.shape, weight.absmax, weight.blocksize, bias, *weight.nested
     )
     return out
 
@@ -231,10 +229,6 @@ def _make_weight(layer: Any) -> Weight | None:
 def _check_shape(weight: Weight) -> None:
     if len(weight.shape) != 2:
         raise ValueError(f"its weight has shape {list(weight.shape)}, not [N, K]")
-
-
-def _nested(weight: Weight) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return weight.absmax_8bit, weight.absmax_code, weight.absmax_offset
 
 
 def _gemm_4bit(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nf4_kernels.format import check, offset_stride
+from nf4_kernels.format import Weight, check, second_level
 from nf4_kernels.params import DTYPES, Nf4Weight, size_error
 
 LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cpu.so"
@@ -85,44 +85,31 @@ class PreparedLinear:
     Keeps the tensors alive. Any number of threads may call it at once.
     """
 
-    def __init__(
-        self,
-        packed: Tensor,
-        shape: Sequence[int],
-        absmax: Tensor,
-        blocksize: int,
-        bias: Tensor | None = None,
-        absmax_8bit: Tensor | None = None,
-        absmax_code: Tensor | None = None,
-        absmax_offset: Tensor | None = None,
-    ) -> None:
-        if len(shape) != 2:
-            raise ValueError(f"shape must be [N, K], got {list(shape)}")
-        self.n, self.k = int(shape[0]), int(shape[1])
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+        self.n, self.k = weight.matrix
         if bias is not None and (bias.dtype not in DTYPES or bias.numel() != self.n):
             raise ValueError(
                 f"bias must be float32, bfloat16 or float16 with {self.n} elements, got {bias.dtype} with {bias.numel()}"
             )
-        given = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
-        self._keep = tuple(None if t is None else t.contiguous() for t in given)
-        self._weight = ctypes.byref(_weight(self.n, self.k, blocksize, *self._keep))  # type: ignore[arg-type]
+        self._keep = weight.contiguous()
+        self._weight = ctypes.byref(_struct(self._keep, self.n, self.k))
         self.bias = None if bias is None else bias.contiguous()
         self._bias_pointer = None if self.bias is None else self.bias.data_ptr()
         self._run = _usable().nf4_cpu_linear_at
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] of float32, bfloat16 or float16 to [..., N]."""
-        dtype = DTYPES.get(x.dtype)
-        if dtype is None or x.shape[-1] != self.k or not x.is_cpu:
+        dtype, shape = DTYPES.get(x.dtype), x.shape
+        if dtype is None or shape[-1] != self.k or not x.is_cpu:
             raise ValueError(
                 f"x must end in {self.k} and be float32, bfloat16 or float16 on the CPU,"
-                f" got {list(x.shape)} {x.dtype} on {x.device}"
+                f" got {list(shape)} {x.dtype} on {x.device}"
             )
         if self.bias is not None and self.bias.dtype is not x.dtype:
             raise ValueError(f"bias must be {x.dtype}, got {self.bias.dtype}")
         if not x.is_contiguous():
             x = x.contiguous()
-        out = x.new_empty((*x.shape[:-1], self.n))
+        out = x.new_empty((*shape[:-1], self.n))
         m = x.numel() // self.k
         if m and self._run(
             self._weight, self._bias_pointer, x.data_ptr(), out.data_ptr(), m, dtype, torch.get_num_threads()
@@ -131,43 +118,23 @@ class PreparedLinear:
         return out
 
 
-def linear(
-    x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times the transposed weight plus bias: [..., N] in x's dtype, accumulated in float32."""
-    return PreparedLinear(packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset)(x)
+    return PreparedLinear(weight, bias)(x)
 
 
-def dequantize(
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    dtype: torch.dtype,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The weight in dtype (float32, bfloat16, float16), bit for bit as bitsandbytes gives it."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    count = check(packed, shape, absmax, blocksize, absmax_8bit)
-    given = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
-    keep = tuple(None if t is None else t.contiguous() for t in given)
-    weight = _weight(1, count, blocksize, *keep)  # type: ignore[arg-type]
-    out = torch.empty([int(size) for size in shape], dtype=dtype)
+    keep = weight.contiguous()
+    count = math.prod(keep.shape)
+    struct = _struct(keep, 1, count)
+    out = torch.empty([int(size) for size in keep.shape], dtype=dtype)
     if count and _usable().nf4_cpu_dequantize(
-        ctypes.byref(weight), out.data_ptr(), DTYPES[dtype], torch.get_num_threads()
+        ctypes.byref(struct), out.data_ptr(), DTYPES[dtype], torch.get_num_threads()
     ):
-        raise KernelError(f"nf4_cpu_dequantize refused {count} elements in blocks of {blocksize}")
+        raise KernelError(f"nf4_cpu_dequantize refused {count} elements in blocks of {keep.blocksize}")
     return out
 
 
@@ -188,26 +155,16 @@ def linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return out
 
 
-def _weight(
-    n: int,
-    k: int,
-    blocksize: int,
-    packed: Tensor,
-    absmax: Tensor,
-    absmax_8bit: Tensor | None,
-    absmax_code: Tensor | None,
-    absmax_offset: Tensor | None,
-) -> Nf4Weight:
-    check(packed, (n, k), absmax, blocksize, absmax_8bit)
-    if absmax_8bit is None:
-        return Nf4Weight(packed=packed.data_ptr(), absmax=absmax.data_ptr(), n=n, k=k, blocksize=blocksize)
-    if absmax_code is None or absmax_offset is None:
-        raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
+def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
+    """The C interface's view of a contiguous weight's tensors, as n rows of k. ValueError where they do not fit."""
+    check(weight)
+    packed, absmax = weight.packed, weight.absmax
+    if weight.absmax_8bit is None:
+        return Nf4Weight(packed=packed.data_ptr(), absmax=absmax.data_ptr(), n=n, k=k, blocksize=weight.blocksize)
+    absmax_8bit, absmax_code, absmax_offset, stride = second_level(weight)
     if absmax_code.dtype != torch.float32 or absmax_code.numel() != 256:
         raise ValueError(f"absmax_code must be float32 with 256 elements, got {absmax_code.dtype}")
-    stride = offset_stride(absmax, absmax_offset)
-    tensors = (packed, absmax, absmax_8bit, absmax_code, absmax_offset)
-    if not all(tensor.is_cpu for tensor in tensors):
+    if not (packed.is_cpu and absmax.is_cpu and absmax_8bit.is_cpu and absmax_code.is_cpu and absmax_offset.is_cpu):
         raise ValueError("the weight's tensors must all be on the CPU")
     return Nf4Weight(
         packed=packed.data_ptr(),
@@ -217,7 +174,7 @@ def _weight(
         absmax_offset=absmax_offset.data_ptr(),
         n=n,
         k=k,
-        blocksize=blocksize,
+        blocksize=weight.blocksize,
         offset_stride=stride,
     )
 

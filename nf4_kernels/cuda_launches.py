@@ -1,4 +1,4 @@
-"""Launches of the CUDA kernels: which of them makes a product, its workspace, its times. cuda.py checks arguments."""
+"""Launches of the CUDA kernels: which of them computes a GEMM, its workspace, its times. cuda.py checks arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ from torch import Tensor
 from nf4_kernels.cuda_library import Linear, Next, RowsPlan, WgmmaPlan, raise_for, usable
 from nf4_kernels.device_clock import DeviceClock
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
-from nf4_kernels.plan import COUNTERS, HALF_ROWS, NORM_K, PREFETCH_BYTES, WORKSPACE_BYTES, Rows, Slices, Wgmma, plan
+from nf4_kernels.plan import (
+    COUNTERS,
+    HALF_ROWS,
+    NORM_K,
+    PREFETCH_BYTES,
+    WORKSPACE_BYTES,
+    Dequantize,
+    Plan,
+    Rows,
+    Wgmma,
+    plan,
+)
 from nf4_kernels.reference import rms_norm
-from nf4_kernels.successors import successor
+from nf4_kernels.weight_order import next_weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +33,12 @@ class Gate:
 
     activation: str
     tile: int
-    """0: into rows [M, N / 2]; else into their tiles of so many rows (reference.arrange())."""
+    """0: the result is [M, N / 2]; else its tiled activations (reference.tile_activations())."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Around:
-    """What is done to x and to the sums in a product's own launches; what is None is not there."""
+class Fusion:
+    """A GEMM's prologue (the norm of x) and epilogue (all others) in its own launches; what is None is not there."""
 
     bias: Tensor | None
     residual: Tensor | None
@@ -36,64 +47,64 @@ class Around:
     gate: Gate | None = None
 
 
-def can_normalise(dtype: torch.dtype, k: int) -> bool:
-    """Whether products' launches normalise rows of k elements. x times norm_weight may be too large for float16."""
+def can_norm(dtype: torch.dtype, k: int) -> bool:
+    """Whether GEMMs' launches normalise tokens of k elements. x times norm_weight may be too large for float16."""
     return dtype == torch.bfloat16 and k <= NORM_K
 
 
-def can_gate(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
-    """Whether linear_wgmma makes a gated activation of n sums, in tiles of so many rows where not 0."""
+def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
+    """Whether linear_wgmma makes a gated activation of n sums, in tiles of that many tokens where not 0."""
     tiled = tile == 0 or (tile >= 8 and tile & (tile - 1) == 0 and n % 512 == 0)
     return dtype == torch.bfloat16 and n % 16 == 0 and tiled
 
 
-def multiply(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around) -> None:
-    """out [M, N] = around.residual + x [M, K], normalised if so wanted, times the transposed weight, plus around.bias."""
+def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
+    """out [M, N] = fusion.residual + x [M, K], normalised if so wanted, times the transposed weight, plus fusion.bias."""
     m, n, k = x.shape[0], weight.n, weight.k
-    if around.norm_weight is not None and not can_normalise(x.dtype, k):
-        x = rms_norm(x, around.norm_weight, around.norm_eps)
-        around = dataclasses.replace(around, norm_weight=None)
-    nested, normalised = weight.absmax_8bit is not None, around.norm_weight is not None
+    if fusion.norm_weight is not None and not can_norm(x.dtype, k):
+        x = rms_norm(x, fusion.norm_weight, fusion.norm_eps)
+        fusion = dataclasses.replace(fusion, norm_weight=None)
+    nested, normalised = weight.absmax_8bit is not None, fusion.norm_weight is not None
     choice = plan_on(x.device, m, n, k, weight.blocksize, nested, normalised)
-    if not isinstance(choice, Slices) and x.dtype != torch.float32:
+    if not isinstance(choice, Dequantize) and x.dtype != torch.float32:
         workspace = _workspace(x.device)
         if _is_aligned(weight) and (isinstance(choice, Rows) or workspace is not None):
-            _multiply_fused(out, m, _aligned(x), None, weight, around, choice, workspace)
+            _launch(out, m, _aligned(x), None, weight, fusion, choice, workspace)
             return
-    if around.norm_weight is not None:
-        x = rms_norm(x, around.norm_weight, around.norm_eps)
-    _multiply_slices(out, x, weight, around.bias, choice.rows if isinstance(choice, Slices) else n)
-    if around.residual is not None:
-        out += around.residual
+    if fusion.norm_weight is not None:
+        x = rms_norm(x, fusion.norm_weight, fusion.norm_eps)
+    _gemm_in_slices(out, x, weight, fusion.bias, choice.rows if isinstance(choice, Dequantize) else n)
+    if fusion.residual is not None:
+        out += fusion.residual
 
 
-def multiply_tiles(out: Tensor, tiles: Tensor, weight: Nf4Weight, around: Around) -> bool:
-    """multiply() of the x that is arranged in tiles; whether there is a launch that takes them so, else nothing is done."""
+def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) -> bool:
+    """gemm() of the x whose tiled activations are given. False where no launch takes them: then nothing is done."""
     m = out.shape[0]
     choice = plan_on(out.device, m, weight.n, weight.k, weight.blocksize, weight.absmax_8bit is not None)
     workspace = _workspace(out.device)
     if not isinstance(choice, Wgmma) or choice.tokens != tiles.shape[2] or not _is_aligned(weight) or workspace is None:
         return False
-    _multiply_fused(out, m, None, _aligned(tiles), weight, around, choice, workspace)
+    _launch(out, m, None, _aligned(tiles), weight, fusion, choice, workspace)
     return True
 
 
-def multiply_gated(out: Tensor, x: Tensor, weight: Nf4Weight, around: Around, gate: Gate) -> bool:
-    """multiply() into what gate says; whether there is a launch that does it, else nothing is done."""
-    m, n, k, normalised = x.shape[0], weight.n, weight.k, around.norm_weight is not None
-    if not can_gate(x.dtype, n, gate.tile) or (normalised and not can_normalise(x.dtype, k)):
+def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: Gate) -> bool:
+    """gemm() with the gate in its epilogue. False where no launch has it: then nothing is done."""
+    m, n, k, normalised = x.shape[0], weight.n, weight.k, fusion.norm_weight is not None
+    if not can_write_gated(x.dtype, n, gate.tile) or (normalised and not can_norm(x.dtype, k)):
         return False
     choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None, normalised)
     workspace = _workspace(x.device)
     if not isinstance(choice, Wgmma) or not _is_aligned(weight) or workspace is None:
         return False
-    _multiply_fused(out, m, _aligned(x), None, weight, dataclasses.replace(around, gate=gate), choice, workspace)
+    _launch(out, m, _aligned(x), None, weight, dataclasses.replace(fusion, gate=gate), choice, workspace)
     return True
 
 
 def plan_on(
     device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True, normalised: bool = False
-) -> Rows | Wgmma | Slices:
+) -> Plan:
     """plan() for a CUDA device of this machine (16-bit types)."""
     arch, multiprocessors = _properties(device.index if device.index is not None else torch.cuda.current_device())
     return _plan(m, n, k, arch, multiprocessors, blocksize, nested, normalised)
@@ -108,13 +119,13 @@ def _properties(index: int) -> tuple[int, int]:
     return 10 * properties.major + properties.minor, properties.multi_processor_count
 
 
-def _multiply_fused(
+def _launch(
     out: Tensor,
-    rows: int,
+    m: int,
     x: Tensor | None,
     tiles: Tensor | None,
     weight: Nf4Weight,
-    around: Around,
+    fusion: Fusion,
     choice: Rows | Wgmma,
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
@@ -122,13 +133,13 @@ def _multiply_fused(
     capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
     if isinstance(choice, Wgmma):
-        needed = choice.workspace_bytes(rows, weight.n, weight.k)
+        needed = choice.workspace_bytes(m, weight.n, weight.k)
         if scratch is None or needed > scratch.numel():
             scratch = torch.empty(needed, dtype=torch.uint8, device=device)
     words, timed = _clock_words(device, "wgmma" if isinstance(choice, Wgmma) else "rows")
-    gate = around.gate
+    gate = fusion.gate
     bias, residual, norm_weight = (
-        None if tensor is None else _aligned(tensor) for tensor in (around.bias, around.residual, around.norm_weight)
+        None if tensor is None else _aligned(tensor) for tensor in (fusion.bias, fusion.residual, fusion.norm_weight)
     )
 
     def operands(first: int, count: int) -> Linear:
@@ -144,30 +155,30 @@ def _multiply_fused(
             constant_weights=capturing,
             stream=torch.cuda.current_stream(device).cuda_stream,
             clock=words,
-            next=_next(device, rows, weight.packed) if capturing and first + count == rows else Next(),
+            next=_next(device, m, weight.packed) if capturing and first + count == m else Next(),
             residual=None if residual is None else residual.data_ptr() + first * weight.n * out.element_size(),
             norm_weight=None if norm_weight is None else norm_weight.data_ptr(),
-            norm_eps=around.norm_eps,
+            norm_eps=fusion.norm_eps,
             tiles=None if tiles is None else tiles.data_ptr(),
             activation=0 if gate is None else ACTIVATIONS[gate.activation],
             out_tile=0 if gate is None else gate.tile,
         )
 
     if isinstance(choice, Wgmma):
-        wgmma = WgmmaPlan(**dataclasses.asdict(choice))
+        wgmma = WgmmaPlan(*dataclasses.astuple(choice))
         launch = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
-        raise_for(loaded, launch(operands(0, rows), wgmma), str(choice))
+        raise_for(loaded, launch(operands(0, m), wgmma), str(choice))
         return
-    rows_plan = RowsPlan(**dataclasses.asdict(choice))
+    rows = RowsPlan(*dataclasses.astuple(choice))
     launch = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
-    for first in range(0, rows, choice.tiles * 8):
-        count = min(choice.tiles * 8, rows - first)
-        raise_for(loaded, launch(operands(first, count), rows_plan), str(choice))
+    for first in range(0, m, choice.tiles * 8):
+        count = min(choice.tiles * 8, m - first)
+        raise_for(loaded, launch(operands(first, count), rows), str(choice))
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:
-    """What to bring into L2 of the weight that is multiplied next, by as many rows."""
-    following = successor(packed)
+    """What to bring into L2 of the next GEMM's weight, which has as many tokens."""
+    following = next_weight(packed)
     if following is None:
         return Next()
     n, k = (int(size) for size in following.shape)
@@ -199,7 +210,7 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
     )
 
 
-def _multiply_slices(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | None, rows: int) -> None:
+def _gemm_in_slices(out: Tensor, x: Tensor, weight: Nf4Weight, bias: Tensor | None, rows: int) -> None:
     n, k = weight.n, weight.k
     buffer = torch.empty((min(rows, n), k), dtype=x.dtype, device=x.device)
     whole, _ = _clock_words(x.device, "slices")
@@ -234,7 +245,7 @@ _CAPTURE = -1
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Partial sums and zeroed counters of the current stream. Captured graphs of a device share one of their own.
 
-    None while capturing on a device where no product has run yet: nothing can be zeroed then.
+    None while capturing on a device where no GEMM has run yet: nothing can be zeroed then.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     capturing = torch.cuda.is_current_stream_capturing()
@@ -248,14 +259,14 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor] | None:
 
 
 def _new_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    # Not inference tensors, whoever makes the first product: they outlive it.
+    # Not inference tensors, whoever makes the first GEMM: they outlive it.
     with torch.inference_mode(False):
         partial = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def dequantize_into(out: Tensor, weight: Nf4Weight, first: int, count: int, whole: int | None = None) -> None:
-    """whole: the words of the product that it is the beginning of."""
+    """out = the count elements of the weight from first on. whole: the clock's words of the GEMM that it begins."""
     stream = torch.cuda.current_stream(out.device).cuda_stream
     loaded = usable()
     words, _ = _clock_words(out.device, "dequantize")

@@ -6,7 +6,7 @@ All others are free again once they are collected. Times come from the GPU's glo
 launch takes behind its last instruction, until it counts as ended, it cannot see itself: 0.6 us on an H200, measured when
 the clock starts, from capability 9.0 on, and added to every launch.
 
-One launch in SAMPLING of those that decode weights on their way into the product also leaves how long one of its warps
+One launch in SAMPLING of those that decode weights within the GEMM also leaves how long one of its warps
 decoded: read codes and scales from shared memory, looked codes up, put scales on the sums. That warp waits for each stage
 to end before it begins the next; in all other warps stages overlap.
 """
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 KINDS = ("rows", "wgmma", "slices", "dequantize")
 """Linear layers by what runs them (slices: dequantize + cuBLAS), and dequantize launches, those of slices included."""
 FUSED = ("rows", "wgmma")
-"""Kinds that decode in the product."""
+"""Kinds that decode within the GEMM."""
 CAPACITY = 1 << 15
 """Launches of each kind."""
 WORDS = 4
@@ -33,7 +33,7 @@ WORDS = 4
 TOTALS = 3
 """NF4_CLOCK_TOTALS of params.h: of a kind, nanoseconds of all launches, of the sampled ones, and of their decoding."""
 SAMPLING = 127
-"""A launch whose decoding is timed takes up to 70 % longer. Prime: products of a layer come in a fixed order."""
+"""A launch whose decoding is timed takes up to 70 % longer. Prime: the GEMMs of a layer come in a fixed order."""
 WINDOW = 500_000
 """Nanoseconds of sampled launches that the share of decoding is taken from: of the last 50 or so."""
 

@@ -5,7 +5,7 @@ Source of the codebook: the QLoRA paper (2305.14314), appendix E, as bitsandbyte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,13 @@ NESTED_BLOCKSIZE = 256
 """Scales per float32 scale, where the scales are quantized themselves (double quantization)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """One NF4 weight as the ops take it; see docs/architecture.md for the layout.
+    """One NF4 weight as the kernels take it; see docs/architecture.md for the layout.
 
     packed uint8 with (numel + 1) // 2 elements; absmax float32, one per block, or one per 256 blocks where absmax_8bit
     (uint8, one per block), absmax_code (float32 [256]) and absmax_offset (float32, one element or as many as absmax) are
-    given.
+    given. Two weights are equal where they are the same object.
     """
 
     packed: Tensor
@@ -59,18 +59,41 @@ class Weight:
             data, shape, nested.absmax.float(), int(state.blocksize), state.absmax, nested.code.float(), state.offset
         )  # fmt: skip
 
+    @property
+    def nested(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """absmax_8bit, absmax_code and absmax_offset, with which the ops' arguments of a weight end; all None if plain."""
+        return self.absmax_8bit, self.absmax_code, self.absmax_offset
 
-def check(packed: Tensor, shape: Sequence[int], absmax: Tensor, blocksize: int, absmax_8bit: Tensor | None) -> int:
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(n, k). ValueError where the weight has other than two dimensions."""
+        if len(self.shape) != 2:
+            raise ValueError(f"shape must be [N, K], got {list(self.shape)}")
+        return self.shape[0], self.shape[1]
+
+    def contiguous(self) -> Weight:
+        """This weight, or one of contiguous copies where a tensor of it is not contiguous."""
+        if self.packed.is_contiguous() and self.absmax.is_contiguous():
+            if self.absmax_8bit is None:
+                return self
+            if all(tensor is None or tensor.is_contiguous() for tensor in self.nested):
+                return self
+        packed, absmax = self.packed.contiguous(), self.absmax.contiguous()
+        return Weight(
+            packed, self.shape, absmax, self.blocksize, *(t if t is None else t.contiguous() for t in self.nested)
+        )
+
+
+def check(weight: Weight) -> int:
     """Number of elements in shape, once packed and the scales are known to cover them. ValueError names what is short."""
-    count = 1
-    for size in shape:
-        count *= int(size)
+    count = math.prod(weight.shape)
+    packed, absmax, absmax_8bit, blocksize = weight.packed, weight.absmax, weight.absmax_8bit, weight.blocksize
     if blocksize < 1 or blocksize & (blocksize - 1):
         raise ValueError(f"blocksize must be a power of two, got {blocksize}")
     if packed.dtype != torch.uint8:
         raise ValueError(f"packed must be uint8, got {packed.dtype}")
     if packed.numel() < (count + 1) // 2:
-        raise ValueError(f"packed has {packed.numel()} bytes, shape {list(shape)} needs {(count + 1) // 2}")
+        raise ValueError(f"packed has {packed.numel()} bytes, shape {list(weight.shape)} needs {(count + 1) // 2}")
     blocks = -(-count // blocksize)
     scales = blocks if absmax_8bit is None else -(-blocks // NESTED_BLOCKSIZE)
     if absmax.dtype != torch.float32 or absmax.numel() < scales:
@@ -80,17 +103,21 @@ def check(packed: Tensor, shape: Sequence[int], absmax: Tensor, blocksize: int, 
     return count
 
 
-def offset_stride(absmax: Tensor, absmax_offset: Tensor) -> int:
-    """0 where absmax_offset (float32) is one element for the whole weight, 1 where every absmax has its own.
+def second_level(weight: Weight) -> tuple[Tensor, Tensor, Tensor, int]:
+    """A nested weight's absmax_8bit, absmax_code and absmax_offset, and 1 where every absmax has an offset of its own.
 
-    bitsandbytes has one; weights joined along N bring theirs. ValueError for any other number or dtype.
+    0 where absmax_offset (float32) is one element for the whole weight. bitsandbytes has one; weights joined along N bring
+    theirs. ValueError where one of the tensors is missing, and for any other number or dtype of offsets.
     """
-    offsets, groups = absmax_offset.numel(), absmax.numel()
-    if absmax_offset.dtype != torch.float32 or offsets not in (1, groups):
+    if weight.absmax_8bit is None or weight.absmax_code is None or weight.absmax_offset is None:
+        raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
+    offsets, groups = weight.absmax_offset.numel(), weight.absmax.numel()
+    if weight.absmax_offset.dtype != torch.float32 or offsets not in (1, groups):
         raise ValueError(
-            f"absmax_offset must be float32 with 1 element, or {groups} as absmax, got {absmax_offset.dtype} with {offsets}"
+            f"absmax_offset must be float32 with 1 element, or {groups} as absmax,"
+            f" got {weight.absmax_offset.dtype} with {offsets}"
         )
-    return 0 if offsets == 1 else 1
+    return weight.absmax_8bit, weight.absmax_code, weight.absmax_offset, 0 if offsets == 1 else 1
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
@@ -99,20 +126,14 @@ def unpack(packed: Tensor, count: int) -> Tensor:
     return torch.stack((data >> 4, data & 15), dim=1).reshape(-1)[:count].long()
 
 
-def block_scales(
-    absmax: Tensor,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
+def block_scales(weight: Weight) -> Tensor:
     """Scale of every block, float32; nested scales are expanded with one rounding per operation."""
-    if absmax_8bit is None:
-        return absmax.reshape(-1)
-    if absmax_code is None or absmax_offset is None:
-        raise ValueError("absmax_8bit needs absmax_code and absmax_offset beside it")
+    if weight.absmax_8bit is None:
+        return weight.absmax.reshape(-1)
+    absmax_8bit, absmax_code, absmax_offset, stride = second_level(weight)
     codes = absmax_code.reshape(-1)[absmax_8bit.reshape(-1).long()]
-    groups = absmax.reshape(-1).repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()]
+    groups = weight.absmax.reshape(-1).repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()]
     offsets = absmax_offset.reshape(-1)
-    if offset_stride(absmax, absmax_offset):
+    if stride:
         offsets = offsets.repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()]
     return codes * groups + offsets

@@ -1,7 +1,7 @@
 """The torch.library ops of the namespace nf4, for CPU and CUDA, with fakes.
 
-linear, fused_linear, arranged_linear and gated_linear multiply; the last one may give what the one before it takes;
-dequantize; linear_bf16w.
+linear, fused_linear, tiled_linear and gated_linear compute GEMMs; gated_linear may give the tiled activations that
+tiled_linear takes; dequantize; linear_bf16w.
 
 Argument conventions: docs/architecture.md. Where a compiled library cannot be used, the oracle runs instead, and a warning
 says so once with the reason.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nf4_kernels import cpu, cuda, reference
+from nf4_kernels.format import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,10 @@ _library.define(
     " float norm_eps=0.0) -> Tensor"
 )
 _library.define(
+    f"tiled_linear(Tensor tiles, int tokens, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None) -> Tensor"
+)
+# Until 0.3: tiled_linear by its first name.
+_library.define(
     f"arranged_linear(Tensor tiles, int rows, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None) -> Tensor"
 )
 _library.define(
@@ -38,12 +44,13 @@ _library.define(
     ' str activation="silu", int tile=0) -> Tensor'
 )
 _library.define("linear_bf16w(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_COMPILED = {"cpu": cpu, "cuda": cuda}
 _warned: set[str] = set()
 
 
 def backend(device_type: str) -> ModuleType:
     """nf4_kernels.cpu or .cuda where it can be used, else the oracle (with a warning, once)."""
-    compiled = {"cpu": cpu, "cuda": cuda}.get(device_type)
+    compiled = _COMPILED.get(device_type)
     reason = f"there are no kernels for {device_type}" if compiled is None else compiled.load_error()
     if compiled is not None and reason is None:
         return compiled
@@ -64,9 +71,8 @@ def _linear(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = backend(x.device.type).linear(
-        x, packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
-    )
+    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+    out: Tensor = backend(x.device.type).linear(x, weight, bias)
     return out
 
 
@@ -84,16 +90,30 @@ def _fused_linear(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> Tensor:
-    weight = packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
-    if backend(x.device.type) is cuda:
-        return cuda.fused_linear(x, *weight, residual, norm_weight, norm_eps)
-    out = _linear(x if norm_weight is None else reference.rms_norm(x, norm_weight, norm_eps), *weight)
+    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+    return _fuse(x, weight, bias, residual, norm_weight, norm_eps)
+
+
+def _fuse(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> Tensor:
+    """cuda.fused_linear(), or torch's operations around another backend's linear()."""
+    library = backend(x.device.type)
+    if library is cuda:
+        return cuda.fused_linear(x, weight, bias, residual, norm_weight, norm_eps)
+    normalised = x if norm_weight is None else reference.rms_norm(x, norm_weight, norm_eps)
+    out: Tensor = library.linear(normalised, weight, bias)
     return out if residual is None else residual + out
 
 
-def _arranged_linear(
+def _tiled_linear(
     tiles: Tensor,
-    rows: int,
+    tokens: int,
     packed: Tensor,
     shape: Sequence[int],
     absmax: Tensor,
@@ -104,10 +124,16 @@ def _arranged_linear(
     absmax_offset: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    weight = packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
+    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
     if backend(tiles.device.type) is cuda:
-        return cuda.arranged_linear(tiles, rows, *weight, residual)
-    return _fused_linear(reference.arranged_rows(tiles, rows, shape[1]), *weight, residual)
+        return cuda.tiled_linear(tiles, tokens, weight, bias, residual)
+    return _fuse(reference.untile_activations(tiles, tokens, shape[1]), weight, bias, residual, None, 0.0)
+
+
+def _arranged_linear(tiles: Tensor, rows: int, *rest: object, **named: object) -> Tensor:
+    # Above the caller's frame lie this one and that of torch's op.
+    warnings.warn("nf4::arranged_linear is now nf4::tiled_linear", DeprecationWarning, stacklevel=3)
+    return _tiled_linear(tiles, rows, *rest, **named)  # type: ignore[arg-type]
 
 
 def _gated_linear(
@@ -125,44 +151,44 @@ def _gated_linear(
     activation: str = "silu",
     tile: int = 0,
 ) -> Tensor:
-    weight = packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
+    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
     if backend(x.device.type) is cuda:
-        return cuda.gated_linear(x, *weight, norm_weight, norm_eps, activation, tile)
+        return cuda.gated_linear(x, weight, bias, norm_weight, norm_eps, activation, tile)
     reference.check_gate(shape[0], activation, tile)
-    return reference.gated(_fused_linear(x, *weight, None, norm_weight, norm_eps), activation, tile)
+    return reference.gated(_fuse(x, weight, bias, None, norm_weight, norm_eps), activation, tile)
 
 
-def tile_rows(
-    device: torch.device, dtype: torch.dtype, rows: int, shape: Sequence[int], blocksize: int, nested: bool
+def token_tile(
+    device: torch.device, dtype: torch.dtype, tokens: int, shape: Sequence[int], blocksize: int, nested: bool
 ) -> int:
-    """The tile with which nf4::arranged_linear of rows arranges nothing on that device; 0: it always does."""
-    return cuda.tile_rows(device, dtype, rows, shape, blocksize, nested) if device.type == "cuda" else 0
+    """The tile with which nf4::tiled_linear of tokens needs no launch that tiles x on that device; 0: it always does."""
+    return cuda.token_tile(device, dtype, tokens, shape, blocksize, nested) if device.type == "cuda" else 0
 
 
-def fuses(
+def can_fuse(
     device: torch.device,
     dtype: torch.dtype,
-    rows: int,
+    tokens: int,
     shape: Sequence[int],
     blocksize: int,
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether nf4::fused_linear of x [rows, K], with a norm or without, needs no launches of torch's on that device."""
-    return device.type == "cuda" and cuda.fuses(device, dtype, rows, shape, blocksize, nested, normalised)
+    """Whether nf4::fused_linear of x [tokens, K], with a norm or without, needs no launches of torch's on that device."""
+    return device.type == "cuda" and cuda.can_fuse(device, dtype, tokens, shape, blocksize, nested, normalised)
 
 
-def gates(
+def can_gate(
     device: torch.device,
     dtype: torch.dtype,
-    rows: int,
+    tokens: int,
     shape: Sequence[int],
     blocksize: int,
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether nf4::gated_linear of x [rows, K], in rows, with a norm or without, needs none of torch's launches there."""
-    return device.type == "cuda" and cuda.gates(device, dtype, rows, shape, blocksize, nested, normalised)
+    """Whether nf4::gated_linear of x [tokens, K] without a tile, with a norm or not, needs no launches of torch's."""
+    return device.type == "cuda" and cuda.can_gate(device, dtype, tokens, shape, blocksize, nested, normalised)
 
 
 def _dequantize(
@@ -175,9 +201,8 @@ def _dequantize(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = backend(packed.device.type).dequantize(
-        packed, shape, absmax, blocksize, dtype, absmax_8bit, absmax_code, absmax_offset
-    )
+    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+    out: Tensor = backend(packed.device.type).dequantize(weight, dtype)
     return out
 
 
@@ -190,6 +215,7 @@ def _linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 for _key in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _key)
     _library.impl("fused_linear", _fused_linear, _key)
+    _library.impl("tiled_linear", _tiled_linear, _key)
     _library.impl("arranged_linear", _arranged_linear, _key)
     _library.impl("gated_linear", _gated_linear, _key)
     _library.impl("dequantize", _dequantize, _key)
@@ -201,14 +227,18 @@ def _linear_shape(x: Tensor, packed: Tensor, shape: Sequence[int], *_: object) -
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-for _name in ("linear", "fused_linear"):
-    torch.library.register_fake(f"nf4::{_name}", _linear_shape)
-
-
-@torch.library.register_fake("nf4::arranged_linear")
-def _(tiles: Tensor, rows: int, packed: Tensor, shape: Sequence[int], *_: object) -> Tensor:
+def _tiled_shape(tiles: Tensor, tokens: int, packed: Tensor, shape: Sequence[int], *_: object) -> Tensor:
     torch._check(tiles.shape[1] * 64 >= shape[1], lambda: f"tiles of {tiles.shape[1] * 64} columns, K = {shape[1]}")
-    return tiles.new_empty(rows, shape[0])
+    return tiles.new_empty(tokens, shape[0])
+
+
+for _name, _shape in (
+    ("linear", _linear_shape),
+    ("fused_linear", _linear_shape),
+    ("tiled_linear", _tiled_shape),
+    ("arranged_linear", _tiled_shape),
+):
+    torch.library.register_fake(f"nf4::{_name}", _shape)
 
 
 @torch.library.register_fake("nf4::gated_linear")

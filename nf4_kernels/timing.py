@@ -2,9 +2,9 @@
 
 CPU: monotonic wall time, taken by the library around every call. dequant counts dequantize calls and, within linear, the
 stages that expand weights into a panel of their own. CUDA: the device's own clock, taken by the kernels themselves
-(device_clock.py). dequant counts the dequantize launches, those of a product by slices too, and of launches that decode
-weights on their way into the product the part that sampled ones spend decoding. On CPU such kernels count under linear
-only. linear counts linear layers from end to end.
+(device_clock.py). dequant counts the dequantize launches, those in front of cuBLAS too, and of launches that decode weights
+within the GEMM the part that sampled ones spend decoding. On CPU such kernels count under linear only. linear counts linear
+layers from end to end.
 """
 
 from __future__ import annotations

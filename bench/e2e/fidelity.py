@@ -74,9 +74,8 @@ class _Exact(nn.Module):
         """x float32 [..., k] to [..., n]."""
         (layer,) = self._hidden
         state, bias = layer.weight.quant_state, layer.bias
-        weight = nf4_kernels.reference.dequantize(
-            layer.weight.data, tuple(state.shape), block_scales(state), state.blocksize, torch.float32
-        )
+        packed = nf4_kernels.Weight(layer.weight.data, tuple(state.shape), block_scales(state), state.blocksize)
+        weight = nf4_kernels.reference.dequantize(packed, torch.float32)
         return nn.functional.linear(x, weight, None if bias is None else bias.float())
 
 

@@ -30,7 +30,7 @@ def always(*_: object) -> bool:
 
 
 def sixteen(device: torch.device, dtype: torch.dtype, rows: int, shape: Sequence[int], *_: object) -> bool:
-    """As ops.gates(), for all sizes that such a launch could have."""
+    """As ops.can_gate(), for all sizes that such a launch could have."""
     return shape[0] % 16 == 0
 
 
@@ -41,7 +41,7 @@ def count(graph: Graph) -> Counter[str]:
         if node.target is torch.ops.nf4.fused_linear.default:
             residual, weight = node.args[9], node.args[10]
             found[" ".join(["norm"] * (weight is not None) + ["residual"] * (residual is not None))] += 1
-        if node.target is torch.ops.nf4.arranged_linear.default:
+        if node.target is torch.ops.nf4.tiled_linear.default:
             found["tiled residual" if node.args[-1] is not None else "tiled"] += 1
         if node.target is torch.ops.nf4.gated_linear.default:
             weight, activation, tile = node.args[9], node.args[11], node.args[12]

@@ -70,20 +70,20 @@ def test_graphs_of_many_sequences_pass_on_tiled_activations(
 
         def call(*arguments: Any) -> torch.Tensor:
             # A gated GEMM tiles its result where its last argument, the tile, is not 0.
-            tiled = name == "arranged_linear" or arguments[-1] > 0
+            tiled = name == "tiled_linear" or arguments[-1] > 0
             calls[name] += torch.cuda.is_current_stream_capturing() and tiled
             return function(*arguments)
 
         return call
 
-    for function in ("arranged_linear", "gated_linear"):
+    for function in ("tiled_linear", "gated_linear"):
         monkeypatch.setattr(cuda, function, counted(function))
     monkeypatch.setattr(graph_capture, "ladder", lambda largest: [largest])
     rng = random.Random(2)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 100))] for _ in range(12)]
     # Sums of wgmma and of transformers are up to two of the steps below apart, both logits each.
     check_answers(name, tmp_path, prompts, 0.035, max_num_seqs=48, max_num_batched_tokens=512, kv_cache_bytes=1 << 28)
-    assert calls == {"arranged_linear": 14, "gated_linear": 7}
+    assert calls == {"tiled_linear": 14, "gated_linear": 7}
 
 
 def check_answers(name: str, tmp_path: Path, prompts: list[list[int]], near_tie: float, **limits: int) -> int:

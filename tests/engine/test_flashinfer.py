@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from nf4_kernels.reference import arranged_rows
+from nf4_kernels.reference import untile_activations
 from server.engine.runtime.attention import flashinfer
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.attention.decode import DecodeAttention
@@ -176,7 +176,7 @@ def check_decode(
         # Freed at once: the next tensor of its size lies there.
         torch.full((-(-count // tile), width // 64, tile, 64), torch.nan, dtype=dtype, device=DEVICE)
         tiled = decode.attend(cache, query, key, value, options, rotary, tile)
-        assert torch.equal(arranged_rows(tiled, count, width), found.flatten(1))
+        assert torch.equal(untile_activations(tiled, count, width), found.flatten(1))
 
 
 def shuffled(lengths: list[int]) -> tuple[list[Span], int]:

@@ -26,7 +26,7 @@ from tests.engine.test_tiled_inputs import SIZES, thirty_two
 @pytest.fixture
 def every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has every fused launch."""
-    monkeypatch.setattr(ops, "fuses", always)
+    monkeypatch.setattr(ops, "can_fuse", always)
     monkeypatch.setattr(ops, "gates", sixteen)
     monkeypatch.setattr(ops, "tile_rows", thirty_two)
 

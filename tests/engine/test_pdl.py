@@ -9,7 +9,7 @@ import torch
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer
 
-from nf4_kernels import cuda
+from nf4_kernels import Weight, cuda
 from server.engine.runtime.compile.pdl import _warn_without_pdl, dependent_launches
 
 
@@ -78,10 +78,11 @@ def test_nothing_is_read_before_it_is_written(m: int) -> None:
     """GEMMs and compiled kernels in turns; two kernels in a row, which also read what older launches have written."""
     shapes = [(10240, 5120), (5120, 10240), (5120, 5120), (8192, 5120), (5120, 8192)]
     weights = [
-        (
+        Weight(
             torch.randint(0, 256, (n * k // 2,), dtype=torch.uint8, device="cuda"),
             (n, k),
             torch.rand(n * k // 64, device="cuda") / k**0.5,
+            64,
         )
         for n, k in shapes
     ]
@@ -98,9 +99,9 @@ def test_nothing_is_read_before_it_is_written(m: int) -> None:
         norm: Callable[..., tuple[torch.Tensor, torch.Tensor]], half: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         y, total = norm(x, x)
-        for packed, (n, k), absmax in weights * 3:
-            y = cuda.linear(y, packed, (n, k), absmax, 64)
-            y, total = norm(half(y), total) if n == 5120 else (half(y), total)
+        for weight in weights * 3:
+            y = cuda.linear(y, weight)
+            y, total = norm(half(y), total) if weight.shape[0] == 5120 else (half(y), total)
         return total
 
     with dependent_launches():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
-from nf4_kernels.reference import arrange
+from nf4_kernels.reference import tile_activations
 from server.engine.runtime.attention.base import (
     ATTEND_ROTARY,
     IMPLEMENTATION,
@@ -234,7 +234,7 @@ def test_attention_gives_tiles_of_its_rows(tile: int, tokens: int) -> None:
     with attending(Uncached()):
         rows = ATTEND_ROTARY(*args)
         assert rows.shape == (tokens, 8, 32)
-        assert torch.equal(ATTEND_ROTARY(*args, tile), arrange(rows.flatten(1), tile))
+        assert torch.equal(ATTEND_ROTARY(*args, tile), tile_activations(rows.flatten(1), tile))
         torch.library.opcheck(ATTEND_ROTARY, (*args, tile), test_utils=("test_schema", "test_faketensor"))
 
 

@@ -6,7 +6,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
-from nf4_kernels.successors import successor
+from nf4_kernels.weight_order import next_weight
 from server.engine.runtime.model.projections import GroupMember, NF4Linear, replace_projections
 from server.engine.runtime.model.weight_order import set_weight_order
 
@@ -61,11 +61,11 @@ def test_the_next_weight_is_known_where_it_is_always_the_same() -> None:
     ]
     assert set_weight_order(model, lambda count: model(torch.randn(count, 64))) == len(expected)
     for linear, following in expected:
-        found = successor(_packed(linear))
+        found = next_weight(_packed(linear))
         assert found is not None
         assert found.packed == _packed(following)
     for alone in (second.o_proj, model.twice, model.few, model.many, model.last):
-        assert successor(_packed(alone)) is None
+        assert next_weight(_packed(alone)) is None
 
 
 def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
@@ -73,6 +73,6 @@ def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
     replace_projections(models[0])
     set_weight_order(models[0], lambda count: models[0](torch.randn(count, 64)))
     address = _packed(models[0].layers[0].q_proj)
-    assert successor(address) is not None
+    assert next_weight(address) is not None
     models.clear()
-    assert successor(address) is None
+    assert next_weight(address) is None

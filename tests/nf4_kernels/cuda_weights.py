@@ -1,4 +1,4 @@
-"""Which tests need a GPU; fresh random NF4 weights there, and how far a product may be from the oracle's."""
+"""Which tests need a GPU; fresh random NF4 weights there, and how far a GEMM may be from the oracle's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nf4_kernels import cuda, reference
+from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.plan import Wgmma
 
 ON_GPU = [
@@ -33,22 +33,22 @@ def gpu(test: object) -> object:
 class Random:
     """Random codes and scales: any bit pattern is a valid NF4 weight."""
 
-    n: int
-    k: int
-    blocksize: int
-    packed: torch.Tensor
-    absmax: torch.Tensor
-    nested: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+    weight: Weight
+
+    @property
+    def n(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.weight.shape[1]
 
     def exact(self) -> torch.Tensor:
         """The weight in float64."""
-        shape = (self.n, self.k)
-        return reference.dequantize(
-            self.packed, shape, self.absmax, self.blocksize, torch.float32, *self.nested
-        ).double()
+        return reference.dequantize(self.weight, torch.float32).double()
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return cuda.linear(x, self.packed, (self.n, self.k), self.absmax, self.blocksize, bias, *self.nested)
+        return cuda.linear(x, self.weight, bias)
 
 
 def random_weight(n: int, k: int, blocksize: int = 64, nested: bool = True, offsets: bool = False) -> Random:
@@ -56,19 +56,22 @@ def random_weight(n: int, k: int, blocksize: int = 64, nested: bool = True, offs
     blocks = -(-n * k // blocksize)
     packed = torch.randint(0, 256, ((n * k + 1) // 2, 1), dtype=torch.uint8, device=DEVICE)
     if not nested:
-        return Random(n, k, blocksize, packed, torch.rand(blocks, device=DEVICE) + 0.01, (None, None, None))
+        return Random(Weight(packed, (n, k), torch.rand(blocks, device=DEVICE) + 0.01, blocksize))
     codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=DEVICE)
     table = torch.randn(256, device=DEVICE).sort().values
     absmax = torch.rand(-(-blocks // 256), device=DEVICE)
     offset = torch.randn_like(absmax) * 3 if offsets else torch.tensor(3.0, device=DEVICE)
-    return Random(n, k, blocksize, packed, absmax, (codes, table, offset))
+    return Random(Weight(packed, (n, k), absmax, blocksize, codes, table, offset))
 
 
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
-def cut(tokens: int, groups: int, m: int, n: int, k: int, blocks: int, owner_steps: int) -> Wgmma:
-    """A linear_wgmma launch of so many blocks, no more than there is work, or with owner_steps of so many for each tile."""
+def split(tokens: int, groups: int, m: int, n: int, k: int, blocks: int, first_steps: int) -> Wgmma:
+    """A linear_wgmma launch: stream-K of that many blocks, no more than there are k steps; or with first_steps split-K.
+
+    Split-K: that many blocks for each tile, the first of which has first_steps of its k steps.
+    """
     tiles = -(-n // (groups * 64)) * -(-m // tokens)
-    return Wgmma(tokens, groups, tiles * blocks if owner_steps else min(blocks, tiles * -(-k // 256)), owner_steps)
+    return Wgmma(tokens, groups, tiles * blocks if first_steps else min(blocks, tiles * -(-k // 256)), first_steps)

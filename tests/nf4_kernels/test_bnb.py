@@ -112,10 +112,7 @@ def test_dtypes_as_bitsandbytes_has_them(tmp_path: Path, given: torch.dtype, ena
     out = layer(x)
     assert out.dtype == given
     weight = Weight.from_quant_state(layer.weight, layer.weight.quant_state)
-    expected = reference.linear(
-        x.float(), weight.packed, weight.shape, weight.absmax, weight.blocksize, None,
-        weight.absmax_8bit, weight.absmax_code, weight.absmax_offset,
-    )  # fmt: skip
+    expected = reference.linear(x.float(), weight)
     assert torch.allclose(out.float(), expected, rtol=1e-2, atol=1e-4)
 
 
@@ -160,10 +157,7 @@ def test_lora_beside_the_kernels_forward_and_backward(tmp_path: Path) -> None:
 
 def oracle(layer: Any, x: torch.Tensor) -> torch.Tensor:
     weight = Weight.from_quant_state(layer.weight, layer.weight.quant_state)
-    return reference.linear(
-        x, weight.packed, weight.shape, weight.absmax, weight.blocksize, layer.bias,
-        weight.absmax_8bit, weight.absmax_code, weight.absmax_offset,
-    )  # fmt: skip
+    return reference.linear(x, weight, layer.bias)
 
 
 @torch.inference_mode()

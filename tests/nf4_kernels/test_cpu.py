@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
-from nf4_kernels import cpu, reference
+from nf4_kernels import Weight, cpu, reference
 from tests.nf4_kernels.weights import quantized
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,8 +38,8 @@ def test_dequantize_is_bitsandbytes_bit_for_bit(isa: str, blocksize: int, nested
         q = quantized(shape, blocksize, nested, seed)
         for dtype in DTYPES:
             q.state.dtype = dtype
-            expected = reference.dequantize(q.packed, shape, q.weight.absmax, blocksize, dtype, *q.nested)
-            got = cpu.dequantize(q.packed, shape, q.weight.absmax, blocksize, dtype, *q.nested)
+            expected = reference.dequantize(q.weight, dtype)
+            got = cpu.dequantize(q.weight, dtype)
             assert got.dtype == dtype
             assert got.shape == shape
             assert torch.equal(got, expected), (shape, dtype)
@@ -61,12 +62,12 @@ def test_linear_is_no_further_from_float64_than_bitsandbytes(isa: str, rows: int
         generator = torch.Generator().manual_seed(rows)
         x = torch.randn(rows, k, generator=generator).to(dtype)
         bias = torch.randn(n, generator=generator).to(dtype) if seed % 2 else None
-        expanded = reference.dequantize(q.packed, (n, k), q.weight.absmax, blocksize, torch.float32, *q.nested)
+        expanded = reference.dequantize(q.weight, torch.float32)
         exact = x.double() @ expanded.double().T + (0 if bias is None else bias.double())
-        theirs = reference.linear(x, q.packed, (n, k), q.weight.absmax, blocksize, bias, *q.nested)
-        ours = cpu.linear(x, q.packed, (n, k), q.weight.absmax, blocksize, bias, *q.nested)
+        theirs = reference.linear(x, q.weight, bias)
+        ours = cpu.linear(x, q.weight, bias)
         assert ours.dtype == dtype
-        # float32: both are at rounding level, where split products cost a little. 16 bit: never worse than by noise.
+        # float32: both are at rounding level, where sums of split k cost a little. 16 bit: never worse than by noise.
         allowed = 2e-5 if dtype is torch.float32 else 1.05 * _errors(theirs, exact) + 1e-5
         assert _errors(ours, exact) <= allowed, (n, k)
 
@@ -76,11 +77,8 @@ def test_shapes_whose_rows_do_not_begin_with_a_block(isa: str, n: int, k: int) -
     for rows in (1, 6, 40):
         q = quantized((n, k), 64, True, seed=n)
         x = torch.randn(rows, k)
-        exact = (
-            x.double()
-            @ reference.dequantize(q.packed, (n, k), q.weight.absmax, 64, torch.float32, *q.nested).double().T
-        )
-        assert _errors(cpu.linear(x, q.packed, (n, k), q.weight.absmax, 64, None, *q.nested), exact) <= 2e-5
+        exact = x.double() @ reference.dequantize(q.weight, torch.float32).double().T
+        assert _errors(cpu.linear(x, q.weight), exact) <= 2e-5
 
 
 @pytest.mark.parametrize("blocksize", [32, 64, 128])
@@ -91,20 +89,17 @@ def test_weights_joined_with_their_nested_scales(isa: str, blocksize: int) -> No
     codes, table = torch.cat([p.state.absmax for p in parts]), parts[0].state.state2.code
     absmax = torch.cat([p.weight.absmax for p in parts])
     offsets = torch.cat([p.state.offset.expand(p.weight.absmax.numel()) for p in parts])
-    joined = (torch.cat([p.packed for p in parts]), shape, absmax, blocksize)
-    nested = (codes, table, offsets)
-    apart = [
-        cpu.dequantize(p.packed, p.weight.shape, p.weight.absmax, blocksize, torch.float32, *p.nested) for p in parts
-    ]
+    joined = Weight(torch.cat([p.packed for p in parts]), shape, absmax, blocksize, codes, table, offsets)
+    apart = [cpu.dequantize(p.weight, torch.float32) for p in parts]
     for library in (cpu, reference):
-        assert torch.equal(library.dequantize(*joined, torch.float32, *nested), torch.cat(apart))
+        assert torch.equal(library.dequantize(joined, torch.float32), torch.cat(apart))
     for rows in (1, 6, 40):
         x = torch.randn(rows, k)
         exact = x.double() @ torch.cat(apart).double().T
-        assert _errors(cpu.linear(x, *joined, None, *nested), exact) <= 2e-5
+        assert _errors(cpu.linear(x, joined), exact) <= 2e-5
     for library in (cpu, reference):
         with pytest.raises(ValueError, match="absmax_offset must be float32 with 1 element"):
-            library.dequantize(*joined, torch.float32, codes, table, offsets[:-1])
+            library.dequantize(replace(joined, absmax_offset=offsets[:-1]), torch.float32)
 
 
 def test_every_output_is_written_and_strided_inputs_are_read_right(isa: str) -> None:
@@ -112,22 +107,35 @@ def test_every_output_is_written_and_strided_inputs_are_read_right(isa: str) -> 
     wide = torch.randn(10, 256)
     x = wide[:, ::2]
     assert not x.is_contiguous()
-    expected = cpu.linear(x.contiguous(), q.packed, (96, 128), q.weight.absmax, 64)
+    expected = cpu.linear(x.contiguous(), q.weight)
     for _ in range(3):
         poison = torch.full((10, 96), float("nan"))
         del poison  # its memory is what the next empty() of that size gets
-        assert torch.equal(cpu.linear(x, q.packed, (96, 128), q.weight.absmax, 64), expected)
-    assert torch.equal(
-        cpu.linear(x.reshape(2, 5, 128), q.packed, (96, 128), q.weight.absmax, 64), expected.view(2, 5, 96)
-    )
-    assert cpu.linear(x[:0], q.packed, (96, 128), q.weight.absmax, 64).shape == (0, 96)
+        assert torch.equal(cpu.linear(x, q.weight), expected)
+    assert torch.equal(cpu.linear(x.reshape(2, 5, 128), q.weight), expected.view(2, 5, 96))
+    assert cpu.linear(x[:0], q.weight).shape == (0, 96)
+
+
+def test_weights_whose_tensors_are_not_contiguous(isa: str) -> None:
+    for nested in (False, True):
+        weight = quantized((96, 128), 64, nested, seed=7).weight
+        apart = {
+            name: torch.stack((tensor, tensor), -1)[..., 0]
+            for name in ("packed", "absmax", "absmax_8bit", "absmax_code")
+            if (tensor := getattr(weight, name)) is not None
+        }
+        assert not apart["packed"].is_contiguous()
+        x = torch.randn(3, 128)
+        for changed in (replace(weight, **apart), *(replace(weight, **{name: apart[name]}) for name in apart)):
+            assert torch.equal(cpu.linear(x, changed), cpu.linear(x, weight))
+            assert torch.equal(cpu.dequantize(changed, torch.float32), cpu.dequantize(weight, torch.float32))
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it_in_float32(isa: str) -> None:
     q = quantized((576, 576), 64, True, seed=4)
     x = torch.randn(40, 576)
-    together = cpu.linear(x, q.packed, (576, 576), q.weight.absmax, 64, None, *q.nested)
-    alone = torch.cat([cpu.linear(r, q.packed, (576, 576), q.weight.absmax, 64, None, *q.nested) for r in x.split(1)])
+    together = cpu.linear(x, q.weight)
+    alone = torch.cat([cpu.linear(r, q.weight) for r in x.split(1)])
     assert torch.allclose(together, alone, rtol=0, atol=3e-5 * float(alone.abs().max()))
 
 
@@ -142,20 +150,22 @@ def test_linear_with_bfloat16_weights(isa: str, rows: int) -> None:
 
 def test_bad_arguments_are_named() -> None:
     q = quantized((64, 128), 64, False, seed=1)
-    good = (q.packed, (64, 128), q.weight.absmax, 64)
+    good = q.weight
     x = torch.randn(2, 128)
     with pytest.raises(ValueError, match="end in 128"):
-        cpu.linear(x[:, :64], *good)
+        cpu.linear(x[:, :64], good)
     with pytest.raises(ValueError, match="float64"):
-        cpu.linear(x.double(), *good)
+        cpu.linear(x.double(), good)
     with pytest.raises(ValueError, match="blocksize"):
-        cpu.linear(x, q.packed, (64, 128), q.weight.absmax, 63)
+        cpu.linear(x, replace(good, blocksize=63))
+    with pytest.raises(ValueError, match=r"shape must be \[N, K\]"):
+        cpu.linear(x, replace(good, shape=(4, 16, 128)))
     with pytest.raises(ValueError, match="packed has"):
-        cpu.linear(x, q.packed[:100], (64, 128), q.weight.absmax, 64)
+        cpu.linear(x, replace(good, packed=good.packed[:100]))
     with pytest.raises(ValueError, match="absmax"):
-        cpu.linear(x, q.packed, (64, 128), q.weight.absmax[:5], 64)
+        cpu.linear(x, replace(good, absmax=good.absmax[:5]))
     with pytest.raises(ValueError, match="bias"):
-        cpu.linear(x, *good, torch.zeros(64, dtype=torch.bfloat16))
+        cpu.linear(x, good, torch.zeros(64, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="instruction set"):
         cpu.set_isa("mmx")
 
@@ -164,8 +174,8 @@ def test_the_clock_counts_linear_time() -> None:
     q = quantized((1536, 576), 64, True, seed=5)
     dequant, linear = cpu.clock()
     for _ in range(10):
-        cpu.linear(torch.randn(64, 576), q.packed, (1536, 576), q.weight.absmax, 64, None, *q.nested)
-        cpu.dequantize(q.packed, (1536, 576), q.weight.absmax, 64, torch.float32, *q.nested)
+        cpu.linear(torch.randn(64, 576), q.weight)
+        cpu.dequantize(q.weight, torch.float32)
     dequant_after, linear_after = cpu.clock()
     assert 0 < linear_after - linear < 10
     assert 0 < dequant_after - dequant < 10

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nf4_kernels import cuda, cuda_launches, reference
 from nf4_kernels.plan import WGMMA_INSTANCES, Rows, plan, rows_candidates
-from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, ON_GPU, TOLERANCE, cut, random_weight, relative_error
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, ON_GPU, TOLERANCE, random_weight, relative_error, split
 
 pytestmark = ON_GPU
 HALVES = (torch.bfloat16, torch.float16)
@@ -21,8 +23,8 @@ def test_dequantize_is_the_oracle_bit_for_bit(blocksize: int, nested: bool) -> N
     for n, k in [(64, 192), (1, 1), (1, 64), (63, 65), (7, 4130), (1000, 4160)]:
         w = random_weight(n, k, blocksize, nested)
         for dtype in (torch.float32, *HALVES):
-            got = cuda.dequantize(w.packed, (n, k), w.absmax, blocksize, dtype, *w.nested)
-            expected = reference.dequantize(w.packed, (n, k), w.absmax, blocksize, dtype, *w.nested)
+            got = cuda.dequantize(w.weight, dtype)
+            expected = reference.dequantize(w.weight, dtype)
             assert torch.equal(got, expected), (n, k, dtype)
 
 
@@ -30,7 +32,7 @@ def test_dequantize_is_the_oracle_bit_for_bit(blocksize: int, nested: bool) -> N
 def test_an_offset_for_every_256_blocks(blocksize: int) -> None:
     for n, k in [(63, 192), (1000, 4160), (300, 5376), (512, 8192), (12, 25600), (9, 1000)]:
         w = random_weight(n, k, blocksize, offsets=True)
-        got = cuda.dequantize(w.packed, (n, k), w.absmax, blocksize, torch.float32, *w.nested)
+        got = cuda.dequantize(w.weight, torch.float32)
         assert torch.equal(got.double(), w.exact()), (n, k)
         for m in (1, 8, 16, 32, 300):
             x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
@@ -44,7 +46,7 @@ def test_an_offset_for_every_256_blocks(blocksize: int) -> None:
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 1024), (63, 192), (1000, 4160), (64, 64), (96, 8192), (48, 25600), (300, 5376)]
 )
-def test_linear_of_every_row_count(n: int, k: int, nested: bool, dtype: torch.dtype) -> None:
+def test_linear_of_every_number_of_tokens(n: int, k: int, nested: bool, dtype: torch.dtype) -> None:
     w = random_weight(n, k, 64, nested)
     exact = w.exact()
     for m in (*range(1, 34), 48, 64, 65, 127, 128, 129, 256, 300):
@@ -93,7 +95,7 @@ def test_results_do_not_change_from_run_to_run(m: int) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("multiprocessors", [5, 9])
 @pytest.mark.parametrize(("n", "k"), [(200, 8192), (136, 3072), (333, 1024), (90, 5376)])
-def test_every_rows_instance_however_its_work_is_cut(
+def test_every_rows_instance_however_its_work_is_split(
     n: int, k: int, multiprocessors: int, nested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs that begin and end within a row group, parts that do not fill their block, in one block or several."""
@@ -112,7 +114,7 @@ def test_every_rows_instance_however_its_work_is_cut(
 
 
 @pytest.mark.parametrize("m", [33, 64, 75])
-def test_several_launches_for_more_rows_than_one_takes(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_launches_for_more_tokens_than_one_takes(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     w = random_weight(1000, 4160)
     choice = plan(m, 1000, 4160, LITTLE_SHARED_MEMORY, 64)
     assert isinstance(choice, Rows)
@@ -126,10 +128,10 @@ def test_several_launches_for_more_rows_than_one_takes(m: int, monkeypatch: pyte
 
 @HOPPER
 @pytest.mark.parametrize(("tokens", "groups"), WGMMA_INSTANCES)
-def test_every_wgmma_instance_however_its_work_is_cut(
+def test_every_wgmma_instance_however_its_work_is_split(
     tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for n, k, m, blocksize, nested, blocks, owner_steps in [
+    for n, k, m, blocksize, nested, blocks, first_steps in [
         (1000, 4160, tokens, 64, True, 132, 0),
         (193, 448, 2 * tokens + 1, 128, False, 5, 0),
         (63, 4096, tokens - 1, 64, True, 7, 0),
@@ -143,7 +145,7 @@ def test_every_wgmma_instance_however_its_work_is_cut(
         (514, 2304, tokens, 64, False, 3, 4),
         (193, 2304, tokens - 1, 128, True, 9, 1),
     ]:
-        choice = cut(tokens, groups, m, n, k, blocks, owner_steps)
+        choice = split(tokens, groups, m, n, k, blocks, first_steps)
         monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for dtype in HALVES:
@@ -159,7 +161,7 @@ def test_every_wgmma_instance_however_its_work_is_cut(
 
 
 @pytest.mark.parametrize("m", [1, 16, 24, 64, 128, 256])
-def test_a_chain_of_products_in_a_graph(m: int) -> None:
+def test_a_chain_of_gemms_in_a_graph(m: int) -> None:
     """Launches in a graph overlap, and share a workspace."""
     weights = [random_weight(n, k) for n, k in [(5120, 4096), (6144, 5120), (4096, 6144)]]
     x = torch.randn(m, 4096, device=DEVICE, dtype=torch.bfloat16)
@@ -208,8 +210,8 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="bias must be"):
         w.linear(x, torch.zeros(64, device=DEVICE))
     with pytest.raises(ValueError, match="the weight needs"):
-        cuda.linear(x, w.packed[:100], (64, 128), w.absmax, 64, None, *w.nested)
+        cuda.linear(x, replace(w.weight, packed=w.weight.packed[:100]))
     with pytest.raises(ValueError, match="absmax_offset must be float32 with 1 element"):
-        cuda.linear(x, w.packed, (64, 128), w.absmax, 64, None, *w.nested[:2], torch.zeros(3, device=DEVICE))
+        cuda.linear(x, replace(w.weight, absmax_offset=torch.zeros(3, device=DEVICE)))
     with pytest.raises(ValueError, match="blocksize"):
-        cuda.dequantize(w.packed, (64, 128), w.absmax, 48, torch.float32, *w.nested)
+        cuda.dequantize(replace(w.weight, blocksize=48), torch.float32)

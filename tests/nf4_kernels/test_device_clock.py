@@ -36,7 +36,7 @@ def seconds(clock: DeviceClock) -> dict[str, float]:
 
 
 def layers(weights: list[Random], x: torch.Tensor) -> torch.Tensor:
-    """Products as a model makes them: with an elementwise kernel between any two."""
+    """GEMMs as a model has them: with an elementwise kernel between any two."""
     for w in weights:
         x = w.linear(x)[:, :K] * 1e-3
     return x
@@ -71,7 +71,7 @@ def test_times_are_those_of_the_profiler(m: int, kind: str, clock: DeviceClock) 
     expected = sum(e.device_time_total for e in events) * 1e-6
     assert expected > 0
     launches = REPEATS * 16
-    print(f"M = {m}: {found[kind] / launches * 1e6:.2f} us a product, the profiler's {expected / launches * 1e6:.2f}")
+    print(f"M = {m}: {found[kind] / launches * 1e6:.2f} us a GEMM, the profiler's {expected / launches * 1e6:.2f}")
     assert found[kind] == pytest.approx(expected, rel=0.05)
     if kind == "slices":
         dequantize = sum(e.device_time_total for e in events if "dequantize" in e.name) * 1e-6

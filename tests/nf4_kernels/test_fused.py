@@ -1,4 +1,4 @@
-"""Products that normalise their input or add a residual: in their own launches on a GPU, in torch's operations elsewhere."""
+"""GEMMs that normalise their input or add a residual: in their own launches on a GPU, in torch's operations elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from nf4_kernels import cuda, cuda_launches, ops, reference
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, plan, rows_candidates
-from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, TOLERANCE, Random, cut, gpu, random_weight
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, TOLERANCE, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import quantized
 
 EPS = 1e-2
@@ -47,18 +47,18 @@ def check(w: Random, m: int, what: object, dtype: torch.dtype = BFLOAT16) -> Non
     bias, norm_weight = (torch.randn(size, device=DEVICE, dtype=dtype) for size in (w.n, w.k))
     residual = torch.randn(m, w.n, device=DEVICE, dtype=dtype)
     for has in itertools.product((False, True), repeat=3):
-        around = [more if wanted else None for more, wanted in zip((bias, residual, norm_weight), has, strict=True)]
-        expected = exactly(w, x, *around)
-        # In proportion to what the product is made of: parts may cancel, and a single sum may be near zero.
-        product, rows = exactly(w, x, None, None, around[2]), exactly_normalised(x, around[2])
-        usual = max(float(product.norm()), float(rows.norm() * w.exact().norm()) / w.k**0.5)
-        usual += sum(float(more.double().norm()) for more in around[:2] if more is not None)
+        fusion = [more if wanted else None for more, wanted in zip((bias, residual, norm_weight), has, strict=True)]
+        expected = exactly(w, x, *fusion)
+        # In proportion to what the result is made of: parts may cancel, and a single sum may be near zero.
+        sums, rows = exactly(w, x, None, None, fusion[2]), exactly_normalised(x, fusion[2])
+        usual = max(float(sums.norm()), float(rows.norm() * w.exact().norm()) / w.k**0.5)
+        usual += sum(float(more.double().norm()) for more in fusion[:2] if more is not None)
         torch.full((m, w.n), float("nan"), device=DEVICE, dtype=dtype)
-        got = fused(w, x, *around)
+        got = fused(w, x, *fusion)
         error = float((got.double() - expected).norm()) / usual
         # Where torch normalises, its rounding comes on top; a few outputs may all be rounded badly.
         assert error < TOLERANCE[dtype] * (3 if w.n * m < 1000 else 1.25), (what, m, has, error)
-        assert torch.equal(fused(w, x, *around), got), (what, m, has)
+        assert torch.equal(fused(w, x, *fusion), got), (what, m, has)
 
 
 def fused(
@@ -68,8 +68,7 @@ def fused(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    weight = w.packed, (w.n, w.k), w.absmax, w.blocksize
-    return cuda.fused_linear(x, *weight, bias, *w.nested, residual, norm_weight, EPS)
+    return cuda.fused_linear(x, w.weight, bias, residual, norm_weight, EPS)
 
 
 @gpu
@@ -105,13 +104,13 @@ def test_every_rows_instance(n: int, k: int, nested: bool, monkeypatch: pytest.M
 @HOPPER
 @pytest.mark.parametrize(("tokens", "groups"), WGMMA_INSTANCES)
 def test_every_wgmma_instance(tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for n, k, m, blocks, owner_steps in [
+    for n, k, m, blocks, first_steps in [
         (1000, 4160, tokens, 132, 0),
         (193, 448, 2 * tokens + 1, 5, 0),
         (514, NORM_K, tokens - 1, 11, 0),
         (1000, 4160, tokens + 1, 2, 10),
     ]:
-        choice = cut(tokens, groups, m, n, k, blocks, owner_steps)
+        choice = split(tokens, groups, m, n, k, blocks, first_steps)
         monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
         check(random_weight(n, k), m, str(choice))
 
@@ -145,11 +144,11 @@ def test_layers_in_a_graph(m: int) -> None:
 @gpu
 def test_what_is_fused() -> None:
     for normalised in (False, True):
-        assert ops.fuses(DEVICE, BFLOAT16, 1, (5120, 8192), 64, True, normalised)
-        assert not ops.fuses(DEVICE, BFLOAT16, 1, (5120, 1000), 64, True, normalised)
-        assert not ops.fuses(DEVICE, BFLOAT16, 5000, (5120, 8192), 64, True, normalised)
-        assert ops.fuses(DEVICE, torch.float16, 1, (5120, 8192), 64, True, normalised) != normalised
-        assert ops.fuses(DEVICE, BFLOAT16, 1, (5120, NORM_K + 256), 64, True, normalised) != normalised
+        assert ops.can_fuse(DEVICE, BFLOAT16, 1, (5120, 8192), 64, True, normalised)
+        assert not ops.can_fuse(DEVICE, BFLOAT16, 1, (5120, 1000), 64, True, normalised)
+        assert not ops.can_fuse(DEVICE, BFLOAT16, 5000, (5120, 8192), 64, True, normalised)
+        assert ops.can_fuse(DEVICE, torch.float16, 1, (5120, 8192), 64, True, normalised) != normalised
+        assert ops.can_fuse(DEVICE, BFLOAT16, 1, (5120, NORM_K + 256), 64, True, normalised) != normalised
 
 
 @gpu
@@ -177,8 +176,8 @@ def test_on_a_cpu(nested: bool) -> None:
     arguments = (x, *weight, bias, *q.nested, residual, norm_weight, 0.1)
     torch.library.opcheck(torch.ops.nf4.fused_linear.default, arguments)
     normalised = torch.nn.functional.rms_norm(x, (128,), norm_weight, 0.1)
-    expected = residual + reference.linear(normalised, *weight, bias, *q.nested)
+    expected = residual + reference.linear(normalised, q.weight, bias)
     assert torch.allclose(torch.ops.nf4.fused_linear(*arguments), expected, atol=1e-5)
     plain = torch.ops.nf4.fused_linear(x, *weight, bias, *q.nested)
     assert torch.equal(plain, torch.ops.nf4.linear(x, *weight, bias, *q.nested))
-    assert not ops.fuses(torch.device("cpu"), BFLOAT16, 1, (48, 128), 64, nested, False)
+    assert not ops.can_fuse(torch.device("cpu"), BFLOAT16, 1, (48, 128), 64, nested, False)

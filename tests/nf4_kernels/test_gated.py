@@ -1,4 +1,4 @@
-"""Products that give activation(gate) * up of their halves, in rows or in tiles: on Hopper in their own launches."""
+"""GEMMs that give activation(gate) * up of their halves, tiled or not: on Hopper in their own launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from nf4_kernels import cuda, cuda_launches, reference
 from nf4_kernels.params import ACTIVATIONS
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Wgmma
-from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, cut, gpu, random_weight
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import quantized
 
 EPS = 1e-4
@@ -29,12 +29,11 @@ def activated(gate: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gated(w: Random, x: torch.Tensor, bias: Maybe, norm_weight: Maybe, activation: str, tile: int = 0) -> torch.Tensor:
-    """The product, written to poisoned memory."""
+    """The gated activation, written to poisoned memory."""
     columns, rows = w.n // 2, x.shape[:-1]
     shape = reference.tiles_shape(rows.numel(), columns, tile) if tile else (*rows, columns)
     torch.full(shape, float("nan"), device=x.device, dtype=x.dtype)
-    weight = w.packed, (w.n, w.k), w.absmax, w.blocksize
-    out = cuda.gated_linear(x, *weight, bias, *w.nested, norm_weight, EPS, activation, tile)
+    out = cuda.gated_linear(x, w.weight, bias, norm_weight, EPS, activation, tile)
     assert out.shape == shape
     assert out.dtype == x.dtype
     return out
@@ -43,13 +42,12 @@ def gated(w: Random, x: torch.Tensor, bias: Maybe, norm_weight: Maybe, activatio
 def fused(
     w: Random, x: torch.Tensor, bias: Maybe = None, residual: Maybe = None, norm_weight: Maybe = None
 ) -> torch.Tensor:
-    weight = w.packed, (w.n, w.k), w.absmax, w.blocksize
-    return cuda.fused_linear(x, *weight, bias, *w.nested, residual, norm_weight, EPS)
+    return cuda.fused_linear(x, w.weight, bias, residual, norm_weight, EPS)
 
 
 def rows_of(tiles: torch.Tensor, m: int, columns: int) -> torch.Tensor:
     """The rows in tiles; beyond their columns are zeros, beyond the rows may be anything."""
-    whole = reference.arranged_rows(tiles, m, tiles.shape[1] * 64)
+    whole = reference.untile_activations(tiles, m, tiles.shape[1] * 64)
     assert not whole[:, columns:].any()
     return whole[:, :columns]
 
@@ -57,7 +55,7 @@ def rows_of(tiles: torch.Tensor, m: int, columns: int) -> torch.Tensor:
 def is_right(found: torch.Tensor, gate_up: torch.Tensor, activation: str, same_sums: bool) -> bool:
     """Whether found is activation(gate) * up of the rounded sums, each rounded, but for how exactly exp is computed.
 
-    Not same_sums: a product may add up in another order, so that some sums are rounded to a neighbour.
+    Not same_sums: a GEMM may add up in another order, so that some sums are rounded to a neighbour.
     """
     gate, up = (half.double() for half in gate_up.chunk(2, -1))
     bent, eps, slack = activated(gate, activation), torch.finfo(found.dtype).eps, 1e-5
@@ -113,7 +111,7 @@ def in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("tokens", "groups"), WGMMA_INSTANCES)
 @pytest.mark.parametrize("nested", [False, True])
 def test_every_instance(nested: bool, tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for n, k, m, blocks, owner_steps in [
+    for n, k, m, blocks, first_steps in [
         (1024, 4160, tokens, 132, 0),
         (1008, 4160, tokens + 1, 2, 10),
         (208, 448, 2 * tokens + 1, 5, 0),
@@ -121,7 +119,7 @@ def test_every_instance(nested: bool, tokens: int, groups: int, monkeypatch: pyt
         (512, 768, tokens + 3, 1, 0),
         (1024, 256, 2 * tokens, 132, 0),
     ]:
-        choice = cut(tokens, groups, m, n, k, blocks, owner_steps)
+        choice = split(tokens, groups, m, n, k, blocks, first_steps)
         monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
         whole = -(-n // (groups * 64)) * -(-m // tokens) % choice.grid == 0
         tiles = {8, 64, tokens} if n % 512 == 0 else ()
@@ -135,7 +133,7 @@ def test_which_are_one_launch() -> None:
     ):
         is_wgmma = isinstance(cuda.plan_on(DEVICE, m, n, k, 64, True, normalised), Wgmma)
         expected = is_wgmma and dtype == BFLOAT16 and n % 16 == 0 and not (normalised and k > NORM_K)
-        assert cuda.gates(DEVICE, dtype, m, (n, k), 64, True, normalised) == expected
+        assert cuda.can_gate(DEVICE, dtype, m, (n, k), 64, True, normalised) == expected
 
 
 @gpu
@@ -194,21 +192,20 @@ def test_gates_that_are_not_small(activation: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 64, 100])
 def test_layers_in_a_graph(m: int, activation: str) -> None:
-    """Launches overlap: what one normalises, multiplies, gates and arranges, the next one multiplies and adds to."""
+    """Launches overlap: what one normalises, multiplies, gates and tiles, the next one multiplies and adds to."""
     layers = [[random_weight(n, k) for n, k in [(12288, 4096), (4096, 6144)]] for _ in range(3)]
     norms = torch.randn(3, 4096, device=DEVICE, dtype=BFLOAT16) * 0.03
     x = torch.randn(m, 4096, device=DEVICE, dtype=BFLOAT16)
-    own = cuda.tile_rows(DEVICE, x.dtype, m, (4096, 6144), 64, True)
+    own = cuda.token_tile(DEVICE, x.dtype, m, (4096, 6144), 64, True)
 
     def run(tile: int) -> list[torch.Tensor]:
         states = [x]
         for (up, down), norm in zip(layers, norms, strict=True):
             inner = gated(up, states[-1], None, norm, activation, tile)
-            weight = down.packed, (down.n, down.k), down.absmax, down.blocksize
             if tile:
-                y = cuda.arranged_linear(inner, m, *weight, None, *down.nested, states[-1])
+                y = cuda.tiled_linear(inner, m, down.weight, None, states[-1])
             else:
-                y = cuda.fused_linear(inner, *weight, None, *down.nested, states[-1])
+                y = cuda.fused_linear(inner, down.weight, None, states[-1])
             states += [inner, y]
         return states
 
@@ -257,7 +254,7 @@ def test_what_is_wrong_is_named_on_a_cpu() -> None:
 def test_on_a_cpu(nested: bool, activation: str) -> None:
     q = quantized((96, 192), 64, nested, seed=1)
     weight = q.packed, [96, 192], q.weight.absmax, 64
-    exact = reference.dequantize(*weight, torch.float32, *q.nested).double()
+    exact = reference.dequantize(q.weight, torch.float32).double()
     x, bias, norm_weight = torch.randn(2, 5, 192) * 5, torch.randn(96), torch.randn(192)
     for more, norm in itertools.product((None, bias), (None, norm_weight)):
         rows = x.double() if norm is None else functional.rms_norm(x.double(), (192,), norm.double(), 0.1)
@@ -267,7 +264,7 @@ def test_on_a_cpu(nested: bool, activation: str) -> None:
         assert found.shape == (2, 5, 48)
         assert torch.allclose(found.double(), activated(gate, activation) * up, rtol=1e-4, atol=1e-4)
         tiles = torch.ops.nf4.gated_linear(*arguments, 8)
-        assert torch.equal(tiles, reference.arrange(found.flatten(0, 1), 8))
+        assert torch.equal(tiles, reference.tile_activations(found.flatten(0, 1), 8))
         for tile in (0, 8):
             torch.library.opcheck(torch.ops.nf4.gated_linear.default, (*arguments, tile))
 

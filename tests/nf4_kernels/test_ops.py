@@ -41,7 +41,7 @@ def test_the_public_functions_take_bitsandbytes_states() -> None:
     q = quantized((48, 128), 64, True, seed=3, dtype=torch.bfloat16)
     assert torch.equal(nf4_kernels.dequantize_4bit(q.packed, q.state), dequantize_4bit(q.packed, q.state))
     x = torch.randn(2, 128)
-    expected = reference.linear(x, q.packed, (48, 128), q.weight.absmax, 64, None, *q.nested)
+    expected = reference.linear(x, q.weight)
     assert torch.allclose(nf4_kernels.linear_4bit(x, q.packed, q.state), expected, atol=1e-5)
     q.state.quant_type = "fp4"
     with pytest.raises(ValueError, match="fp4"):
@@ -80,3 +80,17 @@ def test_a_missing_library_is_said_once_and_the_oracle_runs(
     assert len(warnings) == 1
     assert "does not exist" in warnings[0]
     assert "plain torch" in warnings[0]
+
+
+def test_the_first_name_of_tiled_linear_still_works_and_names_the_new_one() -> None:
+    q = quantized((48, 192), 64, True, seed=5)
+    x, bias, residual = torch.randn(5, 192), torch.randn(48), torch.randn(5, 48)
+    rest = q.packed, [48, 192], q.weight.absmax, 64, bias, *q.nested
+    tiles = reference.tile_activations(x, 16)
+    expected = torch.ops.nf4.tiled_linear(tiles, 5, *rest, residual)
+    with pytest.warns(DeprecationWarning, match="nf4::tiled_linear") as warned:
+        found = torch.ops.nf4.arranged_linear(tiles, 5, *rest, residual=residual)
+    assert torch.equal(found, expected)
+    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
+    with pytest.warns(DeprecationWarning, match="nf4::tiled_linear"):
+        torch.library.opcheck(torch.ops.nf4.arranged_linear.default, (tiles, 5, *rest, residual))

@@ -15,8 +15,8 @@ from nf4_kernels.plan import (
     WGMMA_INSTANCES,
     WGMMA_TOKENS,
     WORKSPACE_BYTES,
+    Dequantize,
     Rows,
-    Slices,
     Wgmma,
     plan,
     rows_stages,
@@ -46,7 +46,7 @@ def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested
         if arch == 90 and m in WGMMA_TOKENS and isinstance(choice, Wgmma):
             continue
         if small and m > 8 and k <= 256:
-            assert isinstance(choice, Slices)
+            assert isinstance(choice, Dequantize)
             continue
         assert isinstance(choice, Rows)
         assert m <= choice.tiles * 8
@@ -63,7 +63,7 @@ def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_wgmma_plans_fit_the_workspace(n: int, k: int) -> None:
-    assert isinstance(plan(WGMMA_TOKENS.stop, n, k, 90, 132), Slices)
+    assert isinstance(plan(WGMMA_TOKENS.stop, n, k, 90, 132), Dequantize)
     for m in WGMMA_TOKENS:
         choice = plan(m, n, k, 90, 132)
         if not isinstance(choice, Wgmma):
@@ -75,12 +75,12 @@ def test_wgmma_plans_fit_the_workspace(n: int, k: int) -> None:
         steps = -(-k // 256)
         # Blocks for which every SM has room, or one for each whole tile.
         assert 1 <= choice.grid <= min(132, tiles * steps) or choice.grid == tiles
-        if choice.owner_steps:
-            # Every tile is cut into as many parts; none is empty, and the owner's is not the shortest.
+        if choice.first_split_steps:
+            # Every tile is split into as many parts; none is empty, and the first one is not the shortest.
             parts, left = divmod(choice.grid, tiles)
             assert left == 0
             assert parts > 1
-            assert parts - 1 <= steps - choice.owner_steps <= (parts - 1) * choice.owner_steps
+            assert parts - 1 <= steps - choice.first_split_steps <= (parts - 1) * choice.first_split_steps
 
 
 def test_large_weights_and_tens_of_rows_go_to_wgmma_on_hopper_alone() -> None:
@@ -90,27 +90,27 @@ def test_large_weights_and_tens_of_rows_go_to_wgmma_on_hopper_alone() -> None:
         assert not isinstance(plan(m, 25600, 5120, 90, 132, blocksize=32), Wgmma)
 
 
-def test_owners_of_cut_tiles_end_last_where_all_would_end_together() -> None:
+def test_the_reducing_block_of_a_split_tile_ends_last_where_all_would_end_together() -> None:
     choice = plan(64, 8192, 8192, 90, 132)
     assert isinstance(choice, Wgmma)
     assert choice.grid == 128
-    assert choice.owner_steps > 32 / 2
+    assert choice.first_split_steps > 32 / 2
     assert str(choice) == "wgmma: 64 tokens x 128 rows, grid 128, 17 steps in a tile's first part"
-    # Runs that go from tile to tile: parts are there before their owners come to them.
+    # stream-K: partial sums are there before the reducing blocks come to them.
     choice = plan(64, 25600, 5120, 90, 132)
     assert isinstance(choice, Wgmma)
-    assert choice.owner_steps == 0
+    assert choice.first_split_steps == 0
 
 
 def test_a_thousand_tokens_of_many_k_go_tile_by_tile() -> None:
     choice = plan(1024, 8192, 28672, 90, 132)
     assert choice == Wgmma(256, 2, 64 * 4)
-    # No tile is cut, so there are activations to be kept and no sums.
+    # No tile is split, so there are activations to be kept and no sums.
     assert choice.workspace_bytes(1024, 8192, 28672) == 1024 * 28672 * 2
     assert Wgmma(256, 2, 132).workspace_bytes(1024, 8192, 28672) == 1024 * 28672 * 2 + 132 * 128 * 256 * 4
 
 
-def test_what_rows_cannot_do_goes_to_slices() -> None:
+def test_what_rows_cannot_do_is_dequantized() -> None:
     for m, k, arch, blocksize in [
         (500, 5120, 80, 64),
         (1000, 5120, 90, 64),
@@ -118,7 +118,7 @@ def test_what_rows_cannot_do_goes_to_slices() -> None:
         (1, 5120, 75, 64),
         (1, 5120, 90, 32),
     ]:
-        assert isinstance(plan(m, 1024, k, arch, 132, blocksize), Slices)
+        assert isinstance(plan(m, 1024, k, arch, 132, blocksize), Dequantize)
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 120])
@@ -126,13 +126,13 @@ def test_without_wgmma_a_weight_is_read_again_rather_than_dequantized_for_some_m
     several = plan(48, 25600, 5120, arch, 128)
     assert isinstance(several, Rows)
     assert several.tiles == 4
-    assert isinstance(plan(300, 25600, 5120, arch, 128), Slices)
+    assert isinstance(plan(300, 25600, 5120, arch, 128), Dequantize)
 
 
-def test_slices_cover_small_and_large_weights() -> None:
-    assert plan(4096, 1000, 4160, 90, 132) == Slices(1000)
+def test_dequantized_slices_cover_small_and_large_weights() -> None:
+    assert plan(4096, 1000, 4160, 90, 132) == Dequantize(1000)
     choice = plan(4096, 25600, 5120, 90, 132)
-    assert isinstance(choice, Slices)
+    assert isinstance(choice, Dequantize)
     assert 0 < choice.rows < 25600
 
 
@@ -140,7 +140,7 @@ def test_a_plan_prints_itself() -> None:
     assert str(plan(8, 25600, 5120, 90, 132)) == (
         "rows: 8 warps x 10 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132"
     )
-    assert str(plan(4096, 512, 4160, 90, 132)) == "slices: dequantize 512 rows, then cuBLAS"
+    assert str(plan(4096, 512, 4160, 90, 132)) == "dequantize + cuBLAS: slices of 512 rows"
 
 
 def test_the_instances_are_those_compiled() -> None:

@@ -1,4 +1,4 @@
-"""Activations in linear_wgmma's order: its definition, and products of them."""
+"""Tiled activations: their order, and GEMMs of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from nf4_kernels import cuda, cuda_launches, ops, reference
 from nf4_kernels.plan import WGMMA_INSTANCES, Wgmma
-from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, cut, gpu, random_weight
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import quantized
 
 SIXTEEN_BIT = [torch.bfloat16, torch.float16]
@@ -16,38 +16,37 @@ SIXTEEN_BIT = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize(("rows", "k", "tile"), [(1, 64, 16), (21, 320, 16), (64, 256, 64), (33, 4160, 32)])
 def test_the_order(rows: int, k: int, tile: int) -> None:
     x = torch.randn(rows, k, dtype=torch.bfloat16)
-    tiles = reference.arrange(x, tile)
+    tiles = reference.tile_activations(x, tile)
     count, blocks = -(-rows // tile), -(-k // 256) * 4
     assert tiles.shape == (count, blocks, tile, 64)
-    assert torch.equal(reference.arranged_rows(tiles, rows, k), x)
+    assert torch.equal(reference.untile_activations(tiles, rows, k), x)
     for row, column in zip(torch.randint(rows, (50,)).tolist(), torch.randint(k, (50,)).tolist(), strict=True):
         word = column % 64 // 2
         place = (word % 8 ^ row % tile % 8) * 8 + word // 8 * 2 + column % 2
         assert tiles[row // tile, column // 64, row % tile, place] == x[row, column]
-    padded = reference.arranged_rows(tiles, count * tile, blocks * 64)
+    padded = reference.untile_activations(tiles, count * tile, blocks * 64)
     assert not padded[rows:].any()
     assert not padded[:, k:].any()
 
 
-def test_a_product_of_tiles() -> None:
+def test_a_gemm_of_tiles() -> None:
     q = quantized((48, 192), 64, True, seed=1)
     weight = q.packed, [48, 192], q.weight.absmax, 64
     x, residual, bias = torch.randn(5, 192), torch.randn(5, 48), torch.randn(48)
-    arguments = reference.arrange(x, 16), 5, *weight, bias, *q.nested, residual
+    arguments = reference.tile_activations(x, 16), 5, *weight, bias, *q.nested, residual
     expected = torch.ops.nf4.fused_linear(x, *weight, bias, *q.nested, residual)
-    assert torch.allclose(torch.ops.nf4.arranged_linear(*arguments), expected, atol=1e-4)
-    torch.library.opcheck(torch.ops.nf4.arranged_linear.default, arguments)
+    assert torch.allclose(torch.ops.nf4.tiled_linear(*arguments), expected, atol=1e-4)
+    torch.library.opcheck(torch.ops.nf4.tiled_linear.default, arguments)
 
 
-def test_cpus_arrange_nothing() -> None:
-    assert ops.tile_rows(torch.device("cpu"), torch.bfloat16, 32, [4096, 4096], 64, True) == 0
+def test_cpus_have_no_tile() -> None:
+    assert ops.token_tile(torch.device("cpu"), torch.bfloat16, 32, [4096, 4096], 64, True) == 0
 
 
-def arranged(
-    w: Random, tiles: torch.Tensor, rows: int, bias: torch.Tensor | None, residual: torch.Tensor | None
+def tiled_linear(
+    w: Random, tiles: torch.Tensor, tokens: int, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    weight = w.packed, (w.n, w.k), w.absmax, w.blocksize
-    return cuda.arranged_linear(tiles, rows, *weight, bias, *w.nested, residual)
+    return cuda.tiled_linear(tiles, tokens, w.weight, bias, residual)
 
 
 @gpu
@@ -55,55 +54,59 @@ def arranged(
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 @pytest.mark.parametrize(("tokens", "groups"), WGMMA_INSTANCES)
 def test_every_instance(tokens: int, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as from rows, whatever tiles hold beyond them."""
-    for n, k, m, blocks, owner_steps in [
+    """The same bits as from x itself, whatever tiles hold beyond its tokens."""
+    for n, k, m, blocks, first_steps in [
         (1000, 4160, tokens, 132, 0),
         (193, 448, 2 * tokens + 1, 5, 0),
         (130, 21504, tokens - 1, 11, 0),
         (1000, 4160, tokens + 1, 2, 10),
     ]:
-        choice = cut(tokens, groups, m, n, k, blocks, owner_steps)
+        choice = split(tokens, groups, m, n, k, blocks, first_steps)
         monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k)
         x, bias, residual = (torch.randn(shape, device=DEVICE, dtype=dtype) for shape in ((m, k), (n,), (m, n)))
-        tiles = reference.arrange(x, tokens)
+        tiles = reference.tile_activations(x, tokens)
         beyond = torch.arange(tiles.shape[0] * tokens, device=DEVICE).view(-1, 1, tokens, 1) >= m
         tiles = tiles.masked_fill(beyond, float("nan"))
-        for around in ((None, None), (bias, residual)):
+        for fusion in ((None, None), (bias, residual)):
             torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)
-            weight = w.packed, (n, k), w.absmax, w.blocksize
-            expected = cuda.fused_linear(x, *weight, around[0], *w.nested, around[1])
-            assert torch.equal(arranged(w, tiles, m, *around), expected), (str(choice), around[0] is None)
+            expected = cuda.fused_linear(x, w.weight, *fusion)
+            assert torch.equal(tiled_linear(w, tiles, m, *fusion), expected), (str(choice), fusion[0] is None)
 
 
 @gpu
 @pytest.mark.parametrize("nested", [False, True])
 def test_any_tile_and_any_shape(nested: bool) -> None:
-    """Where the launch has another tile, or another kernel multiplies, rows are put in order first."""
+    """Where the launch has another tile, or another kernel multiplies, x is put in order first."""
     for n, k in ((1, 64), (63, 192), (1000, 4160), (5120, 5120)):
         w = random_weight(n, k, 64, nested)
         for m in (1, 8, 17, 32, 100, 300):
             x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
-            own = cuda.tile_rows(DEVICE, x.dtype, m, (n, k), 64, nested)
+            own = cuda.token_tile(DEVICE, x.dtype, m, (n, k), 64, nested)
             choice = cuda.plan_on(DEVICE, m, n, k, 64, nested)
             assert own == (choice.tokens if isinstance(choice, Wgmma) else 0)
             for tile in {own, 16, 24} - {0}:
-                assert torch.equal(arranged(w, reference.arrange(x, tile), m, None, None), w.linear(x)), (n, k, m, tile)
+                assert torch.equal(tiled_linear(w, reference.tile_activations(x, tile), m, None, None), w.linear(x)), (
+                    n,
+                    k,
+                    m,
+                    tile,
+                )
 
 
 @gpu
 @HOPPER
-def test_a_product_of_tiles_has_its_time() -> None:
-    """Which is that of the product of rows, but for the launch that arranges them."""
+def test_a_gemm_of_tiles_has_its_time() -> None:
+    """Which is that of the GEMM of x itself, but for the launch that tiles it."""
     w = random_weight(5120, 5120)
     x = torch.randn(32, 5120, device=DEVICE, dtype=torch.bfloat16)
-    tiles = reference.arrange(x, cuda.tile_rows(DEVICE, x.dtype, 32, (5120, 5120), 64, True))
+    tiles = reference.tile_activations(x, cuda.token_tile(DEVICE, x.dtype, 32, (5120, 5120), 64, True))
     w.linear(x)
     clock, times = cuda.start_clock(DEVICE), [0.0]
     try:
         for of_tiles in (False, True):
             for _ in range(200):
-                _ = arranged(w, tiles, 32, None, None) if of_tiles else w.linear(x)
+                _ = tiled_linear(w, tiles, 32, None, None) if of_tiles else w.linear(x)
             clock.collect()
             clock.note(clock.totals)
             times.append(clock.seconds()["wgmma"])
@@ -116,9 +119,9 @@ def test_a_product_of_tiles_has_its_time() -> None:
 def test_what_is_wrong_is_named() -> None:
     w = random_weight(64, 256)
     good = torch.zeros(1, 4, 16, 64, device=DEVICE, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="not that of 17 rows"):
-        arranged(w, good, 17, None, None)
+    with pytest.raises(ValueError, match="not that of 17 tokens"):
+        tiled_linear(w, good, 17, None, None)
     with pytest.raises(ValueError, match="tiles must be"):
-        arranged(w, good.float(), 16, None, None)
+        tiled_linear(w, good.float(), 16, None, None)
     with pytest.raises(ValueError, match="residual must be"):
-        arranged(w, good, 16, None, torch.zeros(64, device=DEVICE, dtype=torch.bfloat16))
+        tiled_linear(w, good, 16, None, torch.zeros(64, device=DEVICE, dtype=torch.bfloat16))

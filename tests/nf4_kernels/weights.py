@@ -21,7 +21,7 @@ class Quantized:
     @property
     def nested(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """The ops' last three arguments."""
-        return self.weight.absmax_8bit, self.weight.absmax_code, self.weight.absmax_offset
+        return self.weight.nested
 
 
 def quantized(

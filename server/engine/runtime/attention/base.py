@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from nf4_kernels.reference import arrange, tiles_shape
+from nf4_kernels.reference import tile_activations, tiles_shape
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Span
 
@@ -84,7 +84,7 @@ class AttentionBackend(ABC):
         """
         out = self.attend_next(*rotary.apply(query, key), value)
         tokens, heads, dim = out.shape
-        return out if tile == 0 else arrange(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
+        return out if tile == 0 else tile_activations(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
 
 
 class GraphBackend(AttentionBackend):
@@ -134,7 +134,7 @@ class GraphBackend(AttentionBackend):
 
 
 def result_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, ...]:
-    """[tokens, heads, dim], or with a tile the shape of nf4_kernels.reference.arrange([tokens, heads * dim], tile).
+    """[tokens, heads, dim], or with a tile the shape of nf4_kernels.reference.tile_activations([tokens, heads * dim], tile).
 
     Raises ValueError where tiles would need columns of padding, which attention kernels do not write.
     """

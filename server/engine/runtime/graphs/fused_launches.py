@@ -102,16 +102,16 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
         for module, name, norm in behind_norms:
             gemm = _gemm(module, name)
             if gemm is not None and _is_plain_norm(getattr(layer, norm, None)):
-                found.norms += ops.fuses(*_question(gemm, tokens), True)
+                found.norms += ops.can_fuse(*_question(gemm, tokens), True)
         gates = _gemm(mlp, "gate_proj") if hidden_act in _GATED_ACTIVATIONS else None
-        gated = gates is not None and ops.gates(*_question(gates, tokens), False)
+        gated = gates is not None and ops.can_gate(*_question(gates, tokens), False)
         found.gates += gated
         found.rotary += applies_rotary
         for gemm, writes_tiles in ((_gemm(attention, "o_proj"), applies_rotary), (_gemm(mlp, "down_proj"), gated)):
             if gemm is not None:
                 question = _question(gemm, tokens)
-                found.residuals += not between and ops.fuses(*question, False)
-                found.tiled += writes_tiles and gemm.in_features % 256 == 0 and ops.tile_rows(*question) > 0
+                found.residuals += not between and ops.can_fuse(*question, False)
+                found.tiled += writes_tiles and gemm.in_features % 256 == 0 and ops.token_tile(*question) > 0
     return found
 
 
@@ -140,7 +140,7 @@ def _gemm(module: nn.Module | None, name: str) -> NF4Linear | None:
 
 
 def _question(gemm: NF4Linear, tokens: int) -> tuple[torch.device, torch.dtype, int, list[int], int, bool]:
-    """What ops.fuses(), ops.gates() and ops.tile_rows() are asked; the passes fuse bfloat16 only."""
+    """What ops.can_fuse(), ops.can_gate() and ops.token_tile() are asked; the passes fuse bfloat16 only."""
     shape, nested = [gemm.out_features, gemm.in_features], gemm.absmax_8bit is not None
     return gemm.packed.device, torch.bfloat16, tokens, shape, gemm.blocksize, nested
 

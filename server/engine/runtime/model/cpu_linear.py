@@ -37,7 +37,8 @@ class CpuNF4Linear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset)
         shape = (layer.out_features, layer.in_features)
-        _prepared.append(cpu.PreparedLinear(layer.packed, shape, layer.absmax, layer.blocksize, layer.bias, *nested))
+        weight = nf4_kernels.Weight(layer.packed, shape, layer.absmax, layer.blocksize, *nested)
+        _prepared.append(cpu.PreparedLinear(weight, layer.bias))
         self.register_buffer("handle", torch.tensor(len(_prepared) - 1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

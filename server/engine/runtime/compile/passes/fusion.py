@@ -59,7 +59,7 @@ class FusedOperations:
         tile_of: TileOf | None = None,
         gates: HasLaunch | None = None,
     ) -> None:
-        """fuses, tile_of, gates: ops.fuses(), ops.tile_rows() and ops.gates() if None. See also fused_operations()."""
+        """fuses, tile_of, gates: ops.can_fuse(), ops.token_tile(), ops.can_gate() if None. See fused_operations()."""
         self._fuses = fuses
         self._applies_rotary = applies_rotary
         self._tile_of = tile_of
@@ -76,10 +76,10 @@ class FusedOperations:
         gemms = [node for node in nodes if node.target is torch.ops.nf4.linear.default and self._fits(node, False)]
         fuse_residuals(nodes, gemms)
         fuse_norms(gemms, lambda gemm: self._fits(gemm, True))
-        fuse_gates(nodes, gemms, self._gates or ops.gates)
+        fuse_gates(nodes, gemms, self._gates or ops.can_gate)
         if self._applies_rotary:
             fuse_rotary(nodes)
-        fuse_tiled_inputs(gemms, self._tile_of or ops.tile_rows)
+        fuse_tiled_inputs(gemms, self._tile_of or ops.token_tile)
 
     def _fits(self, gemm: Node, normalised: bool) -> bool:
         """Whether there is a fused launch for the GEMM."""
@@ -89,7 +89,7 @@ class FusedOperations:
         # Sizes that vary are not ints.
         if x.dtype != torch.bfloat16 or not all(isinstance(size, int) for size in (*x.shape, *shape)):
             return False
-        fuses = self._fuses or ops.fuses
+        fuses = self._fuses or ops.can_fuse
         return x.is_contiguous() and fuses(*gemm_of(gemm), normalised)
 
 

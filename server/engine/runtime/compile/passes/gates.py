@@ -33,7 +33,7 @@ GATED = torch.ops.nf4.gated_linear.default
 def fuse_gates(nodes: Iterable[Node], gemms: list[Node], gates: HasLaunch) -> None:
     """Put nf4::gated_linear in place of gated activations of GEMMs that nothing else reads.
 
-    gemms: those that may be replaced; the replaced ones are removed from the list. gates: as ops.gates().
+    gemms: those that may be replaced; the replaced ones are removed from the list. gates: as ops.can_gate().
     """
     for node in nodes:
         gemm, activation = _gated(node)

@@ -28,11 +28,11 @@ from server.engine.runtime.compile.passes.matching import (
 aten = torch.ops.aten
 
 TileOf = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool], int]
-"""As ops.tile_rows(): the tokens of a tile for gemm_of(node), or 0 where the GEMM reads no tiles."""
+"""As ops.token_tile(): the tokens of a tile for gemm_of(node), or 0 where the GEMM reads no tiles."""
 
 
 def fuse_tiled_inputs(gemms: Iterable[Node], tile_of: TileOf) -> None:
-    """Put nf4::arranged_linear in place of GEMMs without a norm whose input the launch in front can write tiled."""
+    """Put nf4::tiled_linear in place of GEMMs without a norm whose input the launch in front can write tiled."""
     for gemm in gemms:
         given = bound_arguments_of(gemm)
         x = given["x"]
@@ -72,10 +72,10 @@ def _source(node: Node) -> Node:
 
 def _fuse(gemm: Node, tiles: Node, m: int) -> None:
     """Put a GEMM that reads tiles in place of gemm."""
-    tiled, shape = torch.ops.nf4.arranged_linear.default, gemm.meta["val"].shape
+    tiled, shape = torch.ops.nf4.tiled_linear.default, gemm.meta["val"].shape
     flat = torch.Size((m, shape[-1]))
     with gemm.graph.inserting_before(gemm):
-        given = bound_arguments_of(gemm) | {"tiles": tiles, "rows": m}
+        given = bound_arguments_of(gemm) | {"tiles": tiles, "tokens": m}
         if given.get("residual") is not None:
             given["residual"] = reshaped(given["residual"], flat)
         out = with_value(gemm.graph.call_function(tiled, in_order(tiled, given)), gemm.meta["val"].reshape(flat))

@@ -1,4 +1,4 @@
-"""What a launch is told of the weight that follows, and that results do not depend on it."""
+"""The weight order: what a launch is told of the next weight, and that results do not depend on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from nf4_kernels import Weight, cuda, cuda_launches, prefetch_next
 from nf4_kernels.plan import HALF_ROWS, Rows, plan
-from nf4_kernels.successors import successor
+from nf4_kernels.weight_order import next_weight
 from tests.nf4_kernels.cuda_weights import gpu
 
 
@@ -28,15 +28,15 @@ def random_weight(n: int, k: int, nested: bool = True, blocksize: int = 64, devi
 def test_the_last_word_counts_until_it_is_taken_back() -> None:
     first, second, third = (random_weight(16, 64) for _ in range(3))
     address = first.packed.data_ptr()
-    assert successor(address) is None
+    assert next_weight(address) is None
     prefetch_next(first, second)
     prefetch_next(first, third)
-    found = successor(address)
+    found = next_weight(address)
     assert found is not None
     assert found.packed == third.packed.data_ptr()
-    assert successor(third.packed.data_ptr()) is None
+    assert next_weight(third.packed.data_ptr()) is None
     prefetch_next(first, None)
-    assert successor(address) is None
+    assert next_weight(address) is None
 
 
 @pytest.mark.parametrize("gone", ["weight", "following", "its scales"])
@@ -44,7 +44,7 @@ def test_nothing_is_said_of_memory_that_is_gone(gone: str) -> None:
     first, second = random_weight(16, 4096), random_weight(16, 4096)
     address = first.packed.data_ptr()
     prefetch_next(first, second)
-    assert successor(address) is not None
+    assert next_weight(address) is not None
     kept: list[torch.Tensor | None] = []
     if gone == "weight":
         del first
@@ -54,16 +54,16 @@ def test_nothing_is_said_of_memory_that_is_gone(gone: str) -> None:
         kept = [second.packed, second.absmax, second.absmax_offset]
         del second
     gc.collect()
-    assert successor(address) is None
+    assert next_weight(address) is None
     assert all(tensor is not None for tensor in kept)
 
 
-def test_views_of_a_weight_keep_its_successor() -> None:
+def test_views_of_a_weight_keep_what_comes_after_it() -> None:
     first, second = random_weight(16, 64), random_weight(16, 64)
     view = Weight(first.packed.reshape(-1, 1), first.shape, first.absmax, 64)
     prefetch_next(view, second)
     del view
-    assert successor(first.packed.data_ptr()) is not None
+    assert next_weight(first.packed.data_ptr()) is not None
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -109,10 +109,6 @@ def test_a_weight_that_another_kernel_multiplies_is_left_alone(monkeypatch: pyte
     assert cuda_launches._next(device, 512, first.packed.data_ptr()).codes is None
 
 
-def _linear(x: torch.Tensor, w: Weight) -> torch.Tensor:
-    return cuda.linear(x, w.packed, w.shape, w.absmax, w.blocksize, None, w.absmax_8bit, w.absmax_code, w.absmax_offset)
-
-
 @gpu
 @pytest.mark.parametrize("m", [1, 2, 8, 16, 32])
 @pytest.mark.parametrize("nested", [False, True])
@@ -124,7 +120,7 @@ def test_the_same_bits_with_and_without(m: int, nested: bool) -> None:
     def chain() -> torch.Tensor:
         y = x
         for w in weights * 2:
-            y = torch.nn.functional.rms_norm(_linear(y, w), (w.shape[0],))
+            y = torch.nn.functional.rms_norm(cuda.linear(y, w), (w.shape[0],))
         return y
 
     expected = chain()

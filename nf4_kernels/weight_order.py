@@ -1,7 +1,7 @@
-"""Which weight is multiplied after which: a launch brings the beginning of the next one's weight into L2.
+"""The weight order: which GEMM's weight comes after which, so that a launch prefetches the next one's into L2.
 
 Small batches are bound by the memory that weights come from, and it idles at the end of every launch, under the kernels
-between two products and while the next launch starts. What is said here is looked up when a product is captured in a CUDA
+between two GEMMs and while the next launch starts. What is said here is looked up when a GEMM is captured in a CUDA
 graph (Hopper and later); it changes no result. Thread-safe.
 """
 
@@ -52,9 +52,9 @@ _lock = threading.Lock()
 
 
 def prefetch_next(weight: Weight, following: Weight | None) -> None:
-    """Say that a product with `following` comes after each one with `weight`; None takes that back.
+    """Say that a GEMM with `following` comes after each one with `weight`; None takes that back.
 
-    Products with `weight` that are captured in CUDA graphs from here on bring the beginning of `following` into L2 as
+    GEMMs with `weight` that are captured in CUDA graphs from here on bring the beginning of `following` into L2 as
     they end. Neither weight is kept alive: what is said ends with the memory of either, for captures that come after.
     A graph holds the addresses: free neither weight while it is replayed. No effect on CPU and before Hopper.
     """
@@ -66,8 +66,8 @@ def prefetch_next(weight: Weight, following: Weight | None) -> None:
             _pairs[weight.packed.data_ptr()] = _Pair(_Held(weight), _Held(following))
 
 
-def successor(packed: int) -> _Held | None:
-    """What follows the weight whose codes lie at this address, while both are in memory."""
+def next_weight(packed: int) -> _Held | None:
+    """What comes after the weight whose codes lie at this address, while both are in memory."""
     with _lock:
         pair = _pairs.get(packed)
     return pair.then if pair is not None and pair.first.lives and pair.then.lives else None

@@ -1,0 +1,153 @@
+"""linear_rows: which launches a device can do for a weight, and what they cost. For few tokens, from Ampere on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Of a row group, and of its halves, at which a block's share of a weight may end.
+GROUP_ROWS = 16
+HALF_ROWS = 8
+MAX_ROWS_TOKENS = 32
+"""Tokens of one launch."""
+# Blocks that share row groups -> how many such clusters a multiprocessor has room for (four do not fit everywhere).
+CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
+# (warps, k blocks of a warp, token tiles): the instances of csrc/cuda/rows/linear_rows.cu.
+INSTANCES = (
+    (8, 9, 1),
+    (8, 10, 1),
+    (12, 7, 1),
+    *((16, blocks, 1) for blocks in range(1, 9)),
+    *((16, blocks, 2) for blocks in range(1, 5)),
+    (14, 6, 2),
+    (16, 1, 4),
+    (16, 2, 4),
+)
+# The same for devices whose blocks have 99 KB of shared memory.
+SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
+_SMALL_SHARED_BYTES = 99 << 10
+
+# Microseconds on an H200, fitted to launches of one to 32 tokens.
+_LAUNCH_US = 4.0
+_TWO_TILES_LAUNCH_US = 1.0
+"""More where there are two token tiles."""
+_TWO_TILES_LONG_LAUNCH_US = 2.5
+"""More where there are two, in several passes of warps with _LONG_BLOCKS k blocks or more."""
+_LONG_BLOCKS = 4
+_CLUSTER_US = {1: 0.0, 2: 0.28, 4: 0.39}
+"""More for partial sums that go through a cluster of so many blocks."""
+_GROUP_US = 0.215
+"""A row group in one pass."""
+_GROUP_BLOCK_US = 0.237
+"""More for each k block of its 16 warps, times the factor of the token tiles."""
+_TILES_FACTOR = {1: 1.0, 2: 1.6, 4: 3.1}
+_TWO_TILES_LONG_FACTOR = 1.4
+"""In place of two tiles' where warps have _LONG_BLOCKS k blocks or more."""
+_FEW_STAGES_FACTOR = 1.15
+"""With two stages the copies are the bound."""
+_FOUR_TILES_ONE_BLOCK_FACTOR = 1.25
+_FOUR_TILES_FACTOR = 1.7
+"""With four token tiles registers run short."""
+_PASS_ACTIVATIONS_US = 1.05
+_MORE_PASS_ACTIVATIONS_US = 0.39
+"""The activations' way in, for each 64 k blocks: the first pass, and more for each one after it; times what follows."""
+_ACTIVATIONS_FACTOR = 0.24
+_TOKEN_ACTIVATIONS_FACTOR = 0.095
+"""For each token."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """linear_rows: weight rows stream past activations held in registers; the fields are RowsPlan of params.h."""
+
+    warps: int
+    blocks: int
+    tiles: int
+    stages: int
+    cluster: int
+    passes: int
+    part_blocks: int
+    chunk: int
+    grid: int
+
+    def __str__(self) -> str:
+        parts = self.cluster * self.passes
+        split = "1 part" if parts == 1 else f"{self.cluster} x {self.passes} parts"
+        return (
+            f"rows: {self.warps} warps x {self.blocks} blocks, {self.tiles * 8} tokens, {self.stages} stages, "
+            f"k in {split} of {self.part_blocks} blocks, grid {self.grid}"
+        )
+
+
+def shared_bytes(arch: int) -> int:
+    """Shared memory that a thread block can have, as far as what is compiled uses it: 8.7 runs what is compiled for 8.6."""
+    if arch == 80:
+        return 163 << 10
+    return 227 << 10 if 90 <= arch < 120 else _SMALL_SHARED_BYTES
+
+
+def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
+    """How many ring stages fit beside `slots` row groups' sums: RowsLayout of csrc/cuda/rows/layout.cuh."""
+    stage_blocks = warps * blocks
+    scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
+    stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)
+    codes_squares = 1024 + warps * tiles * 32 if nested else max(1024, warps * tiles * 32)
+    fixed = 65536 + codes_squares + 2 * warps * tiles * 512 + 256 + slots * tiles * 512
+    decoded = 65536 // ((stage_blocks + 1) // 2 * 256)
+    limit = 4 if (blocks, tiles) == (4, 1) else 7  # their codes come in two pieces, each with its barriers
+    return max(0, min(limit, decoded, (shared_bytes - fixed) // stage))
+
+
+def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int, nested: bool) -> list[Rows]:
+    """Every linear_rows launch that a device can do for a weight [n, k] and tiles of 8 rows of x."""
+    k_blocks, groups = k // 64, -(-n // GROUP_ROWS)
+    found, shared = [], shared_bytes(arch)
+    small = shared == _SMALL_SHARED_BYTES
+    for warps, blocks, instance_tiles in SMALL_INSTANCES if small else INSTANCES:
+        if instance_tiles != tiles:
+            continue
+        for cluster, share in CLUSTERS.items():
+            if cluster > 1 and (arch < 90 or small):
+                continue
+            runs = min(int(multiprocessors * share), groups)
+            fewest = -(-k_blocks // (cluster * warps * blocks))
+            for passes in range(fewest, fewest + 3):
+                parts = cluster * passes
+                part_blocks = -(-k_blocks // parts)
+                if parts > 1:
+                    part_blocks = -(-part_blocks // 4) * 4  # keeps rows' scales aligned
+                # Neither more than the instance holds nor so few that a smaller one would do; no part without any.
+                if not warps * (blocks - 1) < part_blocks <= warps * blocks or (parts - 1) * part_blocks >= k_blocks:
+                    continue
+                chunk = min(-(-groups // runs), 16 // tiles) if passes > 1 else -(-groups // runs)
+                if small and passes > 1:
+                    while chunk > 1 and rows_stages(warps, blocks, tiles, nested, shared, chunk) < 2:
+                        chunk -= 1
+                slots = 2 * (cluster - 1) + (chunk if passes > 1 else 0)
+                stages = rows_stages(warps, blocks, tiles, nested, shared, slots)
+                if stages >= 2:
+                    grid = runs * cluster
+                    found.append(Rows(warps, blocks, tiles, stages, cluster, passes, part_blocks, chunk, grid))
+    return found
+
+
+def rows_cost(rows: Rows, m: int, n: int) -> float:
+    """Microseconds on an H200, roughly: the launch, the row groups of the busiest block, and its activations' way in."""
+    # What a half group at a run's end saves was too little to be measured: it counts whole.
+    groups = math.ceil(math.ceil(n / GROUP_ROWS) * rows.cluster / rows.grid) * rows.passes
+    blocks: float = rows.blocks
+    if rows.stages > 2:
+        # Warps without a k block in the last round save about half a block's time; with two stages the copies are the bound.
+        blocks = (rows.blocks + rows.part_blocks / rows.warps) / 2
+    long = rows.blocks >= _LONG_BLOCKS
+    factor = _TWO_TILES_LONG_FACTOR if long and rows.tiles == 2 else _TILES_FACTOR[rows.tiles]
+    group = _GROUP_US + _GROUP_BLOCK_US * blocks * rows.warps / 16 * factor
+    group *= _FEW_STAGES_FACTOR if rows.stages < 3 else 1.0
+    if rows.tiles == 4:
+        group *= _FOUR_TILES_ONE_BLOCK_FACTOR if rows.blocks == 1 else _FOUR_TILES_FACTOR
+    launch = _LAUNCH_US
+    if rows.tiles == 2:
+        launch += _TWO_TILES_LONG_LAUNCH_US if long and rows.passes > 1 else _TWO_TILES_LAUNCH_US
+    passes = _PASS_ACTIVATIONS_US + _MORE_PASS_ACTIVATIONS_US * (rows.passes - 1)
+    activations = rows.part_blocks / 64 * passes * (_ACTIVATIONS_FACTOR + _TOKEN_ACTIVATIONS_FACTOR * m)
+    return launch + groups * group + activations + _CLUSTER_US[rows.cluster]
