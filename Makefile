@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 .PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
-.PHONY: dashboards dashboards-check clean
+.PHONY: dashboards dashboards-check page-vendor page-screenshots clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -99,6 +99,12 @@ dashboards: $(VENV)/.dev ## write the Grafana dashboards' JSON anew from dashboa
 
 dashboards-check: $(VENV)/.dev kernels model ## ask every panel's query of a Prometheus that scrapes a loaded server (PROMETHEUS=)
 	$(BIN)/python -m dashboards.check $(PROMETHEUS)
+
+page-vendor: ## fetch the chat page's libraries from npm, as server/api/static/vendor/pins.json names them
+	$(PYTHON) server/api/static/vendor/refresh.py
+
+page-screenshots: $(VENV)/.dev kernels model ## take the chat page's pictures in docs/ anew (needs Chromium)
+	$(BIN)/python -m tests.api.screenshots
 
 clean: ## remove what was built (not the virtual environment, not the model)
 	rm -rf nf4_kernels/lib build *.egg-info .mypy_cache .ruff_cache .pytest_cache

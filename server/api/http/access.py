@@ -15,6 +15,8 @@ from server.api.http.errors import ApiError, answer_api_error
 
 # Machines and people look at these before they have a key; none of them tells what others ask.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json"})
+# What the pages are made of; its route answers a list of files and nothing else.
+OPEN_FOLDER = "/static/"
 
 
 class AccessLayer:
@@ -29,7 +31,7 @@ class AccessLayer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand one request on, or answer it."""
-        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or not self._digests or scope["method"] == "OPTIONS" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
         try:
@@ -71,6 +73,10 @@ class AccessLayer:
         if found < 0:
             raise _refused("The API key is not known.")
         return found
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def _given_key(scope: Scope) -> bytes | None:

@@ -68,7 +68,7 @@ def result_row(  # type: ignore[no-untyped-def]
 def put_result(  # type: ignore[no-untyped-def]
     out, result, row, head, line, group: tl.constexpr, dim: tl.constexpr, tile_rows: tl.constexpr
 ):
-    """Store result [len(line), dim] of those heads; with tile_rows as tile_activations() of nf4_kernels.reference orders it."""
+    """Store result [len(line), dim] of those heads, tiled (reference.tile_activations) where tile_rows is not 0."""
     result, column = result.to(out.dtype.element_ty), tl.arange(0, dim)[None, :]
     if tile_rows == 0:
         place = out + line[:, None] * dim + column

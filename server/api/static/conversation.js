@@ -1,0 +1,88 @@
+// A conversation: a tree of messages, as an edited or regenerated one stands beside what was there before.
+//
+// {id, title, created, updated, settings, messages: [{id, parent, role, content, ...}], leaf}; leaf is the last message
+// of the branch that is shown, parent is null for a first message. Content is a text; images are data: addresses.
+
+/** A new name; crypto.randomUUID is missing on pages that come over plain http. */
+export function newId() {
+  return [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+export function newConversation(settings) {
+  const now = Date.now();
+  return { id: newId(), title: "", created: now, updated: now, settings: { ...settings }, messages: [], leaf: null };
+}
+
+const find = (conversation, id) => conversation.messages.find((message) => message.id === id);
+
+/** Put a message behind parent (an id or null), and show its branch. */
+export function add(conversation, parent, message) {
+  const added = { id: newId(), parent, created: Date.now(), ...message };
+  conversation.messages.push(added);
+  conversation.leaf = added.id;
+  conversation.updated = added.created;
+  return added;
+}
+
+/** The branch that is shown, from its first message on. */
+export function path(conversation, leaf = conversation.leaf) {
+  const found = [];
+  for (let message = find(conversation, leaf); message; message = find(conversation, message.parent)) found.push(message);
+  return found.reverse();
+}
+
+/** The message and those that stand in its place in other branches, oldest first. */
+export function versions(conversation, message) {
+  return conversation.messages.filter((one) => one.parent === message.parent && one.role === message.role);
+}
+
+/** Show the branch through a message, down to its newest end. */
+export function showVersion(conversation, message) {
+  let last = message;
+  for (;;) {
+    const next = conversation.messages.findLast((one) => one.parent === last.id);
+    if (!next) break;
+    last = next;
+  }
+  conversation.leaf = last.id;
+}
+
+/** What the server is asked: the branch that ends in a message. Questions that were never answered are left out. */
+export function request(conversation, last) {
+  const branch = path(conversation, last);
+  const asked = [];
+  const system = conversation.settings.system?.trim();
+  if (system) asked.push({ role: "system", content: system });
+  branch.forEach((message, i) => {
+    const answer = message.role === "user" ? branch[i + 1] : message;
+    if (answer && !answer.content) return;
+    asked.push({ role: message.role, content: content(message) });
+  });
+  return asked;
+}
+
+function content(message) {
+  if (!message.images?.length) return message.content;
+  const images = message.images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return [...images, { type: "text", text: message.content }];
+}
+
+/** Its title, or the beginning of its first message. */
+export function titleOf(conversation) {
+  if (conversation.title) return conversation.title;
+  const first = conversation.messages[0]?.content.trim().split("\n")[0] ?? "";
+  return first.length > 60 ? `${first.slice(0, 59).trimEnd()}…` : first || "New chat";
+}
+
+/** Where the words stand in a conversation: null, or the text around them ("" for its title). */
+export function match(conversation, words) {
+  const wanted = words.trim().toLowerCase();
+  if (titleOf(conversation).toLowerCase().includes(wanted)) return "";
+  for (const message of conversation.messages) {
+    const place = message.content.toLowerCase().indexOf(wanted);
+    if (place < 0) continue;
+    const start = Math.max(0, place - 24);
+    return `${start ? "…" : ""}${message.content.slice(start, place + wanted.length + 40)}`.replace(/\s+/g, " ");
+  }
+  return null;
+}

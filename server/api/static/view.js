@@ -1,0 +1,208 @@
+// The conversation that is looked at: its messages as elements, kept up with while an answer comes.
+
+import { path, versions } from "./conversation.js";
+import { announce, at, copyFrom, element, icon, iconButton } from "./dom.js";
+import { figures } from "./figures.js";
+import { show } from "./markdown.js";
+
+/** What the buttons of messages do; app.js fills them in: regenerate, edit, retry, showVersion (of a message). */
+export const actions = {};
+
+let conversation = null;
+/** By a message's id: its article. */
+const articles = new Map();
+let following = true;
+let waiting = null;
+
+/** Show a conversation from the beginning. */
+export function showConversation(shownNow) {
+  conversation = shownNow;
+  cancelFrame();
+  articles.clear();
+  const branch = path(conversation);
+  at("messages").replaceChildren(...branch.map(article));
+  at("welcome").hidden = branch.length > 0;
+  followAgain();
+}
+
+/** A message of the conversation has changed; what a stream adds is drawn as fast as drawing goes. */
+export function messageChanged(message) {
+  if (!articles.has(message.id)) {
+    at("messages").append(article(message));
+    at("welcome").hidden = true;
+    keepUp();
+  } else if (message.state !== "running") {
+    cancelFrame();
+    update(message);
+  } else waiting ??= { message, timer: setTimeout(draw, waitMs) };
+}
+
+let waitMs = 40;
+
+function draw() {
+  const { message } = waiting;
+  waiting = null;
+  const started = performance.now();
+  update(message);
+  // A long answer takes longer to draw; three quarters of the time stay for everything else.
+  waitMs = Math.max(40, 3 * (performance.now() - started));
+}
+
+function cancelFrame() {
+  clearTimeout(waiting?.timer);
+  waiting = null;
+}
+
+function article(message) {
+  const made = message.role === "user" ? question(message) : answerArticle(message);
+  articles.set(message.id, made);
+  return made;
+}
+
+function question(message) {
+  const made = element("article", { class: "user", "aria-label": "You", "data-id": message.id });
+  const box = element("div", { class: "bubble" });
+  if (message.images?.length)
+    box.append(element("div", { class: "images" }, ...message.images.map((src) => element("img", { src, alt: "attached image" }))));
+  box.append(element("div", { class: "text", text: message.content }));
+  made.append(box, element("footer", {}, actionRow(message, [["Edit", "edit", () => edit(message)]])));
+  return made;
+}
+
+function answerArticle(message) {
+  const made = element(
+    "article",
+    { class: "assistant", "aria-label": "Answer", "data-id": message.id },
+    element("details", { class: "thoughts", hidden: true }, element("summary"), element("div", { class: "text" })),
+    element("div", { class: "prose" }),
+    element("p", { class: "failure", role: "alert", hidden: true }),
+    element("footer", { hidden: true }),
+  );
+  fill(made, message);
+  return made;
+}
+
+function update(message) {
+  const made = articles.get(message.id);
+  if (!made) return;
+  fill(made, message);
+  keepUp();
+}
+
+function fill(made, message) {
+  const [thoughts, prose, failure, footer] = made.children;
+  const going = message.state === "running";
+  made.setAttribute("aria-busy", String(going));
+  made.classList.toggle("waiting", going && !message.content);
+  thoughts.hidden = !message.reasoning;
+  thoughts.classList.toggle("going", going && !message.content);
+  thoughts.firstChild.textContent = message.thoughtFor === undefined ? "Thinking…" : `Thought for ${message.thoughtFor.toFixed(1)} s`;
+  if (thoughts.lastChild.textContent !== message.reasoning) thoughts.lastChild.textContent = message.reasoning ?? "";
+  const wasGoing = made.dataset.going === "true";
+  made.dataset.going = String(going);
+  const told = show(prose, message.content, { complete: !going });
+  if (going || wasGoing) told.forEach((text) => announce(text));
+  failure.hidden = !message.error;
+  if (message.error && !going)
+    failure.replaceChildren(element("span", { text: message.error }), element("button", { type: "button", text: "Try again", click: () => actions.retry(message) }));
+  footer.hidden = going;
+  if (!going) footer.replaceChildren(answerActions(message), figures(message));
+}
+
+function answerActions(message) {
+  const buttons = [["Edit", "edit", () => edit(message)]];
+  if (!message.error) buttons.unshift(["Regenerate", "again", () => actions.regenerate(message)]);
+  return actionRow(message, buttons);
+}
+
+function actionRow(message, buttons) {
+  const row = element("div", { class: "actions" });
+  const all = versions(conversation, message);
+  if (all.length > 1) {
+    const place = all.indexOf(message);
+    const other = (label, drawing, step) =>
+      iconButton(label, drawing, () => actions.showVersion(all[place + step]), { disabled: !all[place + step] });
+    row.append(other("Earlier version", "left", -1), element("span", { class: "count", text: `${place + 1}/${all.length}` }), other("Later version", "right", 1));
+  }
+  if (message.content) {
+    const copyButton = iconButton("Copy", "copy", () => copyFrom(copyButton, message.content));
+    row.append(copyButton);
+  }
+  for (const [label, drawing, click] of buttons) row.append(iconButton(label, drawing, click));
+  return row;
+}
+
+/** Change a message in its place; what comes of it stands beside what was there. */
+export function edit(message) {
+  const made = articles.get(message.id);
+  const before = [...made.childNodes];
+  const close = () => {
+    made.classList.remove("editing");
+    made.replaceChildren(...before);
+    made.querySelector('[aria-label="Edit"]')?.focus();
+  };
+  const text = element("textarea", { "aria-label": "Edit message", rows: String(Math.min(16, message.content.split("\n").length + 1)) });
+  text.value = message.content;
+  const form = element(
+    "form",
+    {
+      class: "edit",
+      submit: (event) => {
+        event.preventDefault();
+        if (!text.value.trim()) return;
+        if (text.value === message.content && message.role === "assistant") close();
+        else actions.edit(message, text.value);
+      },
+      keydown: (event) => {
+        if (event.key === "Escape") close();
+        else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+        else return;
+        event.preventDefault();
+        event.stopPropagation();
+      },
+    },
+    text,
+    element(
+      "div",
+      { class: "row" },
+      element("button", { type: "button", class: "plain", text: "Cancel", click: close }),
+      element("button", { type: "submit", class: "main", text: message.role === "user" ? "Send" : "Save" }),
+    ),
+  );
+  made.classList.add("editing");
+  made.replaceChildren(form);
+  text.focus();
+}
+
+// --- the end of a growing conversation stays in sight, unless somebody has gone up to read
+
+const log = at("log");
+let lastTop = 0;
+
+log.addEventListener(
+  "scroll",
+  () => {
+    const atEnd = log.scrollHeight - log.clientHeight - log.scrollTop < 32;
+    if (atEnd) following = true;
+    else if (log.scrollTop < lastTop) following = false;
+    lastTop = log.scrollTop;
+    at("to-end").hidden = following;
+  },
+  { passive: true },
+);
+
+function keepUp() {
+  if (following) log.scrollTop = log.scrollHeight;
+  else at("to-end").hidden = false;
+}
+
+/** Go to the end, and stay there. */
+export function followAgain() {
+  following = true;
+  at("to-end").hidden = true;
+  log.scrollTop = log.scrollHeight;
+}
+
+at("to-end").append(icon("down"));
+at("to-end").addEventListener("click", followAgain);
+new ResizeObserver(keepUp).observe(log);
