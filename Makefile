@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 .PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
-.PHONY: dashboards dashboards-check page-vendor page-screenshots clean
+.PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -44,6 +44,12 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.serve
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
+# helm renders the chart that tests look at; elsewhere than on Linux x86_64 a helm that is installed will do.
+HELM := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),$(BIN)/helm)
+$(BIN)/helm: tests/deploy/helm.txt $(VENV)/.dev
+	@echo "== fetching helm"
+	@$(BIN)/python -m tests.deploy.helm $@
+
 serve: $(READY) ## set everything up and serve the model of config.yaml on 127.0.0.1:8000 (PORT=, CONFIG=)
 	@$(BIN)/python -m nf4_kernels.build --native
 	@exec $(BIN)/python -m server --config $(CONFIG) $(if $(PORT),--port $(PORT))
@@ -54,7 +60,7 @@ kernels: $(READY) ## compile the kernel libraries (CUDA too where nvcc is found)
 model: $(VENV)/.serve ## fetch and convert the embedded model
 	@$(BIN)/python -m server.checkpoint
 
-test: $(VENV)/.dev kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
+test: $(VENV)/.dev $(HELM) kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-clients: $(VENV)/.dev kernels model ## openai, anthropic, langchain, lm-eval and others against the server (CLIENTS=)
@@ -105,6 +111,9 @@ page-vendor: ## fetch the chat page's libraries from npm, as server/api/static/v
 
 page-screenshots: $(VENV)/.dev kernels model ## take the chat page's pictures in docs/ anew (needs Chromium)
 	$(BIN)/python -m tests.api.screenshots
+
+deploy-check: $(VENV)/.dev $(HELM) ## helm lint, and every object of the Helm chart against Kubernetes' schemas
+	$(BIN)/python -m pytest tests/deploy
 
 clean: ## remove what was built (not the virtual environment, not the model)
 	rm -rf nf4_kernels/lib build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -14,6 +14,10 @@ KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
 """Environment variables with our prefix that belong to nf4_kernels."""
 
 
+MetricsNames = Literal["nf4", "vllm", "both"]
+"""Prefix of the metrics that vLLM has, too: nf4_, vllm: or one of each."""
+
+
 class ConfigError(Exception):
     """The configuration cannot be used; the message is one line that names the field."""
 
@@ -54,6 +58,8 @@ class HttpConfig(_Section):
     """How long one request may take; then it ends with an error. A client may ask for less."""
     stalled_client_timeout_s: float | None = Field(default=120.0, gt=0)
     """How long a client may leave a stream unread; then it counts as gone (Linux)."""
+    metrics_names: MetricsNames = "nf4"
+    """Under which names /metrics gives what vLLM has, too."""
 
     @field_validator("api_keys", "cors_origins", mode="before")
     @classmethod

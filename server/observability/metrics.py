@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
+from server.config import MetricsNames
 from server.observability.engine_state import EngineCollector
 from server.observability.timeline import RequestTimeline
+from server.observability.vllm_names import VllmNames
 from server.types import EngineReady, EngineStats, RequestOutput, StepOutputs
 
 # Prometheus has no use for the second series that these would be for every counter and histogram.
@@ -41,8 +44,11 @@ N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, names: MetricsNames = "nf4") -> None:
         self.registry = CollectorRegistry()
+        self._exposed: Collector = self.registry
+        if names != "nf4":
+            self._exposed = VllmNames(self.registry, keep_ours=names == "both")
         self._model = model_name
         self._stats = EngineStats()
         self._state: Callable[[], tuple[str, int]] = lambda: ("loading", 0)
@@ -238,6 +244,9 @@ class Metrics:
         self._http_seconds.labels(route).observe(seconds)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """All metrics in the format that an Accept header asks for, and its content type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        """All metrics in the format that an Accept header asks for, and its content type.
+
+        vLLM's names come in the plain format only: prometheus_client replaces their colons in OpenMetrics' samples.
+        """
+        encode, content_type = choose_encoder(accept if self._exposed is self.registry else "")
+        return encode(self._exposed), content_type

@@ -38,7 +38,7 @@ class Service:
         self.config = config
         self.model_name = config.model_name
         self.created = int(time.time())
-        self.metrics = Metrics(config.model_name)
+        self.metrics = Metrics(config.model_name, config.http.metrics_names)
         self.admission = Admission(config.http.max_queue, config.http.max_queue_tokens)
         self.tokenizer: Tokenizer | None = None
         self.grammars: Grammars | None = None
