@@ -213,7 +213,7 @@ class Page:
     async def screenshot(self, file: Path) -> None:
         """Write what is seen as PNG."""
         data = await self.call("Page.captureScreenshot", format="png")
-        file.write_bytes(base64.b64decode(data["data"]))
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(data["data"]))
 
 
 @contextlib.asynccontextmanager
