@@ -165,11 +165,11 @@ def _launch(
         )
 
     if isinstance(choice, Wgmma):
-        wgmma = WgmmaPlan(*dataclasses.astuple(choice))
+        wgmma = WgmmaPlan(**dataclasses.asdict(choice))
         launch = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
         raise_for(loaded, launch(operands(0, m), wgmma), str(choice))
         return
-    rows = RowsPlan(*dataclasses.astuple(choice))
+    rows = RowsPlan(**dataclasses.asdict(choice))
     launch = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
     for first in range(0, m, choice.tiles * 8):
         count = min(choice.tiles * 8, m - first)

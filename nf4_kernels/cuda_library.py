@@ -62,7 +62,7 @@ class RowsPlan(ctypes.Structure):
 class WgmmaPlan(ctypes.Structure):
     """WgmmaPlan of params.h."""
 
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "owner_steps"))
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "first_split_steps"))
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {

@@ -1,5 +1,6 @@
-/* What every NF4 kernel is told: raw pointers, sizes, a dtype and a stream. Plain C, so that ctypes can mirror it.
- * nf4_kernels/params.py and cuda_library.py hold the same structs; change them together. */
+/* What every NF4 kernel is told: raw pointers, sizes, a dtype and a stream. It is plain C, so that ctypes can mirror it.
+ * nf4_kernels/params.py, cuda_library.py and device_clock.py hold the same structs and struct_sizes.h lists them: change
+ * them together. */
 #pragma once
 
 #include <stdint.h>
@@ -21,9 +22,9 @@ typedef struct {
   int32_t offset_stride;
 } Nf4Weight;
 
-/* The weight that the launch after this one reads, as far as it is to be brought into L2 (sm_90 on; nothing where codes
- * is null). Its launch cuts the weight's groups of 8 rows into runs, the first longer_runs of them one group longer; of
- * each run the first code_bytes and scale_bytes are wanted, of absmax and offsets (nested scales) everything.
+/* Weight prefetch: what of the next GEMM's weight is loaded into L2 (from sm_90 on; nothing where codes is null). The next
+ * launch divides the weight's groups of 8 rows into runs, the first longer_runs of which are one group longer. The first
+ * code_bytes and scale_bytes of each run are prefetched, and with nested scales all of absmax and offsets.
  * Every address is a multiple of 16. */
 typedef struct {
   const uint8_t* codes;
@@ -45,12 +46,13 @@ enum { NF4_NORM_K = 16384 };
 
 enum { NF4_NO_ACTIVATION = 0, NF4_SILU = 1, NF4_GELU_TANH = 2 };
 
-/* out[m, n] = x[m, k] weight^T + bias + residual; x, bias, residual and out are of dtype, dense and 16-byte aligned. bias
- * and residual [m, n] may be null. Where norm_weight [k] is not null, x's rows are normalised first: divided by the root of
- * (their squares' mean + norm_eps), times norm_weight (bfloat16 only; linear_wgmma: k up to NF4_NORM_K). Both on CUDA only.
- * With an activation out is activation(the first n / 2 columns) * the others, [m, n / 2] (linear_wgmma, bfloat16, n a multiple
- * of 16, no residual).
- * workspace: fp32 partial sums; counters: int32, all zero before and after every launch. */
+/* A GEMM: out[m, n] = x[m, k] weight^T + bias + residual; x, bias, residual and out are of dtype, dense and 16-byte aligned.
+ * bias [n] and residual [m, n] may be null. Where norm_weight [k] is not null, each token of x is normalised first: it is
+ * divided by the root of (its squares' mean + norm_eps) and multiplied by norm_weight (bfloat16 only; linear_wgmma: k up to
+ * NF4_NORM_K). Residual and norm are there on CUDA only.
+ * With an activation out is activation(the first n / 2 columns) * the others, [m, n / 2] (linear_wgmma, bfloat16, n a
+ * multiple of 16, no residual).
+ * workspace: tiled activations and float32 partial sums; counters: int32, all zero before and after every launch. */
 typedef struct {
   Nf4Weight weight;
   const void* x;
@@ -67,16 +69,17 @@ typedef struct {
   const void* residual;
   const void* norm_weight;
   float norm_eps;
-  const void* tiles; /* linear_wgmma only: x arranged in its tiles (reference.py's arrange()) instead of x; else null */
+  const void* tiles; /* linear_wgmma only: tiled activations (defined in nf4_kernels/reference.py) instead of x; else null */
   int32_t activation;
-  int32_t out_tile; /* with an activation: 0, or out is arranged in tiles of so many rows, a power of two from 8 on; n a
-                       multiple of 512 then */
+  int32_t out_tile; /* with an activation: 0, or out is tiled activations with this many tokens a tile, a power of two from 8
+                       on; n is a multiple of 512 then */
 } Nf4Linear;
 
-/* Such times, in ns of the device's clock: when the launch began, when its last instruction ran, and of the launches that
- * take the times of their decoding how long one warp decoded, else 0; the fourth word is the launch's own.
- * By kind of launch (nf4_kernels/device_clock.py names the kinds); a launch of a kind counts completion ns more. The totals
- * of a kind are its launches' time, that of those whose decoding was timed, and their decoding. */
+/* The words of a launch hold, in ns of the device's clock, when it began and when its last instruction ran, and in launches
+ * that take the times of their decoding how long one warp decoded, else 0; the fourth word is the launch's own.
+ * Nf4Clocks lists words by kind of launch (nf4_kernels/device_clock.py names the kinds); a launch of a kind counts
+ * completion ns more. The totals of a kind are its launches' time, that of those whose decoding was timed, and their
+ * decoding. */
 enum { NF4_CLOCK_KINDS = 4, NF4_CLOCK_WORDS = 4, NF4_CLOCK_TOTALS = 3 };
 typedef struct {
   uint64_t* first[NF4_CLOCK_KINDS];
@@ -84,24 +87,24 @@ typedef struct {
   int32_t completion[NF4_CLOCK_KINDS];
 } Nf4Clocks;
 
-/* The shape of a linear_rows launch; nf4_kernels/plan.py chooses it. */
+/* The shape of a linear_rows launch; nf4_kernels/plan chooses it. */
 typedef struct {
-  int32_t warps;       /* that multiply */
-  int32_t blocks;      /* 64-wide k blocks of one of them */
-  int32_t tiles;       /* of 8 tokens */
+  int32_t warps;       /* consumer warps */
+  int32_t blocks;      /* 64-wide k blocks of a consumer warp */
+  int32_t tiles;       /* token tiles of 8 tokens */
   int32_t stages;      /* of the shared-memory ring */
-  int32_t cluster;     /* blocks that share rows, each with k parts of its own: 1 to 4; 1 before sm_90 */
-  int32_t passes;      /* k parts of a block */
+  int32_t cluster;     /* thread blocks that share rows (split-K), each with parts of k of its own: 1 to 4; 1 before sm_90 */
+  int32_t passes;      /* parts of k that a thread block does one after another */
   int32_t part_blocks; /* 64-wide k blocks of a part; cluster * passes parts are k */
   int32_t chunk;       /* row groups that go through all passes together */
-  int32_t grid;
+  int32_t grid;        /* thread blocks */
 } RowsPlan;
 
-/* The shape of a linear_wgmma launch; nf4_kernels/plan.py chooses it. */
+/* The shape of a linear_wgmma launch; nf4_kernels/plan chooses it. */
 typedef struct {
-  int32_t tokens; /* of a tile */
-  int32_t groups; /* warpgroups that multiply, 64 weight rows each */
-  int32_t grid;
-  int32_t owner_steps; /* 0: all work is one line, cut evenly over the grid. Else the grid is a multiple of the tiles; every
-                          tile is cut into as many parts, and its first has so many of its steps of 256 k */
+  int32_t tokens;            /* of a token tile */
+  int32_t groups;            /* consumer warpgroups, 64 weight rows each */
+  int32_t grid;              /* thread blocks */
+  int32_t first_split_steps; /* 0: stream-K. Else split-K: grid is a multiple of the tiles, the block that reduces a tile has
+                                this many of its k steps (256 k), and the tile's other blocks share the others evenly */
 } WgmmaPlan;

@@ -1,5 +1,5 @@
-// The device clock's own launches: the end of work that is not ours, what a launch takes behind its last instruction, and the
-// sums of what launches left.
+// The device clock's own launches. They mark the end of work that is not ours, measure what a launch takes behind its last
+// instruction, and add up the times that launches left.
 #include "clock.cuh"
 #include "common.cuh"
 #include "pipeline.cuh"
@@ -11,8 +11,7 @@ constexpr int kThreads = 256;
 
 __global__ void stamp(uint64_t* clock) { clock_end(clock); }
 
-// A launch that lasts `lasting` nanoseconds and leaves its times as the products do. followed: the next launch may come
-// onto the device beside it.
+// Lasts `lasting` nanoseconds and leaves its times as the GEMMs do. followed: the next launch may start beside it.
 __global__ void __launch_bounds__(kThreads) work(uint64_t* clock, float* written, unsigned lasting, bool followed) {
   if (followed) launch_dependents();
   grid_dependency_wait();

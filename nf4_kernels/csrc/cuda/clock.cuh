@@ -15,22 +15,22 @@ __device__ __forceinline__ unsigned long long device_time() {
   return now;
 }
 
-// By one thread of the launch, once what it reads is there. clock may be null, here and below.
+// One thread of the launch calls this once what the launch reads is there. clock may be null, here and below.
 __device__ __forceinline__ void clock_start(uint64_t* clock) {
   if (clock) clock[kBegan] = device_time();
 }
 
-// By a thread of every block that may be the last to end.
+// A thread of every block that may be the last to end calls this.
 __device__ __forceinline__ void clock_end(uint64_t* clock) {
   if (clock) atomicMax(reinterpret_cast<unsigned long long*>(clock) + kEnded, device_time());
 }
 
-// Until the value is there. Of several loads the last: they come in order.
+// Waits until the value is there. The last of several loads will do, since they come in order.
 __device__ __forceinline__ void settle(unsigned value) {
   asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x7fffffff; @p nanosleep.u32 1; }" ::"r"(value) : "memory");
 }
 __device__ __forceinline__ void settle(float value) { settle(__float_as_uint(value)); }
-// Keeps the compiler from making these later.
+// Keeps the compiler from computing these values later.
 template <int kCount>
 __device__ __forceinline__ void pin(unsigned (&values)[kCount]) {
 #pragma unroll
@@ -42,9 +42,9 @@ __device__ __forceinline__ void settle(unsigned (&values)[kCount]) {
   settle(values[kCount - 1]);
 }
 
-// The sampled warp's stopwatch: runs between resume() and pause(). Without kTimed it is not there. A pause waits for the
-// value given, so the stages of a sampled loop follow one another where they overlap in the others. When the loop began
-// is kept in the launch's own words: registers are short.
+// The sampled warp's stopwatch, which runs between resume() and pause(). Without kTimed it is empty. A pause waits for the
+// value given, so the stages of a sampled loop follow one another, while they overlap in the others. The time at which the
+// loop began is kept in the launch's own words, since registers are short.
 template <bool kTimed>
 struct StageClock {
   unsigned spent, resumed;
@@ -71,7 +71,7 @@ struct StageClock {
       spent += cycles() - resumed;
     }
   }
-  // Cycles become nanoseconds by what the whole loop took in both.
+  // The whole loop is measured in cycles and in nanoseconds, which converts the one to the other.
   __device__ __forceinline__ void end(uint64_t* clock) const {
     if constexpr (kTimed) {
       if (threadIdx.x > 0) return;

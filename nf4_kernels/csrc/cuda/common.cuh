@@ -19,16 +19,16 @@ namespace nf4 {
 
 __device__ __constant__ const float kCodebook[16] = {NF4_CODEBOOK};
 
-// Codes that are rounded to 16 bit before they are scaled are stretched first, and the sums shrunk in float32: weights
-// drawn from a normal distribution then carry a relative error of 0.8e-3 in bfloat16, and 1.4e-3 without. Every
-// weight of one code is off by the same amount, so this error does not average out over a row as rounding does.
+// Codes that are rounded to 16 bit before they are scaled are stretched first, and the sums are shrunk in float32. Weights
+// drawn from a normal distribution then carry a relative error of 0.8e-3 in bfloat16, and 1.4e-3 without. Every weight of
+// one code is off by the same amount, so this error does not average out over a row as rounding does.
 constexpr float kStretch = 1.4363999f;
 template <typename T>
 constexpr float kShrink = 0.69618943f;
 template <>
 constexpr float kShrink<__nv_bfloat16> = 0.69603348f;
 
-// Scale of one block from its 8-bit code. Every operation is rounded by itself, as bitsandbytes does in two launches.
+// A scale from its 8-bit code. Every operation is rounded by itself, as bitsandbytes does it in two launches.
 __device__ __forceinline__ float nested_scale(float code, float absmax, float offset) {
   return __fadd_rn(__fmul_rn(code, absmax), offset);
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ float2 unpack2(unsigned pair) {
   return to_floats(T{}, pair);
 }
 
-// What a kernel before this one may have written while this one had already started: from L2, never an older copy.
+// Loads what the kernel in front may have written while this one had already started: from L2, never an older copy.
 template <typename T>
 __device__ __forceinline__ T load_fresh(const T* from) {
   return __ldcg(from);
@@ -84,7 +84,7 @@ __device__ __forceinline__ unsigned pack2<__nv_bfloat16>(float low, float high) 
   return *reinterpret_cast<unsigned*>(&pair);
 }
 
-// Two products of bfloat16, each rounded.
+// Multiplies two pairs of bfloat16 and rounds each result.
 __device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
   __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
   return *reinterpret_cast<unsigned*>(&product);

@@ -56,7 +56,7 @@ __device__ __forceinline__ void store8(T* out, const float (&v)[8]) {
                                                    pack2<T>(v[6], v[7])));
 }
 
-// The first block begins the launch; which of those that fill the device last ends it is not known.
+// The first thread block begins the launch. Which of the last ones, as many as the device holds, ends it is not known.
 struct DequantizeClocks {
   uint64_t* own;
   uint64_t* whole;
@@ -72,7 +72,8 @@ struct DequantizeClocks {
 };
 
 // Elements [first, first + count) of the flattened weight into out[0, count). first is a multiple of 8.
-// Nested scales take three dependent reads: the block decodes each of its scales once, while the weights are on their way.
+// Nested scales take three dependent loads, so the thread block decodes each of its scales once, while the weights are on
+// their way.
 // The second bound keeps as many blocks on an SM as the reads under way need: one register more costs a block.
 template <typename T, bool kNested>
 __global__ void __launch_bounds__(kThreads, (kNested ? 1536 : kThreadsPerSm) / kThreads)
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, (kNested ? 1536 : kThreadsPerSm) / k
   clocks.end();
 }
 
-// The same element by element, for pointers without the alignment the wide accesses need.
+// The same one element a thread, for pointers without the alignment that wide accesses need.
 template <typename T, bool kNested>
 __global__ void __launch_bounds__(kThreads) dequantize_unaligned(const uint8_t* __restrict__ packed, Scales scales,
                                                                  int64_t first, int64_t count, T* __restrict__ out,
@@ -165,7 +166,7 @@ void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, Dequant
 }  // namespace nf4
 
 // Dequantizes count elements from element `first` of the flattened weight; returns a cudaError_t. clock: null, or where
-// the launch leaves its times; whole: null, or the pair of a product that begins with it.
+// the launch leaves its times; whole: null, or the words of the GEMM that begins with it.
 NF4_EXPORT int nf4_cuda_dequantize(const Nf4Weight* weight, int64_t first, int64_t count, void* out, int32_t dtype,
                                    void* stream, uint64_t* clock, uint64_t* whole) {
   if (count <= 0) return cudaSuccess;

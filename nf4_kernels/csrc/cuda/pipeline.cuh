@@ -23,12 +23,12 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts this thread at such a barrier without waiting.
+// Counts this thread at a hardware barrier without waiting.
 __device__ __forceinline__ void barrier_signal(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Whether the phase of this parity is complete; asked early, the answer is there when it is needed.
+// Whether the phase of this parity is complete. Who asks early has the answer when it is needed.
 __device__ __forceinline__ bool barrier_passed(unsigned barrier, unsigned parity) {
   unsigned passed;
   asm volatile(
@@ -41,7 +41,8 @@ __device__ __forceinline__ bool barrier_passed(unsigned barrier, unsigned parity
   return passed;
 }
 
-// Returns once the phase of this parity is complete. Parity alone tells phases apart: a waiter must wait for each of them.
+// Returns once the phase of this parity is complete. Parity alone tells phases apart, so a waiter must wait for each of
+// them.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -79,14 +80,15 @@ __device__ __forceinline__ void copy_and_arrive(unsigned target, const void* sou
 #endif
 }
 
-// The next kernel's blocks may start where there is room; they wait for what this one writes.
+// Programmatic dependent launch: lets the next launch's blocks start where there is room. They wait for what this one
+// writes.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Until the kernel before has ended: what it wrote can be read, what it reads can be written.
+// Waits until the kernel in front has ended: then what it wrote can be read, and what it reads can be written.
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

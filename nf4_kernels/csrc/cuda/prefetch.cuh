@@ -1,5 +1,5 @@
-// Brings the beginning of the weight that is multiplied next into L2, while this launch's last bytes are on their way
-// and nothing else asks the memory for any. Before sm_90 these do nothing.
+// Weight prefetch: loads the beginning of the next GEMM's weight into L2 while this launch's last bytes are on their way and
+// memory has nothing else to do. Before sm_90 these do nothing.
 #pragma once
 
 #include <stdint.h>
@@ -8,34 +8,34 @@
 
 namespace nf4 {
 
-// Asks for bytes (a multiple of 16) at an address that is one, and waits for nothing.
+// Asks for bytes (a multiple of 16) at an aligned address, and waits for nothing.
 __device__ __forceinline__ void prefetch_l2(const uint8_t* from, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
 
-// The beginnings of a region's runs, piece by piece: all runs' first pieces come before any run's second.
+// Prefetches the beginnings of a region's runs piece by piece: all runs' first pieces come before any run's second.
 __device__ __forceinline__ void prefetch_runs(const Nf4Next& next, const uint8_t* region, int group_bytes, int bytes) {
   constexpr int kPiece = 8192;
   int pieces = (bytes + kPiece - 1) / kPiece;
   for (int at = blockIdx.x; at < next.runs * pieces; at += gridDim.x) {
     int piece = at / next.runs, run = at - piece * next.runs;
     int64_t group = int64_t{run} * next.run_groups + min(run, next.longer_runs);
-    // Scales of a group need not be a multiple of 16 bytes: their piece starts a little earlier.
+    // Scales of a group need not be a multiple of 16 bytes; their piece then starts a little earlier.
     const uint8_t* from = region + ((group * group_bytes) & ~int64_t{15}) + piece * kPiece;
     prefetch_l2(from, min(kPiece, bytes - piece * kPiece) & ~15);
   }
 }
 
-// All of a region, shared out among the blocks.
+// Prefetches all of a region, divided over the thread blocks.
 __device__ __forceinline__ void prefetch_all(const uint8_t* region, int bytes) {
   int share = ((bytes + gridDim.x - 1) / gridDim.x + 15) & ~15, first = blockIdx.x * share;
   int mine = min(share, bytes - first) & ~15;
   if (mine > 0) prefetch_l2(region + first, mine);
 }
 
-// By one lane of every block, once it has asked for the last of its own weight.
+// One lane of every thread block calls this, once it has issued the last load of its own weight.
 __device__ __forceinline__ void prefetch_next(const Nf4Next& next) {
   if (!next.codes) return;
   prefetch_all(next.absmax, next.absmax_bytes);

@@ -1,4 +1,4 @@
-// What linear_rows.cuh multiplies weights with: a part's activations as B registers, normalised where a launch does that.
+// The B operands of linear_rows.cuh: a part's activations in registers, normalised where a launch does that.
 #pragma once
 
 #include "layout.cuh"
@@ -6,26 +6,26 @@
 namespace nf4 {
 
 template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                                          const float (&c)[4]);
 template <>
-__device__ __forceinline__ void multiply<__half>(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+__device__ __forceinline__ void mma<__half>(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                                                  const float (&c)[4]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 template <>
-__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+__device__ __forceinline__ void mma<__nv_bfloat16>(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                                                         const float (&c)[4]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// The activations of one part that a consumer warp needs, as B registers. Not __ldg: the kernel in front may write them
-// after this one has started, and the compiler takes such reads for constant and moves them before the wait. Nor __ldcg:
-// the two reads are halves of the same 32 bytes, which L1 so brings once.
+// Loads the activations of one part that a consumer warp needs, as B registers. These are no __ldg: the kernel in front may
+// write them after this one has started, and the compiler takes such reads for constant and moves them before the wait. Nor
+// are they __ldcg: the two reads are halves of the same 32 bytes, which L1 so loads once.
 template <typename T, int kWarps, int kBlocks, int kTiles>
 __device__ __forceinline__ void load_activations(const RowsArgs& args, int part, uint4 (&b)[kBlocks][kTiles][2]) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -45,9 +45,9 @@ __device__ __forceinline__ void load_activations(const RowsArgs& args, int part,
   }
 }
 
-// Of a norm's weight, before the activations are there, the sectors that this warp reads, into L1.
+// Loads the sectors of the norm's weight that this warp will read into L1, before the activations are there.
 template <typename T, int kWarps, int kBlocks>
-__device__ __forceinline__ void ask_for_norm(const RowsArgs& args, int part) {
+__device__ __forceinline__ void prefetch_norm_weight(const RowsArgs& args, int part) {
   int begin = part * args.part_blocks, end = min(begin + args.part_blocks, args.k_blocks);
   for (int i = threadIdx.x % 32; i < kBlocks * 4; i += 32) {
     int block = begin + i / 4 * kWarps + threadIdx.x / 32;
@@ -58,15 +58,15 @@ __device__ __forceinline__ void ask_for_norm(const RowsArgs& args, int part) {
   }
 }
 
-// Adds the squares of activations, as diagonals of their products with themselves: thread (g, t) of a tile holds token g's
-// in element g % 2 where t is g / 2.
-// Several chains of them: one after another 40 products take as long as their input's way.
+// Adds the squares of activations, which are the diagonal of each tile times itself: thread (g, t) holds token g's in
+// element g % 2 where t is g / 2. There are several independent chains, since 40 dependent mma take as long as their
+// operands' loads.
 template <int kTiles>
 constexpr int kChains = kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1;
 template <typename T, int kBlocks, int kTiles>
 __device__ __forceinline__ void add_squares(float (&squares)[kChains<kTiles>][kTiles][4],
                                             const uint4 (&b)[kBlocks][kTiles][2]) {
-  __syncwarp();  // so that all are asked for before the first is used
+  __syncwarp();  // so that all loads are issued before the first is used
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
@@ -77,16 +77,16 @@ __device__ __forceinline__ void add_squares(float (&squares)[kChains<kTiles>][kT
         unsigned first[4] = {four.x, 0, four.y, 0}, second[4] = {four.z, 0, four.w, 0};
         float(&one)[4] = squares[half * 2 % kChains<kTiles>][tile];
         float(&other)[4] = squares[(half * 2 + 1) % kChains<kTiles>][tile];
-        multiply<T>(one, first, four.x, four.y, one);
-        multiply<T>(other, second, four.z, four.w, other);
+        mma<T>(one, first, four.x, four.y, one);
+        mma<T>(other, second, four.z, four.w, other);
       }
     }
   }
 }
 
-// The activations times the norm's weight; the root of their squares' mean is put on the sums.
+// Multiplies the activations by the norm's weight; the reducing warp divides the sums by the root of the squares' mean.
 template <typename T, int kWarps, int kBlocks, int kTiles>
-__device__ __forceinline__ void weigh(const RowsArgs& args, int part, uint4 (&b)[kBlocks][kTiles][2]) {
+__device__ __forceinline__ void multiply_by_norm_weight(const RowsArgs& args, int part, uint4 (&b)[kBlocks][kTiles][2]) {
   constexpr int kAtOnce = kWarps < 14 && kBlocks < 10 ? 4 : 2;  // k blocks, as far as registers go
   int begin = part * args.part_blocks, last = min(begin + args.part_blocks, args.k_blocks) - 1;
   const T* weight = static_cast<const T*>(args.norm_weight) + threadIdx.x % 4 * 16;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void weigh(const RowsArgs& args, int part, uint4 (&b)
     uint4 by[kAtOnce][2];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      // Of a block that the warp does not have, any: its activations are zeros.
+      // For a block that the warp does not have this loads any weights, since its activations are zeros.
       int block = min(begin + (first + i) * kWarps + static_cast<int>(threadIdx.x) / 32, last);
       const uint4* from = reinterpret_cast<const uint4*>(weight + block * 64);
       by[i][0] = from[0];
@@ -117,8 +117,8 @@ __device__ __forceinline__ void weigh(const RowsArgs& args, int part, uint4 (&b)
   }
 }
 
-// The first part's activations, normalised but for the root of their squares' mean. The sums of squares are those of all of
-// k; each warp leaves its own in shared memory. meanwhile() runs while the activations are on their way.
+// Loads the first part's activations and normalises them but for the root of their squares' mean. The squares are those of
+// all k; each warp leaves its sums of them in shared memory. meanwhile() runs while the activations are on their way.
 template <typename T, int kWarps, int kBlocks, int kTiles, typename Layout, typename Meanwhile>
 __device__ __forceinline__ void load_normalised(const RowsArgs& args, char* shared, int part,
                                                 uint4 (&b)[kBlocks][kTiles][2], Meanwhile meanwhile) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_normalised(const RowsArgs& args, char* shar
     }
     if (lane % 4 == g / 2) mine[tile * 8] = sum;
   }
-  weigh<T, kWarps, kBlocks, kTiles>(args, part, b);
+  multiply_by_norm_weight<T, kWarps, kBlocks, kTiles>(args, part, b);
 }
 
 }  // namespace nf4

@@ -1,4 +1,4 @@
-// What the parts of linear_rows.cuh share: arguments, the map of shared memory, a block's share of the work.
+// What the warps of linear_rows.cuh share: arguments, the layout of shared memory, a thread block's share of the work.
 #pragma once
 
 #include "../clock.cuh"
@@ -9,25 +9,28 @@
 namespace nf4 {
 
 constexpr int kGroupRows = 16;
-// Runs end at multiples of half a group: the lower half of the last one may be the next run's.
+// A run of row groups ends at a multiple of half a group: the lower half of its last group may be the next run's.
 constexpr int kHalfRows = kGroupRows / 2;
-// Service warps beside the consumers: produce, reduce and two that decode; or, where consumers need 128 registers each
-// and a block so has 16 warps only, one that produces and reduces and one that decodes.
+// Beside the consumers there are a producer warp, one that reduces, and two that decode scales. Where consumers need 128
+// registers each, which leaves a thread block 16 warps, one warp loads and reduces and one decodes scales.
 template <int kWarps, int kTiles>
 constexpr int kDecoders = kWarps == 14 && kTiles > 1 ? 1 : 2;
 template <int kWarps, int kTiles>
-constexpr int kServiceWarps = 2 * kDecoders<kWarps, kTiles>;
+constexpr int kNonConsumerWarps = 2 * kDecoders<kWarps, kTiles>;
 constexpr int kMaxStages = 7;
 constexpr int kMaxCluster = 4;
-// The hardware barrier at which the copying warp waits for the shared-memory barriers that another warp sets up.
-constexpr int kOthersReady = 4;
+// The hardware barriers of a thread block: the decoders' own; all threads', behind which the table is filled; and the one at
+// which the producer warp waits for the shared-memory barriers that another warp sets up.
+constexpr int kDecoderBarrier = 2;
+constexpr int kTableBarrier = 3;
+constexpr int kBarriersReady = 4;
 // Table entries lie 256 bytes apart, so that a byte permute makes an entry's offset: the 32 copies fill the first half
 // of each entry; the second halves hold the decoded scales.
 constexpr int kTableStride = 256;
 constexpr int kTableBytes = 256 * kTableStride;
 // Where dynamic shared memory starts: from sm_90 on behind the system's first KB. As a constant it goes into the table
-// lookups' immediate offsets; the kernel checks it. In a cluster a block's rank comes on top, in the highest byte of every
-// address. (NF4_SHARED_BASE: for older code compiled by a newer device's driver.)
+// lookups' immediate offsets; the kernel checks it. In a cluster a block's rank is added in the highest byte of every
+// address. (NF4_SHARED_BASE is for older code that a newer device's driver compiles.)
 #if defined(NF4_SHARED_BASE)
 constexpr int kSharedBase = NF4_SHARED_BASE;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -35,7 +38,7 @@ constexpr int kSharedBase = 0;
 #else
 constexpr int kSharedBase = 1024;
 #endif
-// What a block can have of it.
+// How much shared memory a thread block can have.
 #if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 constexpr int kSharedBytes = 227 << 10;
 #elif __CUDA_ARCH__ == 800
@@ -44,7 +47,7 @@ constexpr int kSharedBytes = 163 << 10;
 constexpr int kSharedBytes = 99 << 10;
 #endif
 
-// Arrivals at a stage's `full` barrier: of the one lane that issues bulk copies, or of the warp that copies pieces.
+// Arrivals at a stage's `full` barrier: one lane issues bulk copies; before sm_90 a whole warp copies pieces.
 #if __CUDA_ARCH__ >= 900
 constexpr int kCopyArrivals = 1;
 #else
@@ -59,17 +62,18 @@ struct RowsArgs {
   int m, n, k;
   int k_blocks;     // k / 64
   int scale_shift;  // log2(blocksize / 64)
-  int cluster;      // blocks that share row groups, each with parts of its own
+  int cluster;      // blocks that share row groups (split-K): each has parts of k of its own
   int passes;       // parts of k that a block goes through one after another
-  int part_blocks;
+  int part_blocks;  // 64-wide k blocks of a part
   int stages;           // of the ring
   int run_halves;       // halves of row groups of a cluster; the first runs_with_more clusters do one more
   int runs_with_more;
   int scale_pitch;      // scales of a row where all rows' begin at multiples of 16 bytes, else 0
   int chunk;            // row groups that go through all passes together
-  int constant_weights; // weights and scales may be read before the kernel before this one has ended
-  // ns before the first copy; between those that fill the ring as long as the activations are not there; and always.
-  unsigned first_nap, nap, later_nap;
+  int constant_weights; // weights and scales may be read before the kernel in front of this one has ended
+  // Nanoseconds before the first load; between the loads that fill the ring while the activations are not there; and between
+  // all of those.
+  unsigned first_delay, waiting_delay, later_delay;
   uint64_t* clock;
   const void* residual;
   const void* norm_weight;
@@ -77,60 +81,62 @@ struct RowsArgs {
   Nf4Next next;
 };
 
-// Where things lie in dynamic shared memory.
+// The layout of dynamic shared memory.
 template <int kConsumers, int kBlocks, int kTiles, bool kNested>
 struct RowsLayout {
   static constexpr int kWarps = kConsumers, kDecoders = nf4::kDecoders<kWarps, kTiles>;
   static constexpr int kStageBlocks = kWarps * kBlocks;
-  // On Hopper a unit's codes may come in two pieces with a barrier each: work begins behind the first, so many k blocks
-  // of a warp, and less is left behind the last byte. 0: in one, where half as many copies more cost more than that.
+  // On Hopper a stage's codes may be loaded in two pieces with a barrier each. Decoding then begins behind the first, which
+  // is this many k blocks of a warp, and less is left to do behind the last byte. With 0 they are one piece, where the
+  // additional copies would cost more than that.
   static constexpr int kFirstBlocks = kBlocks == 4 && kTiles == 1 ? 2 : 0;
-  // Copies written out one by one take registers from the consumers of two and more token tiles.
+  // With two and more token tiles the copies are unrolled less, since addresses take registers from the consumers.
   static constexpr int kCopyUnroll = kTiles > 1 ? 4 : kGroupRows;
-  // An odd multiple of 32 bytes: the rows g = 0..3 of a half warp's 8-byte reads then lie in different banks.
+  // The pitch is an odd multiple of 32 bytes: the rows g = 0..3 of a half warp's 8-byte reads then lie in different banks.
   static constexpr int kWeightPitch = kStageBlocks * 32 + (kStageBlocks % 2 ? 0 : 32);
-  // Room from the 16-byte boundary before the first scale to the one after the last.
+  // There is room from the 16-byte boundary before the first scale to the one after the last.
   static constexpr int kScaleBytes = kStageBlocks * (kNested ? 1 : 4);
   static constexpr int kScalePitch = ((kScaleBytes + 15 + 15) / 16 | 1) * 16;
   static constexpr int kScales = kGroupRows * kWeightPitch;
   static constexpr int kStageBytes = kScales + kGroupRows * kScalePitch;
   static constexpr int kCode = kTableBytes;
-  // The consumers' sums of squares, [warp][token]. Plain scales leave the codes' place free.
+  // The consumers' sums of squares, [warp][token]. Where scales are plain, they take the place of the scales' codes.
   static constexpr int kSquares = kCode + (kNested ? 1024 : 0), kSquaresBytes = kWarps * kTiles * 32;
   static constexpr int kSums = kCode + (kNested || kSquaresBytes > 1024 ? kSquares - kCode + kSquaresBytes : 1024);
   static constexpr int kBarriers = kSums + 2 * kWarps * kTiles * 512;
-  // One barrier more than stages for each of their purposes: decoded's is that of the activations.
+  // There is a barrier more than stages for each of their purposes; the one beyond `decoded` is that of the activations.
   static constexpr int kStageSlots = kMaxStages + 1, kBarrierCount = 3 * kStageSlots + 8;
   static constexpr int kRing = kBarriers + kBarrierCount * 8;
   static_assert(kRing % 128 == 0, "");
-  // The decoded scales of a stage: 64 bytes a k block, two blocks between table entries.
+  // The decoded scales of a stage take 64 bytes a k block; those of two k blocks lie between two table entries.
   static constexpr int kDecodedStage = (kStageBlocks + 1) / 2 * kTableStride;
   static constexpr int kSlots = kTableBytes / kDecodedStage, kLimit = kFirstBlocks ? kStageSlots / 2 : kMaxStages;
   static constexpr int kStageLimit = kSlots < kLimit ? kSlots : kLimit;
 
-  // Behind the ring: two slots for what each other block of the cluster sends, then sums that wait for the next pass.
-  __host__ __device__ static constexpr int parts(int stages) { return kRing + stages * kStageBytes; }
+  // Behind the ring lie two slots for the partial sums of each other block of the cluster, then those that wait for the next
+  // pass.
+  __host__ __device__ static constexpr int partials(int stages) { return kRing + stages * kStageBytes; }
   __host__ __device__ static constexpr int held(int stages, int cluster) {
-    return parts(stages) + 2 * (cluster - 1) * kTiles * 512;
+    return partials(stages) + 2 * (cluster - 1) * kTiles * 512;
   }
   __host__ __device__ static constexpr int total(int stages, int cluster, int held_groups) {
     return held(stages, cluster) + held_groups * kTiles * 512;
   }
   __device__ static unsigned barrier(unsigned base, int index) { return base + kBarriers + index * 8; }
   __device__ static unsigned full(unsigned base, int stage) { return barrier(base, stage); }
-  // Of the codes' second piece.
+  // The codes' second piece is there.
   __device__ static unsigned rest_full(unsigned base, int stage) { return barrier(base, kStageSlots / 2 + stage); }
   __device__ static unsigned decoded(unsigned base, int stage) { return barrier(base, kStageSlots + stage); }
   __device__ static unsigned empty(unsigned base, int stage) { return barrier(base, 2 * kStageSlots + stage); }
   __device__ static unsigned sums_full(unsigned base, int i) { return barrier(base, 3 * kStageSlots + i); }
   __device__ static unsigned sums_empty(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 2 + i); }
-  __device__ static unsigned parts_full(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 4 + i); }
-  __device__ static unsigned parts_free(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 6 + i); }
+  __device__ static unsigned partials_full(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 4 + i); }
+  __device__ static unsigned partials_free(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 6 + i); }
   // The block's first activations are there.
   __device__ static unsigned activations(unsigned base) { return barrier(base, 2 * kStageSlots - 1); }
-  // Byte offset of what another block of the cluster sends.
-  __device__ static int part_slot(const RowsArgs& args, int i, int rank) {
-    return parts(args.stages) + (i * (args.cluster - 1) + rank - 1) * kTiles * 512;
+  // Byte offset of the partial sums that another block of the cluster sends.
+  __device__ static int partial_slot(const RowsArgs& args, int i, int rank) {
+    return partials(args.stages) + (i * (args.cluster - 1) + rank - 1) * kTiles * 512;
   }
   // Byte offset of the decoded scales [row % 8][row / 8] of one k block of a stage.
   __device__ static int scale_slot(int stage, int block) {
@@ -138,8 +144,8 @@ struct RowsLayout {
   }
 };
 
-// The units (row group, part) of a block: of a run of row groups that its cluster has to itself, chunk by chunk, a
-// chunk once for each of the block's parts.
+// The (row group, part of k) pairs of a thread block, each of which is one stage of the ring. Its cluster has a run of row
+// groups to itself; the block goes through them chunk by chunk, and through a chunk once for each of its parts (a pass).
 struct RowsRun {
   int row, last, chunk_first, chunk_last, pass, part, first_part, chunk, passes;
   __device__ explicit RowsRun(const RowsArgs& args) : pass(0), chunk(args.chunk * kGroupRows), passes(args.passes) {

@@ -1,7 +1,8 @@
-// The C entry of linear_rows.cuh: picks the instance that a plan names and launches it.
+// The C entry of linear_rows.cuh: it validates what is asked, fills the kernel's arguments and launches the instance that
+// the plan names.
 #include "linear_rows.cuh"
 
-// linear_rows_timed.cu makes the same of the kernels that take the times of their decoding.
+// linear_rows_timed.cu compiles this again, for the kernels that take the times of their decoding.
 #ifndef NF4_TIMED
 #define NF4_TIMED false
 #define NF4_LINEAR_ROWS nf4_cuda_linear_rows
@@ -10,7 +11,7 @@
 namespace nf4 {
 namespace {
 
-// Of the current device; -1 where CUDA does not say.
+// An attribute of the current device; -1 where CUDA does not say.
 int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = -1;
   if (cudaGetDevice(&device) != cudaSuccess) return -1;
@@ -25,7 +26,7 @@ cudaError_t launch(const RowsArgs& args, int grid, bool hopper, cudaStream_t str
   int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
-  // Both are Hopper's: blocks that start under the kernel before, and blocks that reach each other's shared memory.
+  // Both are Hopper's: programmatic dependent launch, and clusters, whose blocks reach each other's shared memory.
   if (args.cluster > 1 && !hopper) return cudaErrorInvalidValue;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -35,7 +36,7 @@ cudaError_t launch(const RowsArgs& args, int grid, bool hopper, cudaStream_t str
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3((kWarps + kServiceWarps<kWarps, kTiles>) * 32);
+  config.blockDim = dim3((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = attributes;
@@ -60,58 +61,62 @@ cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaS
                 : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
 }
 
-}  // namespace
-}  // namespace nf4
-
-// Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan.
-NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
-  const Nf4Weight& w = linear->weight;
-  if (w.k % 64 || w.blocksize < 64 || linear->dtype == NF4_FLOAT32 || linear->tiles || linear->activation) {
+// Whether the plan fits these operands and this device.
+cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan, bool hopper) {
+  const Nf4Weight& w = linear.weight;
+  if (w.k % 64 || w.blocksize < 64 || linear.dtype == NF4_FLOAT32 || linear.tiles || linear.activation) {
     return cudaErrorInvalidValue;
   }
-  if (linear->norm_weight && (linear->dtype != NF4_BFLOAT16 || plan->passes > 1)) return cudaErrorInvalidValue;
-  if (linear->m > plan->tiles * 8 || plan->blocks * plan->warps < plan->part_blocks) return cudaErrorInvalidValue;
-  if (plan->cluster < 1 || plan->cluster > nf4::kMaxCluster || plan->grid % plan->cluster) return cudaErrorInvalidValue;
-  // From sm_90 on, what the system keeps at the start of a block's shared memory.
-  bool hopper = nf4::device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  if (hopper && nf4::device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != nf4::kSharedBase) {
-    return cudaErrorNotSupported;
-  }
-  nf4::RowsArgs args{};
+  if (linear.norm_weight && (linear.dtype != NF4_BFLOAT16 || plan.passes > 1)) return cudaErrorInvalidValue;
+  if (linear.m > plan.tiles * 8 || plan.blocks * plan.warps < plan.part_blocks) return cudaErrorInvalidValue;
+  if (plan.cluster < 1 || plan.cluster > kMaxCluster || plan.grid % plan.cluster) return cudaErrorInvalidValue;
+  // From sm_90 on the system keeps some of a block's shared memory for itself, in front of the block's own.
+  if (hopper && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) return cudaErrorNotSupported;
+  return cudaSuccess;
+}
+
+RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
+  const Nf4Weight& w = linear.weight;
+  RowsArgs args{};
   args.weight = w;
-  args.x = linear->x;
-  args.bias = linear->bias;
-  args.residual = linear->residual;
-  args.norm_weight = linear->norm_weight;
-  args.norm_eps = linear->norm_eps;
-  args.out = linear->out;
-  args.m = static_cast<int>(linear->m);
+  args.x = linear.x;
+  args.bias = linear.bias;
+  args.residual = linear.residual;
+  args.norm_weight = linear.norm_weight;
+  args.norm_eps = linear.norm_eps;
+  args.out = linear.out;
+  args.m = static_cast<int>(linear.m);
   args.n = static_cast<int>(w.n);
   args.k = static_cast<int>(w.k);
   args.k_blocks = static_cast<int>(w.k / 64);
-  args.scale_shift = nf4::log2_of(w.blocksize / 64);
-  int halves = (args.n + nf4::kHalfRows - 1) / nf4::kHalfRows, runs = plan->grid / plan->cluster;
-  args.cluster = plan->cluster;
-  args.passes = plan->passes;
-  args.part_blocks = plan->part_blocks;
-  args.stages = plan->stages;
+  args.scale_shift = log2_of(w.blocksize / 64);
+  int halves = (args.n + kHalfRows - 1) / kHalfRows, runs = plan.grid / plan.cluster;
+  args.cluster = plan.cluster;
+  args.passes = plan.passes;
+  args.part_blocks = plan.part_blocks;
+  args.stages = plan.stages;
   args.run_halves = halves / runs;
   args.runs_with_more = halves % runs;
-  args.chunk = plan->chunk;
+  args.chunk = plan.chunk;
   int pitch = args.k_blocks >> args.scale_shift;
   bool whole = args.k_blocks % (1 << args.scale_shift) == 0 && pitch * (w.absmax_8bit ? 1 : 4) % 16 == 0;
   args.scale_pitch = whole ? pitch : 0;
-  args.constant_weights = linear->constant_weights;
-  args.clock = linear->clock;
-  args.next = linear->next;
-  args.first_nap = plan->tiles > 1 ? 1000 : 0;
-  args.later_nap = args.part_blocks * 4;
-  args.nap = args.m > 2 ? args.part_blocks * 11 - args.later_nap : 0;
-  cudaStream_t stream = static_cast<cudaStream_t>(linear->stream);
-// nf4_kernels/plan.py lists the same instances.
+  args.constant_weights = linear.constant_weights;
+  args.clock = linear.clock;
+  args.next = linear.next;
+  args.first_delay = plan.tiles > 1 ? 1000 : 0;
+  args.later_delay = args.part_blocks * 4;
+  args.waiting_delay = args.m > 2 ? args.part_blocks * 11 - args.later_delay : 0;
+  return args;
+}
+
+// Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
+cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs& args, bool hopper) {
+  cudaStream_t stream = static_cast<cudaStream_t>(linear.stream);
+// nf4_kernels/plan/rows.py lists the same instances.
 #define NF4_INSTANCE(WARPS, BLOCKS, TILES)                                                 \
-  if (plan->warps == WARPS && plan->blocks == BLOCKS && plan->tiles == TILES) {            \
-    return nf4::launch<WARPS, BLOCKS, TILES>(args, linear->dtype, plan->grid, hopper, stream); \
+  if (plan.warps == WARPS && plan.blocks == BLOCKS && plan.tiles == TILES) {            \
+    return launch<WARPS, BLOCKS, TILES>(args, linear.dtype, plan.grid, hopper, stream);    \
   }
   NF4_INSTANCE(8, 9, 1)
   NF4_INSTANCE(8, 10, 1)
@@ -138,4 +143,15 @@ NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
   NF4_INSTANCE(4, 2, 4)
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace nf4
+
+// Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan.
+NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
+  bool hopper = nf4::device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  cudaError_t status = nf4::validate(*linear, *plan, hopper);
+  if (status != cudaSuccess) return status;
+  return nf4::launch(*linear, *plan, nf4::build_args(*linear, *plan), hopper);
 }

@@ -1,4 +1,5 @@
-// The last stage of linear_rows.cuh: sums of the warps, of the passes and of the blocks of a cluster; outputs.
+// The warp of linear_rows.cuh that reduces: it adds the sums of the warps, of the passes and of the blocks of a cluster, and
+// is the epilogue (bias, residual, norm, rounding).
 #pragma once
 
 #include "weights_and_scales.cuh"
@@ -12,7 +13,7 @@ __device__ __forceinline__ void add(float4& sum, float4 value) {
   sum.w += value.w;
 }
 
-// What is added to the 16 rows x 8 tokens that a warp's accumulators hold: bias and residual, as far as before row `last`.
+// What is added to the 16 rows x 8 tokens that a warp's accumulators hold: bias and residual, for rows before `last`.
 template <typename T>
 __device__ __forceinline__ float4 load_addend(const RowsArgs& args, int first, int last, int token_tile) {
   int lane = threadIdx.x % 32, row = first + lane / 4, token = token_tile * 8 + lane % 4 * 2;
@@ -32,7 +33,7 @@ __device__ __forceinline__ float4 load_addend(const RowsArgs& args, int first, i
   return make_float4(addend[0][0], addend[0][1], addend[1][0], addend[1][1]);
 }
 
-// Scales the sums, adds, rounds once and writes.
+// Multiplies the sums by their scale, adds the addend, rounds once and writes.
 template <typename T>
 __device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, int token_tile, float4 sum,
                                               float2 scale, float4 addend) {
@@ -50,8 +51,8 @@ __device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, i
   }
 }
 
-// Puts one over the root mean square of the two tokens of a lane on what the sums are multiplied by. The consumers'
-// squares are there once their first sums are.
+// Divides the scales of a lane's two tokens by their root mean square. The consumers' sums of squares are there once their
+// first sums are.
 template <int kWarps, int kTiles, typename Layout>
 __device__ __forceinline__ void normalise(const RowsArgs& args, const char* shared, float2 (&scale)[kTiles]) {
   const float2* squares = reinterpret_cast<const float2*>(shared + Layout::kSquares) + threadIdx.x % 4;
@@ -68,18 +69,18 @@ __device__ __forceinline__ void normalise(const RowsArgs& args, const char* shar
   }
 }
 
-// The reducing warp's place in its rings and, in the first block of a cluster, the sums of the row group before: they
-// wait for what the other blocks have, which is on its way while this block adds its next.
+// The reducing warp's place in its rings and, in the first block of a cluster, the sums of the row group before. These wait
+// for the other blocks' partial sums, which are on their way while this block adds up the next row group.
 template <int kTiles>
 struct Reduction {
-  RingPosition sums, parts;
+  RingPosition sums, partials;
   float4 sum[kTiles], waiting[kTiles], addend[kTiles];
   int waiting_row = -1;
 };
 
-// Adds the warps' sums of a unit.
+// Adds the warps' sums of a stage.
 template <int kWarps, int kTiles, typename Layout>
-__device__ __forceinline__ void gather(char* shared, Reduction<kTiles>& at) {
+__device__ __forceinline__ void sum_warps(char* shared, Reduction<kTiles>& at) {
   unsigned base = shared_address(shared);
   barrier_wait(Layout::sums_full(base, at.sums.stage), at.sums.parity);
   const float4* from = reinterpret_cast<const float4*>(shared + Layout::kSums) +
@@ -94,9 +95,10 @@ __device__ __forceinline__ void gather(char* shared, Reduction<kTiles>& at) {
   at.sums.advance(2);
 }
 
-// Adds the passes before, and keeps the sums for the next pass; returns whether there is one.
+// Adds the sums of the passes before and keeps them for the next pass; returns whether there is one.
 template <int kTiles, typename Layout>
-__device__ __forceinline__ bool hold(const RowsArgs& args, char* shared, const RowsRun& run, Reduction<kTiles>& at) {
+__device__ __forceinline__ bool keep_for_next_pass(const RowsArgs& args, char* shared, const RowsRun& run,
+                                                   Reduction<kTiles>& at) {
   if (args.passes == 1) return false;
   float4* held = reinterpret_cast<float4*>(shared + Layout::held(args.stages, args.cluster)) +
                  (run.row - run.chunk_first) / kGroupRows * kTiles * 32 + threadIdx.x % 32;
@@ -110,52 +112,52 @@ __device__ __forceinline__ bool hold(const RowsArgs& args, char* shared, const R
 
 // Sends a row group's sums to the first block of the cluster.
 template <int kTiles, typename Layout>
-__device__ __forceinline__ void send(const RowsArgs& args, unsigned base, int rank, Reduction<kTiles>& at) {
-  barrier_wait(Layout::parts_free(base, at.parts.stage), at.parts.parity ^ 1);
-  unsigned target = remote_address(base + Layout::part_slot(args, at.parts.stage, rank) + threadIdx.x % 32 * 16, 0);
-  unsigned barrier = remote_address(Layout::parts_full(base, at.parts.stage), 0);
+__device__ __forceinline__ void send_partial_sums(const RowsArgs& args, unsigned base, int rank, Reduction<kTiles>& at) {
+  barrier_wait(Layout::partials_free(base, at.partials.stage), at.partials.parity ^ 1);
+  unsigned target = remote_address(base + Layout::partial_slot(args, at.partials.stage, rank) + threadIdx.x % 32 * 16, 0);
+  unsigned barrier = remote_address(Layout::partials_full(base, at.partials.stage), 0);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) store_remote(target + tile * 512, at.sum[tile], barrier);
-  at.parts.advance(2);
+  at.partials.advance(2);
 }
 
-// Adds the other blocks' sums of the waiting row group, in their order.
+// Adds the other blocks' partial sums of the waiting row group, in the order of k.
 template <int kTiles, typename Layout>
-__device__ __forceinline__ void add_parts(const RowsArgs& args, char* shared, const RowsRun& run,
+__device__ __forceinline__ void reduce_partial_sums(const RowsArgs& args, char* shared, const RowsRun& run,
                                           Reduction<kTiles>& at) {
-  int lane = threadIdx.x % 32, stage = at.parts.stage;
+  int lane = threadIdx.x % 32, stage = at.partials.stage;
   unsigned base = shared_address(shared);
-  if (lane == 0) barrier_expect(Layout::parts_full(base, stage), (args.cluster - 1) * kTiles * 512);
-  barrier_wait(Layout::parts_full(base, stage), at.parts.parity);
+  if (lane == 0) barrier_expect(Layout::partials_full(base, stage), (args.cluster - 1) * kTiles * 512);
+  barrier_wait(Layout::partials_full(base, stage), at.partials.parity);
   for (int other = 1; other < args.cluster; ++other) {
-    const float4* from = reinterpret_cast<const float4*>(shared + Layout::part_slot(args, stage, other)) + lane;
+    const float4* from = reinterpret_cast<const float4*>(shared + Layout::partial_slot(args, stage, other)) + lane;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) add(at.waiting[tile], from[tile * 32]);
   }
   __syncwarp();
-  // A block may have ended where it has nothing left to send.
+  // A block that has nothing left to send may have ended: nobody arrives at its barrier then.
   bool more = at.waiting_row + 2 * kGroupRows < run.last;
   if (more && lane > 0 && lane < args.cluster) {
-    barrier_arrive_remote(remote_address(Layout::parts_free(base, stage), lane));
+    barrier_arrive_remote(remote_address(Layout::partials_free(base, stage), lane));
   }
-  at.parts.advance(2);
+  at.partials.advance(2);
 }
 
-// kCopies: the same warp fills a stage again as soon as it is empty, and then adds the sums that came of it.
-template <typename T, int kWarps, int kTiles, typename Layout, bool kNested, bool kCopies, bool kNormalises>
+// kLoads: the same warp is the producer. It fills a stage again as soon as that is empty, and then adds the sums of it.
+template <typename T, int kWarps, int kTiles, typename Layout, bool kNested, bool kLoads, bool kNormalises>
 __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsRun run) {
   unsigned base = shared_address(shared);
   int rank = blockIdx.x % args.cluster;
   RowsRun ahead = run;
-  if constexpr (kCopies) {
-    nap(args.first_nap);
+  if constexpr (kLoads) {
+    sleep_ns(args.first_delay);
     for (int stage = 0; stage < args.stages && !ahead.done(); ++stage, ahead.next()) {
-      copy_unit<Layout, kNested>(args, base, ahead, stage);
-      nap_until(args, Layout::activations(base));
+      load_stage<Layout, kNested>(args, base, ahead, stage);
+      pace_loads(args, Layout::activations(base));
     }
-    if (ahead.done() && elected()) prefetch_next(args.next);
+    if (ahead.done() && elect_one()) prefetch_next(args.next);
     __syncwarp();
-    barrier_sync(kOthersReady, 64);
+    barrier_sync(kBarriersReady, 64);
   }
   grid_dependency_wait();
   if (args.cluster > 1) cluster_wait();
@@ -167,29 +169,29 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
   bool normalised = false;
   for (;; run.next()) {
     bool more = !run.done();
-    // Asked for before the row group's sums are waited for.
+    // These loads are issued before the row group's sums are waited for.
     float4 addend[kTiles] = {};
     if (more && rank == 0 && (args.bias || args.residual) && run.last_pass()) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) addend[tile] = load_addend<T>(args, run.row, run.last, tile);
     }
     if (more) {
-      if constexpr (kCopies) {
+      if constexpr (kLoads) {
         barrier_wait(Layout::empty(base, ring.stage), ring.parity);
         if (!ahead.done()) {
-          copy_unit<Layout, kNested>(args, base, ahead, ring.stage);
+          load_stage<Layout, kNested>(args, base, ahead, ring.stage);
           ahead.next();
-          if (ahead.done() && elected()) prefetch_next(args.next);
+          if (ahead.done() && elect_one()) prefetch_next(args.next);
           __syncwarp();
         }
         ring.advance(args.stages);
       }
-      gather<kWarps, kTiles, Layout>(shared, at);
+      sum_warps<kWarps, kTiles, Layout>(shared, at);
       if (kNormalises && !normalised) normalise<kWarps, kTiles, Layout>(args, shared, scale);
       normalised = true;
-      if (hold<kTiles, Layout>(args, shared, run, at)) continue;
+      if (keep_for_next_pass<kTiles, Layout>(args, shared, run, at)) continue;
       if (rank > 0) {
-        send<kTiles, Layout>(args, base, rank, at);
+        send_partial_sums<kTiles, Layout>(args, base, rank, at);
         continue;
       }
     }
@@ -202,7 +204,7 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
       continue;
     }
     if (at.waiting_row >= 0) {
-      add_parts<kTiles, Layout>(args, shared, run, at);
+      reduce_partial_sums<kTiles, Layout>(args, shared, run, at);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         write_outputs<T>(args, at.waiting_row, run.last, tile, at.waiting[tile], scale[tile], at.addend[tile]);

@@ -1,13 +1,13 @@
-// What linear_rows needs from sm_90 on beside pipeline.cuh: one lane's bulk copies, launches that overlap, clusters.
-// Before sm_90 these do nothing.
+// What linear_rows needs from sm_90 on beside pipeline.cuh: bulk copies by one lane, sleep, clusters. Before sm_90 these do
+// nothing.
 #pragma once
 
 #include "../pipeline.cuh"
 
 namespace nf4 {
 
-// One lane of the warp, which the compiler knows to be one.
-__device__ __forceinline__ bool elected() {
+// True in one lane of the warp, which the compiler knows to be one (CUTLASS's elect_one_sync).
+__device__ __forceinline__ bool elect_one() {
 #if __CUDA_ARCH__ >= 900
   unsigned one;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(one));
@@ -17,8 +17,8 @@ __device__ __forceinline__ bool elected() {
 #endif
 }
 
-// For bytes that are read once: they are the first that L2 gives up, before what is read again or was prefetched.
-__device__ __forceinline__ uint64_t read_once() {
+// An L2 policy for bytes that are read once: L2 evicts them before what is read again or was prefetched.
+__device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy = 0;
 #if __CUDA_ARCH__ >= 900
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -38,13 +38,13 @@ __device__ __forceinline__ void bulk_copy(unsigned target, const void* source, u
 #endif
 }
 
-__device__ __forceinline__ void nap(unsigned nanoseconds) {
+__device__ __forceinline__ void sleep_ns(unsigned nanoseconds) {
 #if __CUDA_ARCH__ >= 900
   if (nanoseconds) __nanosleep(nanoseconds);
 #endif
 }
 
-// The barrier of all threads of a cluster: all arrive, and who reaches into another block waits.
+// The barrier of all threads of a cluster: all of them arrive, and those that reach into another block wait.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

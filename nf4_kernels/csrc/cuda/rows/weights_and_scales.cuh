@@ -1,4 +1,4 @@
-// The stages of linear_rows.cuh that bring weights and scales: copies into the ring, scales turned into floats.
+// The producer warp of linear_rows.cuh, which loads codes and scales into the ring, and the warps that decode the scales.
 #pragma once
 
 #include <type_traits>
@@ -18,11 +18,11 @@ struct ScaleSpan {
   }
 };
 
-// One unit's copies: 16 rows' bytes, and their scales in whole 16-byte pieces (a piece with one byte inside an
-// allocation is inside it whole). On Hopper one lane issues them: its addresses lie in uniform registers, where a
-// warp's lanes would issue theirs one by one, at 75 cycles each.
+// Loads a stage: the codes of 16 rows and one part of k, and their scales in whole 16-byte pieces (a piece with one byte
+// inside an allocation is inside it whole). On Hopper one lane issues the copies: its addresses lie in uniform registers,
+// while a warp's lanes would issue theirs one by one, at 75 cycles each.
 template <typename Layout, bool kNested>
-__device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, const RowsRun& run, int stage) {
+__device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, const RowsRun& run, int stage) {
   constexpr int kSize = kNested ? 1 : 4;
   const char* codes = reinterpret_cast<const char*>(args.weight.packed);
   const char* scales = kNested ? reinterpret_cast<const char*>(args.weight.absmax_8bit)
@@ -36,11 +36,11 @@ __device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, c
     return static_cast<unsigned>((((last + 1) * kSize + 15) & ~int64_t{15}) - piece * kSize);
   };
 #if __CUDA_ARCH__ >= 900
-  if (elected()) {
+  if (elect_one()) {
     constexpr int kFirst = Layout::kFirstBlocks * Layout::kWarps;
     unsigned all = count * 32, bytes = kFirst ? min(all, kFirst * 32) : all, rest = all - bytes;
     unsigned rest_full = kFirst ? Layout::rest_full(base, stage) : 0;
-    uint64_t policy = read_once();
+    uint64_t policy = evict_first_policy();
     int64_t first = block >> args.scale_shift, piece = first & ~int64_t{kNested ? 15 : 3};
     if (args.scale_pitch && rows == kGroupRows) {
       unsigned more = scale_bytes(block, piece);
@@ -100,31 +100,33 @@ __device__ __forceinline__ void copy_unit(const RowsArgs& args, unsigned base, c
 #endif
 }
 
-// Between the copies that fill the ring: memory's pace rather than the copies'. As long as the block's activations are
-// not there they compete with them, and with the last units of the kernel before.
-__device__ __forceinline__ void nap_until(const RowsArgs& args, unsigned activations) {
+// Keeps the loads that fill the ring to memory's pace. While the block's activations are not there, they would compete with
+// them, and with the last loads of the kernel in front.
+__device__ __forceinline__ void pace_loads(const RowsArgs& args, unsigned activations) {
   constexpr int kPiece = 128;
-  for (int left = args.nap; left > 0 && !barrier_passed(activations, 0); left -= kPiece) nap(min(left, kPiece));
-  nap(args.later_nap);
+  for (int left = args.waiting_delay; left > 0 && !barrier_passed(activations, 0); left -= kPiece) {
+    sleep_ns(min(left, kPiece));
+  }
+  sleep_ns(args.later_delay);
 }
 
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, RowsRun run) {
   RingPosition ring;
-  nap(args.first_nap);
-  for (int unit = 0; !run.done(); run.next(), ++unit) {
-    if (unit == args.stages) barrier_sync(kOthersReady, 64);
-    if (unit >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
-    copy_unit<Layout, kNested>(args, base, run, ring.stage);
-    if (unit < args.stages) nap_until(args, Layout::activations(base));
+  sleep_ns(args.first_delay);
+  for (int load = 0; !run.done(); run.next(), ++load) {
+    if (load == args.stages) barrier_sync(kBarriersReady, 64);
+    if (load >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
+    load_stage<Layout, kNested>(args, base, run, ring.stage);
+    if (load < args.stages) pace_loads(args, Layout::activations(base));
     ring.advance(args.stages);
   }
-  if (elected()) prefetch_next(args.next);
+  if (elect_one()) prefetch_next(args.next);
 }
 
-// What a lane needs to turn the raw scales of one row and unit into floats.
+// What a lane needs to decode the scales of one row and part.
 struct RowScales {
-  float2 low, high;  // nested: scale and offset of the scales, before and from k block `change` of the part on
+  float2 low, high;  // of nested scales: second-level scale and offset, before and from k block `change` of the part on
   int change, count;
   const float* code;
   __device__ __forceinline__ float2 outer(int block) const { return block < change ? low : high; }
@@ -135,8 +137,8 @@ struct RowScales {
   __device__ __forceinline__ float of(float raw, int block) const { return block < count ? raw : 0.0f; }
 };
 
-// Blocks of 64 whose rows begin at multiples of four scales: runs of four go around the decoders' half warps.
-// Upper half warps swap neighbours, so that the two halves of a warp always write different halves of a slot row.
+// Decodes scales of 64 weights whose rows begin at multiples of four scales: the decoders' half warps take four at a time in
+// turn. Upper half warps swap neighbours, so that the two halves of a warp always write different halves of a slot row.
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void decode_fours(const char* raw, char* target, const RowScales& scales, int decoder) {
   constexpr int kRuns = (Layout::kStageBlocks + 3) / 4, kBatch = 5;
@@ -177,7 +179,7 @@ __device__ __forceinline__ void decode_fours(const char* raw, char* target, cons
   }
 }
 
-// Any blocksize and alignment: single blocks go around the decoders' half warps.
+// Decodes scales of any block size and alignment: the decoders' half warps take single k blocks in turn.
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void decode_any(const char* raw, char* target, const RowScales& scales, int decoder,
                                            int phase, int shift) {
@@ -190,14 +192,15 @@ __device__ __forceinline__ void decode_any(const char* raw, char* target, const 
   }
 }
 
-// A scale of scales and its offset.
+// A second-level scale and its offset.
 __device__ __forceinline__ float2 outer_scale(const Nf4Weight& weight, int64_t group) {
   return make_float2(__ldg(weight.absmax + group), __ldg(weight.absmax_offset + group * weight.offset_stride));
 }
 
-// Lane l does row l % 16. All decoders take part in every unit: a barrier's waiter must see each of its phases.
+// Decodes the scales of every stage; lane l does row l % 16. All decoders take part in every stage, since whoever waits at a
+// barrier must see each of its phases.
 template <typename Layout, bool kNested>
-__device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsRun run, int decoder) {
+__device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared, RowsRun run, int decoder) {
   static_assert(Layout::kStageBlocks % 4 == 0, "a run of four scales would end in the next stage's slots");
   unsigned base = shared_address(shared);
   int lane = threadIdx.x % 32, row = lane % 16;
@@ -213,7 +216,7 @@ __device__ __forceinline__ void decode(const RowsArgs& args, char* shared, RowsR
     ScaleSpan span = ScaleSpan::of<kNested>(args, weight_row, begin);
     int64_t row_block = int64_t{weight_row} * args.k_blocks + begin;
     if (kNested) {
-      // A row's blocks of a part are fewer than 256: they span at most two scales of scales.
+      // A row has fewer than 256 blocks in a part, so they span at most two second-level scales.
       int64_t second = span.first >> 8, last = (row_block + scales.count - 1) >> (args.scale_shift + 8);
       scales.low = outer_scale(args.weight, second);
       scales.high = outer_scale(args.weight, min(second + 1, last));

@@ -1,5 +1,5 @@
-// The consumer warpgroups of linear_wgmma.cuh: a stage's codes and scales to registers, codes to A operands, wgmma, scales on
-// the sums. A k step is four k blocks of 64 k; a k block is four wgmma of 16 k.
+// The consumer warpgroups of linear_wgmma.cuh: a stage's codes and scales to registers, codes to A operands, wgmma, scales
+// on the sums. A k step is four k blocks of 64 k; a k block is four wgmma of 16 k.
 #pragma once
 
 #include "../clock.cuh"

@@ -7,7 +7,8 @@
 namespace nf4 {
 
 // wgmma's descriptor of a tile of 128-byte rows that starts on a 1 KB boundary and whose 16-byte chunks are XORed with the
-// row (mod 8). swizzled_tile() gives its lower half, to which a distance in 16 bytes can be added; descriptor() completes it.
+// row (mod 8). swizzled_tile() gives its lower half, to which a distance in 16 bytes can be added; descriptor() completes
+// it.
 __device__ __forceinline__ unsigned swizzled_tile(unsigned address) { return 1u << 16 | (address & 0x3FFFF) >> 4; }
 __device__ __forceinline__ uint64_t descriptor(unsigned tile) {
   constexpr uint64_t kEightRows = 1024 >> 4;

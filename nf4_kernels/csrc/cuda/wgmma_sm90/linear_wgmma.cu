@@ -7,26 +7,25 @@
 #define NF4_LINEAR_WGMMA nf4_cuda_linear_wgmma
 #endif
 
-// The instances: tokens of a tile, consumer warpgroups, stages of weights, stages of tokens, what is scaled, ping-pong.
-// nf4_kernels/plan.py lists the same tokens and warpgroups; docs/adr/0007 has the measurements. Two warpgroups start earlier
-// and divide weights of few rows more evenly; three load each token tile for more rows of a large weight.
+// The instances: tokens of a tile, consumer warpgroups, stages of weights, stages of tokens, what is scaled, ping-pong; each
+// with its reason. nf4_kernels/plan/wgmma.py lists the same tokens and warpgroups, docs/adr/0007 the measurements.
 #ifndef NF4_WGMMA_INSTANCES
-#define NF4_WGMMA_INSTANCES                                                                                          \
-  /* small weights: smaller first stages are there 1.7 us earlier than those of three warpgroups */                  \
-  NF4_INSTANCE(16, 2, 5, 5, kDoubleBufferedSums, false)                                                              \
-  /* large weights: their rows fill all SMs anyway, so the tokens' loads count more than the start */                \
-  NF4_INSTANCE(16, 3, 4, 5, kDoubleBufferedSums, false)                                                              \
-  /* as 16 x 2; a token stage is twice as large, and one fewer of them leaves room for five of weights */            \
-  NF4_INSTANCE(32, 2, 5, 4, kDoubleBufferedSums, false)                                                              \
-  /* as 16 x 3; of token stages so many are left room for */                                                         \
-  NF4_INSTANCE(32, 3, 4, 3, kDoubleBufferedSums, false)                                                              \
-  /* two warpgroups have registers for two buffers of 64 tokens' sums; five stages of weights are no faster */       \
-  NF4_INSTANCE(64, 2, 4, 5, kDoubleBufferedSums, false)                                                              \
-  /* three warpgroups have registers for one buffer of 64 tokens' sums */                                            \
-  NF4_INSTANCE(64, 3, 4, 3, kSums, false)                                                                            \
-  /* registers for one buffer: in ping-pong one warpgroup decodes while the other multiplies, 2 to 3 % faster */     \
-  NF4_INSTANCE(128, 2, 4, 5, kSums, true)                                                                            \
-  /* no registers for a buffer beside the tile's sums */                                                             \
+#define NF4_WGMMA_INSTANCES                                                                                     \
+  /* first stages are smaller than with three warpgroups: small weights start 1.7 us earlier */                 \
+  NF4_INSTANCE(16, 2, 5, 5, kDoubleBufferedSums, false)                                                         \
+  /* large weights have rows for all SMs anyway, and each token tile is loaded for more of them */              \
+  NF4_INSTANCE(16, 3, 4, 5, kDoubleBufferedSums, false)                                                         \
+  /* as 16 x 2; token stages are twice as large, so one fewer fits */                                           \
+  NF4_INSTANCE(32, 2, 5, 4, kDoubleBufferedSums, false)                                                         \
+  /* as 16 x 3; three token stages are what fits */                                                             \
+  NF4_INSTANCE(32, 3, 4, 3, kDoubleBufferedSums, false)                                                         \
+  /* as 16 x 2; five stages of weights and four of tokens were no faster */                                     \
+  NF4_INSTANCE(64, 2, 4, 5, kDoubleBufferedSums, false)                                                         \
+  /* as 16 x 3; 144 registers a thread hold one buffer of sums, not two */                                      \
+  NF4_INSTANCE(64, 3, 4, 3, kSums, false)                                                                       \
+  /* there are registers for one buffer; ping-pong decodes meanwhile, 2 to 3 % faster */                        \
+  NF4_INSTANCE(128, 2, 4, 5, kSums, true)                                                                       \
+  /* there are no registers for a buffer beside the tile's sums */                                              \
   NF4_INSTANCE(256, 2, 3, 3, kWeights, false)
 #endif
 
@@ -37,18 +36,19 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-// How a GEMM's work is divided: Wgmma.workspace_bytes() of nf4_kernels/plan.py counts the same.
+// How a GEMM's work is divided: Wgmma.workspace_bytes() of nf4_kernels/plan/wgmma.py counts the same.
 struct WgmmaSizes {
   int64_t row_tiles, token_tiles;
-  int64_t steps;               // k steps of a tile
-  int64_t lines, line_steps;   // of which TileScheduler speaks
-  int64_t blocks;              // of a line
-  int64_t tile_bytes;          // of all tiled activations
+  int64_t steps;       // k steps of a tile
+  int64_t lines;       // that TileScheduler divides over thread blocks
+  int64_t line_steps;  // k steps of a line
+  int64_t blocks;      // thread blocks of a line
+  int64_t tile_bytes;  // of all tiled activations
   WgmmaSizes(const Nf4Linear& linear, const WgmmaPlan& plan) {
     row_tiles = ceil_div(linear.weight.n, plan.groups * 64);
     token_tiles = ceil_div(linear.m, plan.tokens);
     steps = ceil_div(linear.weight.k, 256);
-    lines = plan.owner_steps ? row_tiles * token_tiles : 1;
+    lines = plan.first_split_steps ? row_tiles * token_tiles : 1;
     line_steps = row_tiles * token_tiles * steps / lines;
     blocks = plan.grid / lines < line_steps ? plan.grid / lines : line_steps;
     tile_bytes = token_tiles * plan.tokens * steps * 512;
@@ -67,16 +67,16 @@ bool validate(const Nf4Linear& linear) {
 // Divides each line's k steps over its thread blocks; false where the plan leaves some without any.
 bool divide_steps(const WgmmaPlan& plan, const WgmmaSizes& sizes, WgmmaArgs* args) {
   int steps = static_cast<int>(sizes.line_steps), blocks = static_cast<int>(sizes.blocks);
-  if (plan.owner_steps == 0) {
+  if (plan.first_split_steps == 0) {
     args->block_steps = steps / blocks;
     args->longer_blocks = steps % blocks;
     return true;
   }
-  int rest = steps - plan.owner_steps;
+  int rest = steps - plan.first_split_steps;
   if (plan.grid % sizes.lines || blocks < 2 || rest < blocks - 1) return false;
   args->block_steps = rest / (blocks - 1);
   args->longer_blocks = rest % (blocks - 1) + 1;
-  args->first_extra = plan.owner_steps - args->block_steps - 1;
+  args->first_extra = plan.first_split_steps - args->block_steps - 1;
   return true;
 }
 
@@ -105,8 +105,8 @@ bool build_args(const Nf4Linear& linear, const WgmmaPlan& plan, const WgmmaSizes
   return divide_steps(plan, sizes, args);
 }
 
-// The weight as [n][k / 2] bytes, which are copied in boxes of rows x 128 bytes that land swizzled; where the epilogue gates,
-// as [n / 2][gate, up][k / 2], in boxes of as many rows. False where the driver cannot make the map.
+// The weight as [n][k / 2] bytes, which are copied in boxes of rows x 128 bytes that land swizzled; where the epilogue
+// gates, as [n / 2][gate, up][k / 2], in boxes of as many rows. False where the driver cannot make the map.
 bool encode_weight_map(const Nf4Weight& w, int rows, bool gates, CUtensorMap* map) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,

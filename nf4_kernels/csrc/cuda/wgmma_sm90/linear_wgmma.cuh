@@ -1,18 +1,19 @@
 // GEMM of tens to hundreds of tokens with an NF4 weight on Hopper: the weight is read once and decoded straight into the
 // register operand of wgmma; weight rows are wgmma's m, tokens are its n.
 //
-// There are two launches. tile_activations.cuh's copies the activations into tiles of shared memory's layout (64 k x kTokens,
-// swizzled, k in the order below); it is left out where x comes in tiles. The second one starts while the first still runs
-// (programmatic dependent launch) and waits for it only where it reads the tiles. In the second every SM holds one thread
-// block, which is warp-specialized: kGroups consumer warpgroups, with 64 weight rows each, and four producer warps.
+// There are two launches. tile_activations.cuh's copies the activations into tiles of shared memory's layout (64 k x
+// kTokens, swizzled, k in the order below); it is left out where x comes in tiles. The second one starts while the first
+// still runs (programmatic dependent launch) and waits for it only where it reads the tiles. In the second every SM holds
+// one thread block, which is warp-specialized: kGroups consumer warpgroups, with 64 weight rows each, and four producer
+// warps.
 //   load weights    one tensor copy (TMA) a k step: 256 k of kGroups * 64 rows, which are 128 bytes a row
 //   load tokens     bulk copies of tiled activations
 //   load scales     two warps store them as floats; they decode nested ones
-//   consume         A byte is two neighbouring k of a row, which is one A register. A table of 256 entries (in 32 copies, one
-//                   for each bank, so that no lookup conflicts) turns bytes into registers while the tensor cores are busy
-//                   with the 64 k before. The sums of each 64 k are multiplied by their scales in float32 as they are added
-//                   up. A tile of 256 tokens leaves no registers for such sums: its weights are scaled before they are
-//                   rounded, and the tensor cores add up all k.
+//   consume         A byte is two neighbouring k of a row, which is one A register. A table of 256 entries (in 32 copies,
+//                   one for each bank, so that no lookup conflicts) turns bytes into registers while the tensor cores are
+//                   busy with the 64 k before. The sums of each 64 k are multiplied by their scales in float32 as they are
+//                   added up. A tile of 256 tokens leaves no registers for such sums: its weights are scaled before they
+//                   are rounded, and the tensor cores add up all k.
 // Work is divided by stream-K or by split-K (scheduler.cuh). A split tile's partial sums go through the workspace, and the
 // thread block that has its first k step reduces them in the order of k (split_tiles.cuh): results do not depend on timing.
 //

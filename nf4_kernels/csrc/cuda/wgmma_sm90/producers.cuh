@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_weights(const WgmmaArgs& args, const CUtens
       ring.advance();
     }
   }
-  if (!PartialSumRing<Traits>::kOfTokens && work.reduces(args)) {
+  if (!PartialSumRing<Traits>::kOfTokens && work.first_step == 0 && work.steps < args.steps) {
     load_partial_sums<Traits>(args, work.tile, layout, ring);
   }
 }
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_tokens(const WgmmaArgs& args, WgmmaLayout<T
       ring.advance();
     }
   }
-  if (PartialSumRing<Traits>::kOfTokens && work.reduces(args)) {
+  if (PartialSumRing<Traits>::kOfTokens && work.first_step == 0 && work.steps < args.steps) {
     load_partial_sums<Traits>(args, work.tile, layout, ring);
   }
 }

@@ -28,10 +28,6 @@ struct TileScheduler {
     next += steps;
     return true;
   }
-  // This block reduces the split tile that it has come to last.
-  __device__ __forceinline__ bool reduces(const WgmmaArgs& args) const {
-    return first_step == 0 && steps < args.steps;
-  }
 };
 
 }  // namespace nf4
