@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("server.engine.loop")
 
 IDLE_POLL_MS = 200
-# While an adapter is being read by a thread, whose end no socket tells.
+# While a thread reads an adapter the loop polls, because no socket tells when the thread is done.
 READING_POLL_MS = 10
 # After the API process has gone, a step in progress may take this long before the process just ends.
 ORPHAN_GRACE_S = 10.0
-# Of the thread of a standby process that imports; a thread's own on Linux, so that the engine's threads are not meant.
+# Niceness of a standby process's import thread. On Linux it is that thread's own, and the engine's threads keep theirs.
 STANDBY_NICENESS = 10
 
 
@@ -77,7 +77,7 @@ class Channel:
         for socket, address in ((self._commands, launch.to_engine), (self._events, launch.from_engine)):
             socket.set_hwm(0)
             socket.connect(address)
-        # What was sent last says why the engine ends; it must get out, but nobody may be left to read it.
+        # The last message says why the engine ends. It gets a second to go out, as nobody may be left to read it.
         self._events.linger = 1000
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -159,7 +159,7 @@ def _import_engine() -> None:
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Not that bitsandbytes lacks a package for kernels that nf4_kernels takes the place of."""
+    """False for bitsandbytes' warning that it lacks a package of kernels: nf4_kernels replaces them."""
     return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
