@@ -75,7 +75,7 @@ def _prompt(index: int, length: int) -> list[int]:
 def _measure_engine(folder: Path, threads: int) -> dict[str, float]:
     from server.config import EngineConfig
     from server.engine.core import Engine
-    from server.engine.runtime.attention.pages import PAGES_THREAD
+    from server.engine.runtime.attention.host_zeros import PAGES_THREAD
     from server.engine.start import load_runner
     from server.types import GenerateRequest, SamplingParams
 

@@ -121,7 +121,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     """Prompt tokens whose KV was found in the prefix cache."""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Of the prompt's tokens from the second on, with the first output of a request that wants them."""
+    """Log-probabilities of the prompt's tokens from the second on, with the first output of a request that wants them."""
     timings: RequestTimings | None = None
 
     def followed_by(self, later: RequestOutput) -> RequestOutput:
@@ -159,20 +159,20 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_queries: int = 0
     """Tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Tokens of these that were found."""
+    """Looked-up tokens that were found."""
     graph_replays: int = 0
-    """CUDA graphs started."""
+    """CUDA graphs replayed."""
     device_memory_used: int = 0
     """Bytes: on CUDA of the whole device, on CPU resident in the engine process; as of a moment ago."""
     device_memory_total: int = 0
     nf4_weight_bytes: int = 0
     """Codes and scales of all NF4 layers: what a step reads at least."""
     lora_slots: int = 0
-    """LoRA adapters there is room for."""
+    """LoRA adapters that the engine has slots for."""
     running_adapters: list[str] = []
     """Names of the LoRA adapters of running requests, in alphabetical order; no more than there is room for."""
     waiting_adapters: list[str] = []
-    """Those of waiting requests."""
+    """Names of the LoRA adapters of waiting requests, in alphabetical order."""
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True):

@@ -18,13 +18,13 @@ BLOCKSIZE = 64
 NESTED_BLOCKSIZE = 256
 # Scales around this make weights with a standard deviation near 0.02, what trained linear layers have.
 MEAN_ABSMAX = 0.05
-DRAWN_AT_ONCE = 1 << 26
+SAMPLED_AT_ONCE = 1 << 26
 
 
 def dummy_model(
     folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, seed: int
 ) -> PreTrainedModel:
-    """A model of folder's config.json with random weights drawn from seed, in eval mode.
+    """A model of folder's config.json with random weights that seed decides, in eval mode.
 
     NF4 (blocks of 64, double quantization) in every linear layer but lm_head, dtype elsewhere. Nothing that ends in NF4
     is ever held in 16 bit. Raises CheckpointError when config.json does not describe a causal language model.
@@ -66,9 +66,9 @@ def _random_pairs(count: int, device: torch.device) -> torch.Tensor:
     """
     pairs = _pairs_by_frequency().to(device)
     packed = torch.empty(count, dtype=torch.uint8, device=device)
-    for part in packed.split(DRAWN_AT_ONCE):
-        drawn = torch.randint(0, pairs.numel(), part.shape, dtype=torch.int32, device=device)
-        torch.index_select(pairs, 0, drawn, out=part)
+    for part in packed.split(SAMPLED_AT_ONCE):
+        pair_ids = torch.randint(0, pairs.numel(), part.shape, dtype=torch.int32, device=device)
+        torch.index_select(pairs, 0, pair_ids, out=part)
     return packed
 
 

@@ -127,9 +127,9 @@ def _reported(progress: Progress, stage: str) -> Iterator[None]:
             yield item
         progress(stage, 1.0)
 
-    drawn = core_model_loading.tqdm
+    progress_bar = core_model_loading.tqdm
     core_model_loading.tqdm = report
     try:
         yield
     finally:
-        core_model_loading.tqdm = drawn
+        core_model_loading.tqdm = progress_bar

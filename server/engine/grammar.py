@@ -18,10 +18,10 @@ class GrammarError(Exception):
 
 
 class GrammarState:
-    """How far one sequence is in its grammar."""
+    """One sequence's position in its grammar."""
 
     def __init__(self, compiled: Future[LLMatcher], thread: ThreadPoolExecutor | None = None) -> None:
-        """With a thread, what may come next is found there as soon as a token was taken."""
+        """thread: finds allowed() after each token, while the model computes the next one's logits."""
         self._compiled = compiled
         self._thread = thread
         self._matcher: LLMatcher | None = None
@@ -72,7 +72,7 @@ class GrammarState:
         self._own().consume_token(token)
 
     def look_ahead(self) -> None:
-        """Begin to find what may come next, while the model computes the next token's logits."""
+        """Begin to find allowed() in the thread, while the model computes the next token's logits."""
         if self._next is None and self._thread is not None:
             self._next = self._thread.submit(_look, self._own())
 
@@ -115,8 +115,8 @@ class Grammars:
     ) -> None:
         """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text.
 
-        look_ahead: find what may come next in a thread while the model computes. Worth it where another device
-        computes; where this machine's cores do, they are only taken away from the model.
+        look_ahead: find allowed() in a thread while the model computes. That is worth it where a GPU computes; on CPU the
+        thread would only take a core from the model.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="grammar-ahead") if look_ahead else None
@@ -141,7 +141,7 @@ class Grammars:
         return GrammarState(self.compile(grammar), self._ahead)
 
     def close(self) -> None:
-        """End the threads; what waits for it is dropped."""
+        """End the threads; work that they have not begun is dropped."""
         for thread in (self._thread, self._ahead):
             if thread is not None:
                 thread.shutdown(wait=False, cancel_futures=True)

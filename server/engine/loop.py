@@ -1,6 +1,6 @@
-"""The engine process: `python -m server.engine.loop`, started with a Launch on its input (supervisor.process).
+"""The engine process: `python -m server.engine.loop`, whose input begins with an EngineSetup (supervisor.process).
 
-With --standby it imports what an engine needs before it looks for the Launch.
+With --standby it imports what an engine needs before it reads the EngineSetup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from server.checkpoint.base import CheckpointError
-from server.engine.supervisor.process import Launch
+from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
 from server.types import (
     AbortRequest,
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("server.engine.loop")
 
 IDLE_POLL_MS = 200
-# While an adapter is being read by a thread, whose end no socket tells.
+# While a thread reads an adapter the loop polls, because no socket tells when the thread is done.
 READING_POLL_MS = 10
 # After the API process has gone, a step in progress may take this long before the process just ends.
 ORPHAN_GRACE_S = 10.0
-# Of the thread of a standby process that imports; a thread's own on Linux, so that the engine's threads are not meant.
+# Niceness of a standby process's import thread. On Linux it is that thread's own, and the engine's threads keep theirs.
 STANDBY_NICENESS = 10
 
 
@@ -70,14 +70,14 @@ class _Stop:
 class Channel:
     """The engine's two sockets."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        for socket, address in ((self._commands, launch.to_engine), (self._events, launch.from_engine)):
+        for socket, address in ((self._commands, setup.to_engine), (self._events, setup.from_engine)):
             socket.set_hwm(0)
             socket.connect(address)
-        # What was sent last says why the engine ends; it must get out, but nobody may be left to read it.
+        # The last message says why the engine ends. It gets a second to go out, as nobody may be left to read it.
         self._events.linger = 1000
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -121,11 +121,11 @@ def main() -> int:
     stop = _Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave_it_to_the_api)
-    launch = msgspec.json.decode(line, type=Launch)
+    setup = msgspec.json.decode(line, type=EngineSetup)
     threading.Thread(target=stop.when_input_ends, name="api-watcher", daemon=True).start()
-    channel = Channel(launch)
+    channel = Channel(setup)
     try:
-        return _run(launch, channel, stop)
+        return _run(setup, channel, stop)
     finally:
         channel.close()
 
@@ -159,7 +159,7 @@ def _import_engine() -> None:
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Not that bitsandbytes lacks a package for kernels that nf4_kernels takes the place of."""
+    """False for bitsandbytes' warning that it lacks a package of kernels: nf4_kernels replaces them."""
     return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
@@ -174,9 +174,9 @@ def _first_line() -> bytes:
     return line
 
 
-def _run(launch: Launch, channel: Channel, stop: _Stop) -> int:
+def _run(setup: EngineSetup, channel: Channel, stop: _Stop) -> int:
     try:
-        _serve(launch, channel, stop)
+        _serve(setup, channel, stop)
     except Exception as e:
         fatal = _is_fatal(e)
         if not fatal:  # the API process ends with a fatal reason as its last line
@@ -195,7 +195,7 @@ def _is_fatal(error: Exception) -> bool:
     return isinstance(error, CheckpointError | UnsupportedModelError | EngineConfigError)
 
 
-def _serve(launch: Launch, channel: Channel, stop: _Stop) -> None:
+def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
     def progress(stage: str, fraction: float) -> None:
         channel.send(LoadProgress(stage, fraction))
 
@@ -205,14 +205,14 @@ def _serve(launch: Launch, channel: Channel, stop: _Stop) -> None:
     from server.engine.grammar import Grammars
     from server.engine.start import load_runner
 
-    config = launch.engine_config()
-    runner = load_runner(Path(launch.checkpoint_folder), config, progress)
+    config = setup.engine_config()
+    runner = load_runner(Path(setup.checkpoint_folder), config, progress)
     limits = runner.limits
-    for adapter in launch.adapters:
+    for adapter in setup.adapters:
         _restore_adapter(runner, adapter)
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
     look_ahead = runner.device.type != "cpu"
-    engine = Engine(runner, config, Grammars(Path(launch.checkpoint_folder), limits.vocab_size, end, look_ahead))
+    engine = Engine(runner, config, Grammars(Path(setup.checkpoint_folder), limits.vocab_size, end, look_ahead))
     channel.send(
         EngineReady(
             max_model_len=limits.max_model_len,

@@ -45,7 +45,7 @@ def count(graph: Graph) -> Counter[str]:
             found["tiled residual" if node.args[-1] is not None else "tiled"] += 1
         if node.target is torch.ops.nf4.gated_linear.default:
             weight, activation, tile = node.args[9], node.args[11], node.args[12]
-            found[" ".join(["norm"] * (weight is not None) + [activation] + ["in tiles"] * (tile > 0))] += 1
+            found[" ".join(["norm"] * (weight is not None) + [activation] + ["tiled"] * (tile > 0))] += 1
         found["plain"] += node.target is torch.ops.nf4.linear.default
         found["attend"] += node.target is ATTEND
         found["rotary"] += node.target is ATTEND_ROTARY

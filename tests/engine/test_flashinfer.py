@@ -121,7 +121,7 @@ def test_a_decode_step_attends_as_the_reference(
 def test_a_decode_step_normalises_and_rotates(
     shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int], norms: bool, offset: float
 ) -> None:
-    """Also in tiles: sequences of one part and of several, in one tile and in several."""
+    """Tiled, too: sequences of one part and of several, in one tile and in several."""
     angles = torch.randn(len(lengths), shape.key_dim // 2, device=DEVICE).repeat(1, 2)
     weights = torch.rand(2, shape.key_dim, device=DEVICE).add(0.5 - offset).to(dtype).unbind()
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -180,7 +180,7 @@ def check_decode(
 
 
 def shuffled(lengths: list[int]) -> tuple[list[Span], int]:
-    """Decode steps of sequences of so many tokens in blocks of no order, and how many blocks there are."""
+    """Decode steps of sequences of these lengths in shuffled KV blocks, and the number of blocks."""
     counts = [-(-length // BLOCK) for length in lengths]
     blocks = list(range(sum(counts)))
     random.Random(2).shuffle(blocks)

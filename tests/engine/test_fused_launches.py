@@ -78,6 +78,11 @@ def test_projections_with_adapters_are_not_possible() -> None:
     assert possible_launches(model, 40, applies_rotary=True) == FusedLaunches(norms=1, residuals=1, rotary=1)
 
 
+@pytest.mark.usefixtures("every_launch")
+def test_gemms_of_float16_are_not_possible() -> None:
+    assert possible_launches(nf4_model("llama", torch.float16), 40, applies_rotary=True) == FusedLaunches(rotary=1)
+
+
 def test_without_fused_launches_nothing_is_possible_and_nothing_said(caplog: pytest.LogCaptureFixture) -> None:
     model = nf4_model("llama")
     possible = possible_launches(model, 40, applies_rotary=False)

@@ -13,7 +13,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers import PreTrainedModel
 
 import nf4_kernels.ops
-from server.engine.runtime.compile.passes.fusion import FusedOperations, HasLaunch, fused_operations
+from server.engine.runtime.compile.passes.fusion import FusedOperations, fused_operations
+from server.engine.runtime.compile.passes.matching import HasLaunch
 from server.engine.runtime.model import lora
 from server.engine.runtime.model.lora import AdapterTable, adding_masked
 from server.engine.runtime.model.projections import replace_projections

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,89 +195,22 @@ def test_a_graphs_gemms_add_what_is_not_masked(folder: Path) -> None:
     torch.testing.assert_close(added, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"use_dora": True}, "DoRA is not served"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head is not served"),
-        ({"target_modules": ["embed_tokens"]}, "an adapter of embed_tokens is not served"),
-        ({"bias": "lora_only"}, "bias: lora_only"),
-        ({"peft_type": "IA3"}, "only LORA is served"),
-        ({"task_type": "SEQ_CLS"}, "only CAUSAL_LM is served"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
-        ({"lora_alpha": None}, "lora_alpha and alpha_pattern must be numbers"),
-        ({"lora_alpha": float("nan")}, "lora_alpha and alpha_pattern must be numbers"),
-    ],
-)
-def test_configurations_that_are_not_plain_lora_are_refused_by_name(
-    folder: Path, tmp_path: Path, change: dict[str, Any], complaint: str
-) -> None:
-    bad = shutil.copytree(folder / "attention", tmp_path / "bad")
-    config = json.loads((bad / "adapter_config.json").read_text())
-    (bad / "adapter_config.json").write_text(json.dumps(config | change))
-    with pytest.raises(CheckpointError, match=re.escape(complaint)):
-        engine_with(tmp_path, ["bad"])
-
-
-def test_what_peft_saves_of_other_kinds_is_refused(tmp_path: Path) -> None:
-    save_adapter(tiny_model("llama"), tmp_path / "dora", 0, r=2, target_modules=["q_proj"], use_dora=True)
-    save_adapter(tiny_model("llama"), tmp_path / "tokens", 0, r=2, target_modules=["q_proj", "embed_tokens"])
-    for name, complaint in (("dora", "DoRA"), ("tokens", "embed_tokens")):
-        config = tmp_path / name / "adapter_config.json"
-        with pytest.raises(CheckpointError, match=complaint):
-            engine_with(tmp_path, [name])
-        # The weights say so, too.
-        config.write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8}))
-        with pytest.raises(CheckpointError, match=complaint):
-            engine_with(tmp_path, [name])
-
-
-def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    file = folder / "adapter_model.safetensors"
+def test_an_adapter_of_other_shapes_is_refused(folder: Path, tmp_path: Path) -> None:
+    file = shutil.copytree(folder / "attention", tmp_path / "bad") / "adapter_model.safetensors"
     tensors = load_file(file)
-    change(tensors)
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] = torch.ones(4, 65)
     save_file(tensors, file)
-
-
-FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda t: t.update({FIRST: torch.ones(4, 65)}), "takes 65 and gives 64 features, the model's 64 and 64"),
-        (lambda t: t.update({FIRST: torch.ones(3, 64)}), "do not fit together"),
-        (lambda t: t.update({FIRST: torch.full((4, 64), float("inf"))}), "not finite"),
-        (lambda t: t.pop(FIRST), "has only one of lora_A and lora_B"),
-        (lambda t: t.update({FIRST.replace("layers.0", "layers.9"): torch.ones(4, 64)}), "has only one of"),
-        (lambda t: t.update({"base_model.model.other": torch.ones(1)}), "not a LoRA weight: base_model.model.other"),
-        (lambda t: t.clear(), "has no LoRA weights"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(
-    folder: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], complaint: str
-) -> None:
-    _change(shutil.copytree(folder / "attention", tmp_path / "bad"), change)
-    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+    with pytest.raises(CheckpointError, match="takes 65 and gives 64 features, the model's 64 and 64"):
         engine_with(tmp_path, ["bad"])
 
 
-def test_other_bases_ranks_and_files_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_other_bases_and_ranks_are_refused(folder: Path, tmp_path: Path) -> None:
     deep = tiny_model("llama", num_hidden_layers=5)
     save_adapter(deep, tmp_path / "deep", 0, r=2, target_modules=["o_proj"])
     with pytest.raises(CheckpointError, match=r"no projection 'model.layers.3.self_attn.o_proj'; it is another base's"):
         engine_with(tmp_path, ["deep"])
     with pytest.raises(CheckpointError, match=r"rank 8 is above engine.max_lora_rank \(4\)"):
         engine_with(folder, ["all"], max_lora_rank=4)
-    bad = shutil.copytree(folder / "all", tmp_path / "bad")
-    weights = bad / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match="damaged"):
-        engine_with(tmp_path, ["bad"])
-    weights.rename(bad / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle"):
-        engine_with(tmp_path, ["bad"])
     with pytest.raises(CheckpointError, match="No such file"):
         engine_with(tmp_path, ["nothing"])
 

@@ -58,7 +58,7 @@ def test_a_layer_of(family: str, tokens: int, tile: int, width: int) -> None:
         first, rows, tiled, gates = "plain", "plain", "tiled", "gelu_tanh"
     else:
         first, rows, tiled, gates = "norm", "residual", "tiled residual", "norm silu"
-    pair = [f"{gates} in tiles", tiled] if width % 256 == 0 else [gates, rows]
+    pair = [f"{gates} tiled", tiled] if width % 256 == 0 else [gates, rows]
     assert graphs[0] == +Counter({"rotary": 1, "rsqrt": 4 * gemma}) + Counter([first, tiled, *pair])
     assert close(found, wanted)
 
@@ -107,10 +107,10 @@ class Chained(nn.Module):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (lambda m, h, x: m.down(x), {"silu in tiles": 1, "tiled": 1}),
-        (lambda m, h, x: m.down(x.reshape(45, 256)), {"silu in tiles": 1, "tiled": 1}),
-        (lambda m, h, x: m.down(x.reshape(15, 3, 256)), {"silu in tiles": 1, "tiled": 1}),
-        (lambda m, h, x: h + m.down(x), {"silu in tiles": 1, "tiled residual": 1}),
+        (lambda m, h, x: m.down(x), {"silu tiled": 1, "tiled": 1}),
+        (lambda m, h, x: m.down(x.reshape(45, 256)), {"silu tiled": 1, "tiled": 1}),
+        (lambda m, h, x: m.down(x.reshape(15, 3, 256)), {"silu tiled": 1, "tiled": 1}),
+        (lambda m, h, x: h + m.down(x), {"silu tiled": 1, "tiled residual": 1}),
         (lambda m, h, x: m.narrow(x.reshape(-1, 128)), {"silu": 1, "plain": 1}),
         (lambda m, h, x: m.wide(x[:, :14].reshape(-1, 512)), {"silu": 1, "plain": 1}),
         (lambda m, h, x: m.down(x[:, ::2].contiguous()), {"silu": 1, "plain": 1}),

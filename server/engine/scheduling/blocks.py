@@ -1,4 +1,4 @@
-"""The pool of key/value cache blocks: who holds which block, counted by references, and what free ones still hold."""
+"""The pool of KV blocks: how many sequences hold each block, and which keys and values free blocks still have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class OutOfBlocksError(Exception):
 
 
 class BlockManager:
-    """num_blocks blocks of block_size tokens each, numbered from 0.
+    """num_blocks KV blocks of block_size tokens each, numbered from 0.
 
     A block may be held more than once (a shared prefix); it is free when nobody holds it. A block may be named by a key
     that says what it holds; it can be found by it, free or not, until it is handed out anew. Blocks without a key are

@@ -1,4 +1,4 @@
-"""Keys of cache blocks: a block's key says what all tokens up to its end are."""
+"""Keys of KV blocks: a block's key identifies all tokens up to the block's end."""
 
 from __future__ import annotations
 

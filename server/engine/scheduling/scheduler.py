@@ -93,7 +93,7 @@ class Scheduler:
         self.prefix_queries = 0
         """Tokens of new sequences that were looked up in the prefix cache."""
         self.prefix_hits = 0
-        """Tokens of these that were found."""
+        """Looked-up tokens that were found."""
 
     @property
     def has_work(self) -> bool:

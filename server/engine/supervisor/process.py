@@ -37,7 +37,7 @@ ENVIRONMENT = {
 """What an engine's process has in its environment, unless the user's says otherwise."""
 
 
-class Launch(msgspec.Struct, frozen=True):
+class EngineSetup(msgspec.Struct, frozen=True):
     """First line of the engine's standard input, whose end means that the API process is gone."""
 
     to_engine: str
@@ -56,7 +56,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 async def start_child(config: Config, *, standby: bool = False) -> asyncio.subprocess.Process:
-    """Start `python -m server.engine.loop`, which waits for a Launch; standby: importing meanwhile what it will need.
+    """Start `python -m server.engine.loop`, which waits for an EngineSetup; standby: it imports meanwhile what it will need.
 
     Raises OSError.
     """
@@ -108,7 +108,7 @@ class EngineProcess:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        launch = Launch(
+        setup = EngineSetup(
             to_engine=_address(folder, "to-engine"),
             from_engine=_address(folder, "from-engine"),
             checkpoint_folder=str(checkpoint_folder),
@@ -117,7 +117,7 @@ class EngineProcess:
         )
         assert child.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already; the exit code tells
-            child.stdin.write(msgspec.json.encode(launch) + b"\n")
+            child.stdin.write(msgspec.json.encode(setup) + b"\n")
             await child.stdin.drain()
         return process
 

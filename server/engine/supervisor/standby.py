@@ -35,7 +35,7 @@ class Standby:
             logger.warning("no engine stands by: %s", e)
 
     def take(self) -> asyncio.subprocess.Process | None:
-        """The process, which the caller launches from here on; None where there is none alive."""
+        """The process, which is the caller's from here on; None where none is alive."""
         child, self._child = self._child, None
         return child if child is not None and child.returncode is None else None
 

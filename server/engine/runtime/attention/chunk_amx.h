@@ -1,4 +1,4 @@
-// Attention of a sequence's chunk on AMX: flash attention as in chunk_cpu.h, whose products are tiles_amx.h's. Keys and
+// Attention of a sequence's chunk on AMX: flash attention as in chunk_cpu.h, multiplied by tiles_amx.h. Keys and
 // transposed values are left operands, queries and weights right ones, so that queries lie across the lanes of the
 // results and the softmax of many needs no sums across lanes. Heads of any size: zeros fill the last tile.
 #pragma once

@@ -1,4 +1,4 @@
-// Attention of a sequence's chunk over the paged cache, float32: flash attention whose products are tiles of results in
+// Attention of a sequence's chunk over the paged cache, float32: flash attention whose matrix tiles are kept in
 // vector registers. Queries lie across the vectors' lanes, so that the softmax of many needs no sums across lanes, and
 // keys and values are read as they are stored. The vectors are GCC's, as wide as the machine's registers.
 #pragma once
@@ -33,7 +33,7 @@ inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec exp_negative(Vec x) { return exp_in_range<Vec, Ints>(larger(x, all(-87.0f))); }
 
 // c[kRows][kTile] = scale * c + a b, where a[i][d] is a[i * a_row + d * a_depth] and b is [depth][kTile]; scale null: 0.
-inline void product(const float* a, int64_t a_row, int64_t a_depth, const Vec* b, Vec* c, const Vec* scale,
+inline void multiply_add(const float* a, int64_t a_row, int64_t a_depth, const Vec* b, Vec* c, const Vec* scale,
                     int64_t depth) {
   Vec sums[kRows][kVectors];
 #pragma GCC unroll 8
@@ -208,13 +208,13 @@ inline void run(const Task& t, Workspace& w) {
       Vec* scores = reinterpret_cast<Vec*>(w.scores);
       Vec* out = reinterpret_cast<Vec*>(w.out + tile * padded * kTile);
       for (int64_t i = 0; i < keys; i += kRows) {
-        product(w.keys + i * a.key_dim, a.key_dim, 1, query, scores + i * kVectors, nullptr, a.key_dim);
+        multiply_add(w.keys + i * a.key_dim, a.key_dim, 1, query, scores + i * kVectors, nullptr, a.key_dim);
       }
       Vec scale[kVectors];
       soften(t, begin, keys, place, scores, reinterpret_cast<Vec*>(w.peak) + tile * kVectors,
              reinterpret_cast<Vec*>(w.total) + tile * kVectors, scale);
       for (int64_t d = 0; d < padded; d += kRows) {
-        product(w.values + d, 1, padded, scores, out + d * kVectors, scale, keys);
+        multiply_add(w.values + d, 1, padded, scores, out + d * kVectors, scale, keys);
       }
     }
   }

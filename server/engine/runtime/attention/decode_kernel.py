@@ -117,7 +117,7 @@ def _attend(  # type: ignore[no-untyped-def]
     key_norm,
     eps,
     offset,
-    rotates: tl.constexpr,
+    has_rotary: tl.constexpr,
     norms: tl.constexpr,
     counted: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -160,7 +160,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q = tl.load(queries + column[None, :], mask=real[:, None], other=0.0)
     k_new = tl.load(own_key + column)
     v_new = tl.load(value + row.to(tl.int64) * value_token + head * value_head + column)
-    if rotates:
+    if has_rotary:
         # Everything is loaded before the first sum over threads, which the compiler moves no load across.
         q_other = tl.load(queries + _swapped(dim)[None, :], mask=real[:, None], other=0.0)
         k_other = tl.load(own_key + _swapped(dim))[None, :]

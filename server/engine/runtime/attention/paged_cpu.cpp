@@ -52,7 +52,7 @@ void soften(float* scores, int64_t count, const PagedAttention& a) {
 }
 
 // Calls row(index, cache row) for every key of a sequence that its query sees, block by block: a division for every key
-// would cost more than its product.
+// would cost more than the multiplication.
 template <typename Row>
 inline void for_each_key(const PagedAttention& a, int64_t single, int64_t begin, int64_t end, Row row) {
   const int64_t* table = a.tables + single * a.table_width;
@@ -104,7 +104,7 @@ void attend_all(const PagedAttention& a) {
     keys += a.window > 0 ? std::min(end, a.window) : end;
   }
   const bool parallel = keys * a.heads * a.key_dim > kParallelWork;
-  // Whole sequences where there are enough to share out, else single key heads.
+  // A task is a whole sequence where there are enough of them for the threads, else a single key head.
   const int64_t parts = parallel && a.singles < 4 ? a.kv_heads : 1;
   const int64_t heads = a.kv_heads / parts;
 #pragma omp parallel for schedule(dynamic) if (parallel)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
-from server.engine.runtime.attention.pages import host_zeros
+from server.engine.runtime.attention.host_zeros import host_zeros
 from server.engine.runtime.batch import Batch, Span
 
 

@@ -92,26 +92,29 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
     the launch in front could write tiled. Projections with room for adapters are none of these.
     """
     found = FusedLaunches()
-    hidden_act = _hidden_act(model)
+    gated_activation = _hidden_act(model) in _GATED_ACTIVATIONS
+    # The passes fuse GEMMs in bfloat16 only.
+    gemm_of = _gemm if model.dtype is torch.bfloat16 else lambda *_: None
     for layer in model.get_decoder().layers:
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         # Models with norms behind attention and MLP (Gemma 2 and 3) have no GEMM in front of a residual sum.
         between = hasattr(layer, "pre_feedforward_layernorm")
         mlp_norm = "pre_feedforward_layernorm" if between else "post_attention_layernorm"
-        behind_norms = (attention, "q_proj", "input_layernorm"), (mlp, "gate_proj", mlp_norm)
-        for module, name, norm in behind_norms:
-            gemm = _gemm(module, name)
-            if gemm is not None and _is_plain_norm(getattr(layer, norm, None)):
-                found.norms += ops.can_fuse(*_question(gemm, tokens), True)
-        gates = _gemm(mlp, "gate_proj") if hidden_act in _GATED_ACTIVATIONS else None
-        gated = gates is not None and ops.can_gate(*_question(gates, tokens), False)
+        queries, gates = gemm_of(attention, "q_proj"), gemm_of(mlp, "gate_proj")
+        gated = False
+        if queries is not None:
+            found.norms += _fuses(queries, tokens, _is_plain_norm(getattr(layer, "input_layernorm", None)))
+        if gates is not None:
+            normalised = _fuses(gates, tokens, _is_plain_norm(getattr(layer, mlp_norm, None)))
+            gated = gated_activation and ops.can_gate(*_question(gates, tokens), normalised)
+            found.norms += normalised
         found.gates += gated
         found.rotary += applies_rotary
-        for gemm, writes_tiles in ((_gemm(attention, "o_proj"), applies_rotary), (_gemm(mlp, "down_proj"), gated)):
+        for gemm, tiles in ((gemm_of(attention, "o_proj"), applies_rotary), (gemm_of(mlp, "down_proj"), gated)):
             if gemm is not None:
                 question = _question(gemm, tokens)
                 found.residuals += not between and ops.can_fuse(*question, False)
-                found.tiled += writes_tiles and gemm.in_features % 256 == 0 and ops.token_tile(*question) > 0
+                found.tiled += tiles and gemm.in_features % 256 == 0 and ops.token_tile(*question) > 0
     return found
 
 
@@ -139,8 +142,13 @@ def _gemm(module: nn.Module | None, name: str) -> NF4Linear | None:
     return linear if isinstance(linear, NF4Linear) else None
 
 
+def _fuses(gemm: NF4Linear, tokens: int, plain_norm: bool) -> bool:
+    """Whether a GEMM behind a norm has a launch with it."""
+    return plain_norm and ops.can_fuse(*_question(gemm, tokens), True)
+
+
 def _question(gemm: NF4Linear, tokens: int) -> tuple[torch.device, torch.dtype, int, list[int], int, bool]:
-    """What ops.can_fuse(), ops.can_gate() and ops.token_tile() are asked; the passes fuse bfloat16 only."""
+    """What ops.can_fuse(), ops.can_gate() and ops.token_tile() are asked about a GEMM in bfloat16."""
     shape, nested = [gemm.out_features, gemm.in_features], gemm.absmax_8bit is not None
     return gemm.packed.device, torch.bfloat16, tokens, shape, gemm.blocksize, nested
 

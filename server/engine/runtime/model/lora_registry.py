@@ -28,7 +28,7 @@ _Weights = Mapping[str, AdapterFactors]
 
 @dataclass(frozen=True)
 class _Read:
-    """What came of reading a folder."""
+    """The result of reading an adapter's folder."""
 
     request: LoadAdapter
     weights: _Weights | None
