@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from bench.kernels import LARGE
+from bench.kernels.tables import LARGE
 from bench.readme import RESULTS, ROOT
 
 SERIES = (
