@@ -19,18 +19,22 @@ FROM base AS cpu-packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY nf4_kernels/pyproject.toml nf4_kernels/pyproject.toml
 COPY docker/requirements.py docker/requirements.py
 # The packages are a layer of their own, so that a change of the source does not install them again.
 RUN python docker/requirements.py > requirements.txt \
  && pip install --extra-index-url "${TORCH_INDEX}" -r requirements.txt
 COPY nf4_kernels nf4_kernels
+# -P: of the installed package, into whose folder the libraries go.
+RUN pip install --no-deps ./nf4_kernels && python -P -m nf4_kernels.build --cpu-only
 COPY server server
 COPY bench bench
-RUN python -m nf4_kernels.build --cpu-only && pip install --no-deps .
+RUN pip install --no-deps .
 
 FROM base AS cuda-packages
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY nf4_kernels/pyproject.toml nf4_kernels/pyproject.toml
 COPY docker/requirements.py docker/requirements.py
 # PyPI's torch comes with CUDA's libraries, and nvcc as NVIDIA's wheels. nvcc stays in the image: FlashInfer compiles its
 # attention for the GPU and the model at hand and keeps it in the volume; all kinds for all GPUs would take hours.
@@ -38,7 +42,8 @@ RUN python docker/requirements.py > requirements.txt \
  && python docker/requirements.py cuda build-cuda >> requirements.txt \
  && pip install -r requirements.txt
 COPY nf4_kernels nf4_kernels
-RUN python -m nf4_kernels.build --force && test -s nf4_kernels/lib/libnf4_cuda.so
+RUN pip install --no-deps ./nf4_kernels && python -P -m nf4_kernels.build --force \
+ && test -s /opt/nf4/lib/python*/site-packages/nf4_kernels/lib/*/libnf4_cuda.so
 COPY server server
 COPY bench bench
 RUN pip install --no-deps .

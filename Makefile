@@ -27,21 +27,24 @@ $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet pip
 
-$(VENV)/.serve: pyproject.toml | $(VENV)/pyvenv.cfg
+# Both distributions of this tree at once: the server takes the kernels from here, not from an index.
+TREE := --editable ./nf4_kernels --editable
+
+$(VENV)/.serve: pyproject.toml nf4_kernels/pyproject.toml | $(VENV)/pyvenv.cfg
 	@echo "== installing what the server needs (once; torch is the large one)"
-	$(BIN)/python -m pip install --editable .
+	$(BIN)/python -m pip install $(TREE) .
 	@touch $@
 
 $(VENV)/.cuda: pyproject.toml $(VENV)/.serve
 	@echo "== installing what a GPU needs: $(CUDA_EXTRAS) (once)"
-	$(BIN)/python -m pip install --editable '.[$(CUDA_EXTRAS)]'
+	$(BIN)/python -m pip install $(TREE) '.[$(CUDA_EXTRAS)]'
 	@touch $@
 
 READY := $(VENV)/.serve $(if $(GPU),$(VENV)/.cuda)
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.serve
 	@echo "== installing what tests and checks need"
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(TREE) '.[dev]'
 	@touch $@
 
 # helm renders the chart that tests look at; elsewhere than on Linux x86_64 a helm that is installed will do.
@@ -95,7 +98,7 @@ gpu-test: kernels ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu tests
 
 gpu-bench: kernels ## kernel speed beside bitsandbytes and bf16 on this GPU, into bench/results/
-	$(BIN)/python -m nf4_kernels.bench
+	$(BIN)/python -m bench.kernels
 
 gpu-bench-e2e: kernels ## whole models beside transformers on this GPU, into bench/results/ (BENCH_ARGS=)
 	$(BIN)/python -m bench.e2e --peers 1,8,32 --http 1,4,16 $(BENCH_ARGS)
@@ -116,4 +119,4 @@ deploy-check: $(VENV)/.dev $(HELM) ## helm lint, and every object of the Helm ch
 	$(BIN)/python -m pytest tests/deploy
 
 clean: ## remove what was built (not the virtual environment, not the model)
-	rm -rf nf4_kernels/lib build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf nf4_kernels/lib nf4_kernels/build build *.egg-info nf4_kernels/*.egg-info .mypy_cache .ruff_cache .pytest_cache

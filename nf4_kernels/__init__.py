@@ -16,7 +16,18 @@ from nf4_kernels import cpu, cuda, ops
 from nf4_kernels.format import Weight
 from nf4_kernels.weight_order import prefetch_next
 
-__all__ = ["Weight", "capabilities", "dequantize_4bit", "disable", "enable", "linear_4bit", "prefetch_next"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "Weight",
+    "__version__",
+    "capabilities",
+    "dequantize_4bit",
+    "disable",
+    "enable",
+    "linear_4bit",
+    "prefetch_next",
+]
 
 
 def dequantize_4bit(packed: Tensor, quant_state: Any, dtype: torch.dtype | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from bitsandbytes.nn import Linear4bit
 from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
 from torch import Tensor
 
-from nf4_kernels import cpu, ops
+from nf4_kernels import cpu, cuda, ops
 from nf4_kernels.format import Weight
 from nf4_kernels.params import DTYPES
 
@@ -30,19 +30,21 @@ _original_forward = Linear4bit.forward
 _overrides: torch.library.Library | None = None
 _layers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that keep something under these names
 _said: set[str] = set()
+_LOAD_ERRORS: dict[str, Callable[[], str | None]] = {"cpu": cpu.load_error, "cuda": cuda.load_error}
 
 
 def enable() -> None:
     """Run every Linear4bit layer of this process, present and future, on the nf4 ops. Calling it again changes nothing.
 
-    On the CPU, layers that accelerate has already wrapped in hooks (offloaded models) keep the forward they were wrapped
-    with, bitsandbytes'.
+    Where the kernels of a device cannot be used, its layers stay on bitsandbytes' own, and a warning says so once with the
+    reason. On the CPU, layers that accelerate has already wrapped in hooks (offloaded models) keep the forward that they
+    were wrapped with, bitsandbytes'.
     """
     global _overrides  # noqa: PLW0603 - the registration lives as long as this object
     if Linear4bit.forward is _forward:
         return
     Linear4bit.forward = _forward
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and _has_kernels("cuda"):
         _overrides = torch.library.Library("bitsandbytes", "IMPL")
         _overrides.impl("gemm_4bit", _gemm_4bit, "CUDA", allow_override=True)
 
@@ -158,7 +160,7 @@ def _forward(self: Any, x: Tensor) -> Tensor:
                 return kept.run(x)
             return kept.run(x.to(kept.dtype)).to(x.dtype)
     fix_4bit_weight_quant_state_from_module(self)
-    weight = _weight_of(self)
+    weight = _weight_of(self) if _has_kernels(x.device.type) else None
     if weight is None:
         out: Tensor = _original_forward(self, x)
         return out
@@ -177,6 +179,19 @@ def _forward(self: Any, x: Tensor) -> Tensor:
         result = _call(x, bias, weight)
     _keep_call(self, weight)
     return result if result.dtype == given else result.to(given)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels(device_type: str) -> bool:
+    """Whether the kernels of a device can be used; says once why not."""
+    load_error = _LOAD_ERRORS.get(device_type)
+    reason = f"there are none for {device_type}" if load_error is None else load_error()
+    if reason is not None and device_type not in _said:
+        _said.add(device_type)
+        logger.warning(
+            "Linear4bit on %s stays on bitsandbytes' own kernels, not on nf4_kernels: %s", device_type, reason
+        )
+    return reason is None
 
 
 def _wants_gradient(x: Tensor, bias: Tensor | None) -> bool:

@@ -1,7 +1,7 @@
 """Compile the kernel libraries: python -m nf4_kernels.build [--force] [--cpu-only] [--native].
 
-Two shared libraries with a plain C interface come out, in nf4_kernels/lib/: libnf4_cpu.so (g++, always) and
-libnf4_cuda.so (nvcc, where one is found). No torch header is included, so one build serves every torch version.
+Two shared libraries with a plain C interface come out, in nf4_kernels/lib/ (library_files.py): libnf4_cpu.so (g++, always)
+and libnf4_cuda.so (nvcc, where one is found). No torch header is included, so one build serves every torch version.
 A C++ source's instruction set is its name's ending: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is made at
 run time. A CUDA source is compiled for all GPU targets, or where its name or a folder of it ends in _sm90, for 90a alone.
 NF4_CUDA_ARCHS chooses the targets (default "80;86;89;90a;100;120").
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 LIBRARIES = ROOT / "lib"
+IS_CHECKOUT = (ROOT / "pyproject.toml").exists()
+"""Whether this is the package's source tree; an installed package has no pyproject.toml."""
 CUDA_ARCHS = "80;86;89;90a;100;120"
 SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
 
@@ -64,8 +68,11 @@ def installed_gpu_archs() -> str:
     return ";".join(sorted("90a" if arch == "90" else arch for arch in found))
 
 
-def build_cpu(force: bool = False) -> Path:
-    """Compile csrc/cpu/*.cpp into libnf4_cpu.so; returns its path. Raises BuildError."""
+def build_cpu(force: bool = False, folder: Path | None = None, quiet: bool = False) -> Path:
+    """Compile csrc/cpu/*.cpp into folder/libnf4_cpu.so (None: lib/); returns its path. Raises BuildError.
+
+    quiet: say nothing of the files that have been compiled.
+    """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise BuildError(f"no C++ compiler: {compiler!r} is not on PATH (Debian: apt-get install g++)")
@@ -86,21 +93,26 @@ def build_cpu(force: bool = False) -> Path:
     for source in sources:
         isa = source.stem.rpartition("_")[2]
         jobs.append((source, [*base, *ISA_FLAGS.get(isa, []), "-I", str(SOURCES), "-c", str(source)]))
-    return _link("libnf4_cpu.so", jobs, [compiler, "-shared", "-fopenmp"], force)
+    return _link("libnf4_cpu.so", jobs, [compiler, "-shared", "-fopenmp"], folder, force, quiet)
 
 
-def build_cuda(nvcc: str, force: bool = False) -> Path:
-    """Compile csrc/cuda/**/*.cu into libnf4_cuda.so (CUDA runtime linked in); returns its path. Raises BuildError."""
-    archs = [a for a in os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS).split(";") if a]
+def build_cuda(
+    nvcc: str, force: bool = False, folder: Path | None = None, quiet: bool = False, archs: str | None = None
+) -> Path:
+    """Compile csrc/cuda/**/*.cu into folder/libnf4_cuda.so, with the CUDA runtime linked in; as build_cpu().
+
+    archs: GPU targets ("80;90a"); None: NF4_CUDA_ARCHS, by default CUDA_ARCHS.
+    """
+    targets_of_all = [a for a in (archs or os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS)).split(";") if a]
     jobs = []
     for source in sorted((SOURCES / "cuda").rglob("*.cu")):
-        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_archs(source, archs)]
+        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_archs(source, targets_of_all)]
         command = [nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I", str(SOURCES), *targets]
         jobs.append((source, [*command, "-c", str(source)]))
     # NVIDIA's wheels keep their libraries in lib, where their nvcc does not look (it looks in lib64).
     wheel = Path(nvcc).resolve().parent.parent / "lib"
     search = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
-    return _link("libnf4_cuda.so", jobs, [nvcc, "-shared", "-cudart", "static", *search], force)
+    return _link("libnf4_cuda.so", jobs, [nvcc, "-shared", "-cudart", "static", *search], folder, force, quiet)
 
 
 def cuda_archs(source: Path, archs: list[str]) -> list[str]:
@@ -113,12 +125,15 @@ def cuda_archs(source: Path, archs: list[str]) -> list[str]:
     return ["90a"] if "90a" in archs and any(part.endswith("_sm90") for part in parts) else archs
 
 
-def _link(name: str, jobs: list[tuple[Path, list[str]]], link: list[str], force: bool) -> Path:
-    output = LIBRARIES / name
+def _link(
+    name: str, jobs: list[tuple[Path, list[str]]], link: list[str], folder: Path | None, force: bool, quiet: bool
+) -> Path:
+    folder = folder or LIBRARIES
+    output = folder / name
     stamp = output.with_suffix(".stamp")
     digest = _digest([command for _, command in jobs])
-    objects = LIBRARIES / (output.stem + ".objects")
-    LIBRARIES.mkdir(exist_ok=True)
+    objects = folder / (output.stem + ".objects")
+    folder.mkdir(parents=True, exist_ok=True)
     # Whoever builds at the same time waits, and then finds what it wanted.
     with output.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -127,7 +142,7 @@ def _link(name: str, jobs: list[tuple[Path, list[str]]], link: list[str], force:
         shutil.rmtree(objects, ignore_errors=True)
         objects.mkdir()
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            compiled = list(pool.map(partial(_compile, objects), jobs))
+            compiled = list(pool.map(partial(_compile, objects, quiet), jobs))
         unfinished = output.with_suffix(".partial")
         _run([*link, *compiled, "-o", str(unfinished)])
         unfinished.replace(output)
@@ -136,13 +151,20 @@ def _link(name: str, jobs: list[tuple[Path, list[str]]], link: list[str], force:
     return output
 
 
-def _compile(objects: Path, job: tuple[Path, list[str]]) -> str:
+def _compile(objects: Path, quiet: bool, job: tuple[Path, list[str]]) -> str:
     source, command = job
     name = source.relative_to(SOURCES)
     target = str(objects / ("-".join(name.with_suffix("").parts) + ".o"))
     _run([*command, "-o", target])
-    print(f"nf4_kernels: compiled {name}", flush=True)
+    if not quiet:
+        print(f"nf4_kernels: compiled {name}", flush=True)
     return target
+
+
+@functools.cache
+def sources_digest() -> str:
+    """A short name for the sources and for how they are compiled; two versions of the package differ in it."""
+    return _digest([[Path(__file__).read_text(), platform.machine()]])[:16]
 
 
 def _digest(commands: list[list[str]]) -> str:
@@ -176,8 +198,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.native and "NF4_CUDA_ARCHS" not in os.environ:
         os.environ["NF4_CUDA_ARCHS"] = installed_gpu_archs()
+    from nf4_kernels.library_files import install_folder
+
+    folder = install_folder()
     try:
-        print(f"nf4_kernels: {build_cpu(options.force)}")
+        print(f"nf4_kernels: {build_cpu(options.force, folder)}")
         nvcc = find_nvcc()
         if options.cpu_only:
             print("nf4_kernels: CUDA library left out (--cpu-only)")
@@ -188,7 +213,7 @@ def main() -> int:
                 "nf4_kernels: CUDA library left out: no nvcc found (PATH, CUDA_HOME, /usr/local/cuda, NVIDIA's wheels)"
             )
         else:
-            print(f"nf4_kernels: {build_cuda(nvcc, options.force)}")
+            print(f"nf4_kernels: {build_cuda(nvcc, options.force, folder)}")
     except BuildError as e:
         print(f"nf4_kernels: build failed: {e}", file=sys.stderr)
         return 1

@@ -10,15 +10,13 @@ import ctypes
 import functools
 import math
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nf4_kernels.format import Weight, check, second_level
+from nf4_kernels.library_files import cpu_library
 from nf4_kernels.params import DTYPES, Nf4Weight, size_error
-
-LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cpu.so"
 
 
 class KernelError(RuntimeError):
@@ -27,11 +25,12 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The loaded library, or why it could not be loaded."""
-    if not LIBRARY.exists():
-        return f"{LIBRARY} does not exist; build it with `python -m nf4_kernels.build`"
+    """The loaded library, compiled if there was none (library_files.py), or why it could not be loaded."""
+    path = cpu_library()
+    if isinstance(path, str):
+        return path
     try:
-        loaded = ctypes.CDLL(str(LIBRARY))
+        loaded = ctypes.CDLL(str(path))
         integer, pointer = ctypes.c_int64, ctypes.c_void_p
         loaded.nf4_cpu_dequantize.argtypes = (ctypes.POINTER(Nf4Weight), pointer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_linear_at.argtypes = (*[pointer] * 4, integer, ctypes.c_int32, ctypes.c_int32)
@@ -42,9 +41,9 @@ def library() -> ctypes.CDLL | str:
         loaded.nf4_cpu_set_isa.argtypes = (ctypes.c_char_p,)
         loaded.nf4_cpu_clock.argtypes = (ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double))
     except (OSError, AttributeError) as e:
-        return f"{LIBRARY} cannot be loaded: {e}"
+        return f"{path} cannot be loaded: {e}"
     if error := size_error(loaded.nf4_cpu_struct_size, {"Nf4Weight": Nf4Weight}):
-        return f"{LIBRARY} cannot be used: {error}"
+        return f"{path} cannot be used: {error}"
     wanted = os.environ.get("NF4_CPU_ISA")
     if wanted and loaded.nf4_cpu_set_isa(wanted.encode()):
         return f"NF4_CPU_ISA={wanted}: not an instruction set of this CPU (portable, avx2, avx512, amx)"

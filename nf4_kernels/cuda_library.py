@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 import torch
 
 from nf4_kernels.device_clock import Clocks
+from nf4_kernels.library_files import cuda_library
 from nf4_kernels.params import Nf4Weight, size_error
-
-LIBRARY = Path(__file__).resolve().parent / "lib" / "libnf4_cuda.so"
 
 
 class Next(ctypes.Structure):
@@ -82,11 +80,12 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The loaded library, or why it could not be loaded. Needs no GPU."""
-    if not LIBRARY.exists():
-        return f"{LIBRARY} does not exist; build it with `python -m nf4_kernels.build` (needs nvcc)"
+    """The loaded library, compiled if there was none and there is a GPU, or why it could not be loaded."""
+    path = cuda_library()
+    if isinstance(path, str):
+        return path
     try:
-        loaded = ctypes.CDLL(str(LIBRARY))
+        loaded = ctypes.CDLL(str(path))
         loaded.nf4_cuda_error.restype = ctypes.c_char_p
         loaded.nf4_cuda_struct_size.restype = ctypes.c_int64
         loaded.nf4_cuda_struct_size.argtypes = (ctypes.c_char_p,)
@@ -110,9 +109,9 @@ def library() -> ctypes.CDLL | str:
             )
             getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
     except (OSError, AttributeError) as e:
-        return f"{LIBRARY} cannot be loaded: {e}"
+        return f"{path} cannot be loaded: {e}"
     if error := size_error(loaded.nf4_cuda_struct_size, STRUCTS):
-        return f"{LIBRARY} cannot be used: {error}"
+        return f"{path} cannot be used: {error}"
     return loaded
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import nf4_kernels
 from bench.processes import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -36,14 +37,16 @@ def test_what_is_copied_is_in_the_context() -> None:
 
 
 def test_requirements_are_those_of_pyproject() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    server, kernels = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in (".", "nf4_kernels")
+    )
+    nvcc = kernels["optional-dependencies"]["build-cuda"]
+    assert server["optional-dependencies"]["build-cuda"] == ["nf4-kernels[build-cuda]"]
+    assert server["dependencies"][0] == f"nf4-kernels=={nf4_kernels.__version__}"
     for extra, expected in (
-        ([], project["dependencies"]),
-        (["build-cuda"], project["optional-dependencies"]["build-cuda"]),
-        (
-            ["cuda", "build-cuda"],
-            project["optional-dependencies"]["cuda"] + project["optional-dependencies"]["build-cuda"],
-        ),
+        ([], server["dependencies"][1:]),
+        (["build-cuda"], nvcc),
+        (["cuda", "build-cuda"], server["optional-dependencies"]["cuda"] + nvcc),
     ):
         command = [sys.executable, "docker/requirements.py", *extra]
         assert subprocess.check_output(command, cwd=ROOT, text=True).splitlines() == expected

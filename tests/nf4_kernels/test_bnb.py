@@ -198,6 +198,34 @@ def test_layers_that_have_run_are_copied_and_pickled(tmp_path: Path, enabled: No
 
 
 @torch.inference_mode()
+def test_without_kernels_layers_stay_with_bitsandbytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, enabled: None
+) -> None:
+    monkeypatch.setattr(bnb, "_said", set())
+    monkeypatch.setitem(bnb._LOAD_ERRORS, "cpu", lambda: "no compiler")
+    layer = exact(tiny(tmp_path)).model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 128)
+    called: list[torch.Tensor] = []
+
+    def theirs(self: Any, x: torch.Tensor) -> torch.Tensor:
+        called.append(x)
+        return x * 2
+
+    monkeypatch.setattr(bnb, "_original_forward", theirs)
+    with caplog.at_level(logging.WARNING):
+        assert all(torch.equal(layer(x), x * 2) for _ in range(2))
+    assert len(called) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "Linear4bit on cpu stays on bitsandbytes' own kernels, not on nf4_kernels: no compiler"
+    ]
+    # The oracle is for who asks for the ops.
+    compiled = torch.compile(layer, backend="aot_eager")
+    assert torch.equal(compiled(x), x * 2)
+    monkeypatch.setitem(bnb._LOAD_ERRORS, "cpu", lambda: None)
+    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+
+
+@torch.inference_mode()
 def test_one_layer_in_several_threads_at_once(tmp_path: Path, enabled: None) -> None:
     layer = tiny(tmp_path).model.layers[0].mlp.up_proj
     inputs = [torch.randn(1 + i % 3, 128) for i in range(8)]

@@ -10,7 +10,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 
 import nf4_kernels
-from nf4_kernels import cpu, ops, reference
+from nf4_kernels import build, cpu, ops, reference
 from tests.nf4_kernels.weights import quantized
 
 
@@ -61,14 +61,16 @@ def test_a_missing_library_is_said_once_and_the_oracle_runs(
     x = torch.randn(2, 128)
     arguments = (x, q.packed, [48, 128], q.weight.absmax, 64, None, *q.nested)
     expected = torch.ops.nf4.linear(*arguments)
-    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "libnf4_cpu.so")
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(ops, "_warned", set())
     cpu.library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             first, second = torch.ops.nf4.linear(*arguments), torch.ops.nf4.linear(*arguments)
         assert nf4_kernels.capabilities()["cpu"].startswith("unavailable: ")
-        (tmp_path / "libnf4_cpu.so").write_bytes(b"no library")
+        (tmp_path / "lib" / "libnf4_cpu.so").write_bytes(b"no library")
         cpu.library.cache_clear()
         assert "cannot be loaded" in str(cpu.load_error())
     finally:
@@ -78,7 +80,7 @@ def test_a_missing_library_is_said_once_and_the_oracle_runs(
     assert torch.equal(first, second)
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
-    assert "does not exist" in warnings[0]
+    assert "no C++ compiler" in warnings[0]
     assert "plain torch" in warnings[0]
 
 

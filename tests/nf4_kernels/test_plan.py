@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nf4_kernels import cuda, cuda_library
+from nf4_kernels import build, cuda, cuda_library
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
@@ -95,7 +95,7 @@ def test_the_reducing_block_of_a_split_tile_ends_last_where_all_would_end_togeth
     assert isinstance(choice, Wgmma)
     assert choice.grid == 128
     assert choice.first_split_steps > 32 / 2
-    assert str(choice) == "wgmma: 64 tokens x 128 rows, grid 128, 17 steps in a tile's first part"
+    assert str(choice) == "wgmma: 64 tokens x 128 rows, grid 128, 17 k steps in a tile's first part"
     # stream-K: partial sums are there before the reducing blocks come to them.
     choice = plan(64, 25600, 5120, 90, 132)
     assert isinstance(choice, Wgmma)
@@ -162,7 +162,7 @@ def test_every_instance_has_stages() -> None:
 
 
 def test_the_cuda_library_loads_where_it_was_built() -> None:
-    if not cuda_library.LIBRARY.exists():
+    if not (build.LIBRARIES / "libnf4_cuda.so").exists():
         pytest.skip("the CUDA library was not built here (no nvcc)")
     loaded = cuda_library.library()
     assert not isinstance(loaded, str), loaded

@@ -1,13 +1,9 @@
-"""Tables of bench/results/kernels-*.json; all rows: python -m bench.kernels FILE [--op linear] [--model NAME]."""
+"""Tables of bench/results/kernels-*.json, and what large projections shall reach."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 LARGE = 64_000_000  # weights
@@ -104,29 +100,3 @@ def table(report: dict[str, Any], op: str, model: str | None) -> str:
             cells.append(f"{other:.1f} ({other / row['ours_us']:.2f}x)" if other else "")
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def main() -> int:
-    """Print the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="Markdown of a kernel benchmark.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--op", default="linear", choices=["linear", "dequantize", "dequantize_nested"])
-    parser.add_argument("--model")
-    options = parser.parse_args()
-    report = json.loads(options.file.read_text())
-    try:
-        text = table(report, options.op, options.model)
-    except ValueError as e:
-        print(f"bench.kernels: {e}", file=sys.stderr)
-        return 1
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    print(
-        f"{report['device']}: copy {report['copy_gb_s']:.0f} GB/s, matmul {report['matmul_tflop_s']:.0f} TFLOP/s; {versions}"
-    )
-    print()
-    print(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

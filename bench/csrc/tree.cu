@@ -1,9 +1,11 @@
 // The yardstick, not a kernel anybody should use: dequantization as bitsandbytes 0.47.0 did it, after the description in
 // arXiv 2604.02556: a tree of four comparisons a code, 64 threads a block, 8 bytes a thread in one-byte steps.
 // Only the benchmark calls it.
-#include "common.cuh"
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
 
-namespace nf4 {
+#include <cstdint>
+
 namespace {
 
 constexpr int kThreads = 64;
@@ -40,14 +42,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
-}  // namespace nf4
 
-// An even number of elements of a weight with plain scales, to bfloat16.
-NF4_EXPORT int nf4_cuda_dequantize_tree(const Nf4Weight* weight, int64_t count, void* out, void* stream) {
-  if (weight->absmax_8bit || count % 2) return cudaErrorInvalidValue;
-  int64_t bytes = count / 2, per_block = nf4::kThreads * nf4::kBytesPerThread;
-  nf4::dequantize_tree<<<static_cast<unsigned>((bytes + per_block - 1) / per_block), nf4::kThreads, 0,
-                         static_cast<cudaStream_t>(stream)>>>(
-      weight->packed, weight->absmax, nf4::log2_of(weight->blocksize), bytes, static_cast<__nv_bfloat162*>(out));
+// An even number of elements of a weight with plain scales, one for each blocksize (a power of two), to bfloat16.
+extern "C" int nf4_bench_dequantize_tree(const uint8_t* packed, const float* absmax, int64_t blocksize, int64_t count,
+                                         void* out, void* stream) {
+  if (blocksize < 2 || blocksize & (blocksize - 1) || count % 2) return cudaErrorInvalidValue;
+  int shift = 0;
+  while (blocksize >> (shift + 1)) ++shift;
+  int64_t bytes = count / 2, per_block = kThreads * kBytesPerThread;
+  dequantize_tree<<<static_cast<unsigned>((bytes + per_block - 1) / per_block), kThreads, 0,
+                    static_cast<cudaStream_t>(stream)>>>(packed, absmax, shift, bytes,
+                                                         static_cast<__nv_bfloat162*>(out));
   return cudaGetLastError();
 }

@@ -1,0 +1,1 @@
+"""The kernel benchmark: python -m bench.kernels."""

@@ -1,0 +1,91 @@
+"""Where the compiled libraries lie. One that is nowhere is compiled for this machine when it is first asked for.
+
+They are looked for in the package's lib/ folder, where `python -m nf4_kernels.build` puts them if it may, and then in the
+cache: $XDG_CACHE_HOME/nf4-kernels, by default ~/.cache/nf4-kernels. First use compiles into lib/ in a checkout, into the
+cache in an installed package. Outside a checkout a folder's name is a digest of the sources, so that no library is used
+with another version of the package than its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nf4_kernels import build
+
+CPU, CUDA = "libnf4_cpu.so", "libnf4_cuda.so"
+
+
+def cache_folder() -> Path:
+    """The folder of this package in the user's cache; it need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "nf4-kernels"
+
+
+def install_folder() -> Path:
+    """Where `python -m nf4_kernels.build` puts libraries: in the package if that can be written to, else in the cache."""
+    own = _own_folder()
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        writable = os.access(own, os.W_OK)
+    except OSError:
+        writable = False
+    return own if writable else cache_folder() / build.sources_digest()
+
+
+def cpu_library() -> Path | str:
+    """libnf4_cpu.so, compiled if need be; or why there is none and what to do about it."""
+    return _find(CPU, "") or _compile(CPU, "", build.build_cpu)
+
+
+def cuda_library() -> Path | str:
+    """libnf4_cuda.so, compiled for this machine's GPUs if need be; or why there is none and what to do about it."""
+    found = _find(CUDA, "")
+    if found is not None:
+        return found
+    if not torch.cuda.is_available():
+        return f"{CUDA} has not been built, and torch sees no CUDA GPU to build it for"
+    archs = build.installed_gpu_archs() or build.CUDA_ARCHS
+    found = _find(CUDA, archs)
+    if found is not None:
+        return found
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        return (
+            f"{CUDA} has not been built and there is no nvcc: set CUDA_HOME, or pip install 'nf4-kernels[build-cuda]'"
+        )
+    return _compile(CUDA, archs, partial(build.build_cuda, nvcc, archs=archs))
+
+
+def _own_folder() -> Path:
+    return build.LIBRARIES if build.IS_CHECKOUT else build.LIBRARIES / build.sources_digest()
+
+
+def _cached(archs: str) -> Path:
+    name = "-".join([build.sources_digest(), *archs.split(";")] if archs else [build.sources_digest()])
+    return cache_folder() / name
+
+
+def _find(name: str, archs: str) -> Path | None:
+    candidates = (_own_folder() / name, _cached(archs) / name)
+    return next((path for path in candidates if path.exists()), None)
+
+
+def _compile(name: str, archs: str, compile_into: Callable[..., Path]) -> Path | str:
+    folder = install_folder() if build.IS_CHECKOUT else _cached(archs)
+    print(f"nf4_kernels: compiling {name} for this machine, once, into {folder} ...", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    try:
+        path = compile_into(folder=folder, quiet=True)
+    except build.BuildError as e:
+        return f"{name} could not be compiled: {e}"
+    except OSError as e:
+        return f"{name} could not be written ({e}): set XDG_CACHE_HOME to a folder that can be written to"
+    print(f"nf4_kernels: compiled {name} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return path

@@ -1,0 +1,84 @@
+"""The fit of the plan's costs: it finds those that launches were made from, by way of the file that it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import fit_plan
+from nf4_kernels.plan.wgmma import WGMMA_COSTS, Wgmma, WgmmaCosts, wgmma_candidates, wgmma_cost
+
+SHAPES = [(8192, 8192), (25600, 5120), (5120, 25600), (6144, 4096), (1024, 8192), (28672, 8192), (4096, 14336)]
+TOKENS = (16, 17, 32, 48, 64, 100, 128, 200, 256, 384, 512, 1024)
+MULTIPROCESSORS = 132
+
+
+@functools.cache
+def launches(noise: float) -> list[dict[str, float]]:
+    """Candidates of every shape and number of tokens, with the time that the model gives them, give or take noise."""
+    draw = random.Random(7)
+    found = []
+    for n, k in SHAPES:
+        for m in TOKENS:
+            choices = list(wgmma_candidates(m, n, k, MULTIPROCESSORS))
+            for choice in draw.sample(choices, min(len(choices), 60)):
+                took = wgmma_cost(choice, m, n, k, MULTIPROCESSORS) * draw.gauss(1, noise)
+                found.append({"m": m, "n": n, "k": k, **dataclasses.asdict(choice), "microseconds": took})
+    return found
+
+
+@pytest.mark.parametrize(("noise", "allowed"), [(0.0, 0.001), (0.01, 0.12)])
+def test_the_costs_that_launches_were_made_from_are_found(noise: float, allowed: float) -> None:
+    found = fit_plan.fit(fit_plan.launches_of({"launches": launches(noise)}), MULTIPROCESSORS)
+    assert found.keys() == WGMMA_COSTS.keys()
+    for instance, fitted in found.items():
+        assert fitted.launches > 50
+        assert fitted.rms == pytest.approx(noise, rel=0.2, abs=1e-6)
+        for name, true in dataclasses.asdict(WGMMA_COSTS[instance]).items():
+            # A k step is most of a launch, and known best.
+            close = allowed / 10 if name == "step" else allowed
+            slack = 0.3 if noise and name in ("launch", "reduction_early", "reduction_late", "reduction_part") else 0.01
+            assert getattr(fitted.costs, name) == pytest.approx(true, rel=close, abs=slack), (instance, name)
+
+
+def test_a_file_in_and_a_table_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "launches.json"
+    given = [row for row in launches(0.0) if row["tokens"] == 64]
+    file.write_text(json.dumps({"multiprocessors": MULTIPROCESSORS, "launches": given}))
+    monkeypatch.setattr(sys, "argv", ["fit_plan", str(file)])
+    assert fit_plan.main() == 0
+    names = {"WgmmaCosts": WgmmaCosts}
+    exec(capsys.readouterr().out, names)
+    table = names["WGMMA_COSTS"]
+    assert isinstance(table, dict)
+    assert list(table) == [(64, 2), (64, 3)]
+    for instance, costs in table.items():
+        expected = dataclasses.asdict(WGMMA_COSTS[instance])
+        assert dataclasses.asdict(costs) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"m": "many"}, "launch 0 is not one"), ({"microseconds": -1}, "launch 0 takes -1.0 microseconds")],
+)
+def test_a_launch_that_is_none_is_named(
+    change: dict[str, object],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = {"m": 16, "n": 64, "k": 256, **dataclasses.asdict(Wgmma(16, 2, 1)), "microseconds": 9.0}
+    file = tmp_path / "launches.json"
+    file.write_text(json.dumps({"multiprocessors": 132, "launches": [row | change]}))
+    monkeypatch.setattr(sys, "argv", ["fit_plan", str(file)])
+    assert fit_plan.main() == 1
+    assert said in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""The kernels as a distribution of their own: the wheel's files, and its first use, outside of the source tree."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import nf4_kernels
+from nf4_kernels import build, library_files
+
+SOURCE = Path(nf4_kernels.__file__).parent
+FIRST_USE = """
+import torch, nf4_kernels
+from nf4_kernels import reference
+print(nf4_kernels.__file__)
+print(nf4_kernels.__version__)
+print(nf4_kernels.capabilities()["cpu"])
+weight = nf4_kernels.Weight(torch.randint(0, 256, (48 * 64,), dtype=torch.uint8), (48, 128), torch.rand(96), 64)
+x = torch.randn(3, 128)
+assert torch.allclose(nf4_kernels.linear_4bit(x, weight.packed, weight), reference.linear(x, weight), atol=1e-4)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: building leaves files behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns("lib", "build", "__pycache__", "*.egg-info")
+    shutil.copytree(SOURCE, folder / "source", ignore=ignored)
+    own = importlib.util.find_spec("setuptools") and int(version("setuptools").partition(".")[0]) >= 77
+    isolation = ["--no-build-isolation"] if own else []
+    run("-m", "pip", "wheel", "--no-deps", *isolation, "--wheel-dir", str(folder), str(folder / "source"), at=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def run(*arguments: str, at: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=at, env=kept | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_the_wheel_has_all_modules_and_sources_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=SOURCE, text=True).splitlines()
+    beside = {"LICENSE", "README.md", "pyproject.toml"}
+    assert names == {f"nf4_kernels/{name}" for name in tracked if name not in beside}
+    assert {"nf4_kernels/plan/wgmma.py", "nf4_kernels/csrc/params.h", "nf4_kernels/py.typed"} < names
+    assert wheel.name == f"nf4_kernels-{nf4_kernels.__version__}-py3-none-any.whl"
+
+
+def test_the_wheel_needs_torch_only(wheel: Path) -> None:
+    files = zipfile.ZipFile(wheel)
+    (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = Parser().parsestr(files.read(name).decode())
+    needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert [line.partition(">")[0] for line in needed] == ["torch"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+@pytest.mark.timeout(900)
+def test_an_installed_wheel_compiles_its_kernels_at_first_use(wheel: Path, tmp_path: Path) -> None:
+    installed, home = tmp_path / "installed", tmp_path / "home"
+    home.mkdir()
+    run("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(installed), str(wheel), at=tmp_path)
+    environment = {"HOME": str(home), "PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+    first = run("-c", FIRST_USE, at=tmp_path, **environment)
+    where, found, isa = first.stdout.splitlines()
+    assert Path(where) == installed / "nf4_kernels" / "__init__.py"
+    assert found == nf4_kernels.__version__
+    assert isa in {"portable", "avx2", "avx512", "amx"}
+    (library,) = home.rglob("*.so")
+    assert library.parents[1] == home / ".cache" / "nf4-kernels"
+    assert f"compiling libnf4_cpu.so for this machine, once, into {library.parent}" in first.stderr
+    assert not list(installed.rglob("*.so"))
+    again = run("-c", FIRST_USE, at=tmp_path, **environment)
+    assert again.stdout == first.stdout
+    assert "compil" not in again.stderr
+
+
+def test_what_to_do_is_said_where_nothing_can_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setattr(build, "IS_CHECKOUT", False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = library_files.cpu_library()
+    assert found == (
+        "libnf4_cpu.so could not be compiled: no C++ compiler: 'no-such-compiler' is not on PATH"
+        " (Debian: apt-get install g++)"
+    )
+    monkeypatch.delenv("CXX")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = library_files.cpu_library()
+    assert isinstance(found, str)
+    assert "set XDG_CACHE_HOME to a folder that can be written to" in found
+
+
+def test_no_cuda_library_is_compiled_without_a_gpu_or_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "sees no CUDA GPU" in str(library_files.cuda_library())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    assert "pip install 'nf4-kernels[build-cuda]'" in str(library_files.cuda_library())
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_libraries_go_where_the_package_may_be_written(
+    checkout: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "IS_CHECKOUT", checkout)
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    digest = build.sources_digest()
+    assert library_files.install_folder() == (tmp_path / "lib" if checkout else tmp_path / "lib" / digest)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "file" / "lib")
+    assert library_files.install_folder() == tmp_path / "cache" / "nf4-kernels" / digest
+    # What lies in the package counts first.
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    cached = tmp_path / "cache" / "nf4-kernels" / digest / "libnf4_cpu.so"
+    own = library_files.install_folder() / "libnf4_cpu.so"
+    for path in (cached, own):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        assert library_files.cpu_library() == path
