@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -114,6 +114,11 @@ class EngineConfig(_Section):
     block_size: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
+    expanded_weights: Literal["auto", "off"] | Annotated[int, Field(ge=0)] = "auto"
+    """CUDA: bytes for 16-bit copies of NF4 weights, which steps of more than 128 tokens multiply by.
+
+    auto: up to a quarter of what the weights leave free of the memory, or of what kv_cache_bytes leaves of that.
+    """
     enable_prefix_caching: bool = True
     """Prompts begin with what the KV cache holds of them already."""
     threads: int | None = Field(default=None, ge=1)

@@ -201,6 +201,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     dtype: str
     kernels: str
     """Which NF4 kernels run, in words (for logs and /health)."""
+    expanded_weight_bytes: int = 0
+    """16-bit copies of NF4 weights (engine.expanded_weights)."""
     adapters: list[str] = []
     """LoRA adapters that are loaded."""
 

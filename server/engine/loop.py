@@ -223,6 +223,7 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
             device=str(runner.device),
             dtype=str(runner.dtype).removeprefix("torch."),
             kernels=runner.kernels,
+            expanded_weight_bytes=runner.expanded_weight_bytes,
             adapters=runner.adapters.names if runner.adapters else [],
         )
     )

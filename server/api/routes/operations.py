@@ -31,6 +31,7 @@ async def health(request: Request) -> Response:
             "device": ready.device,
             "dtype": ready.dtype,
             "kernels": ready.kernels,
+            "expanded_weight_bytes": ready.expanded_weight_bytes,
             "max_model_len": ready.max_model_len,
             "kv_cache_tokens": ready.num_blocks * ready.block_size,
         }

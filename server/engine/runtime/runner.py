@@ -16,6 +16,7 @@ from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
+from server.engine.runtime.model.expanded import expanded_bytes
 from server.engine.runtime.model.lora_registry import AdapterRegistry
 from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
@@ -54,6 +55,8 @@ class ModelRunner:
         """The device's memory."""
         self.nf4_weight_bytes = weight_bytes(paged.model)
         """Codes and scales of all NF4 layers."""
+        self.expanded_weight_bytes = expanded_bytes(paged.model)
+        """16-bit copies of NF4 weights."""
         self.kernel_times: Callable[[], KernelTimes] = read_cpu if paged.clock is None else reader_of(paged.clock)
         """Seconds of NF4 work up to the end of the last step whose results have been read."""
 

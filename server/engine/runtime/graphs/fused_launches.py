@@ -93,8 +93,13 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
     """
     found = FusedLaunches()
     gated_activation = _hidden_act(model) in _GATED_ACTIVATIONS
-    # The passes fuse GEMMs in bfloat16 only.
-    gemm_of = _gemm if model.dtype is torch.bfloat16 else lambda *_: None
+
+    def gemm_of(module: nn.Module | None, name: str) -> NF4Linear | None:
+        """The GEMM, if the passes may fuse it: in bfloat16, and not by an expanded weight."""
+        gemm = _gemm(module, name)
+        expands = gemm is not None and gemm.expanded is not None and tokens >= gemm.EXPANDED_FROM
+        return None if expands or model.dtype is not torch.bfloat16 else gemm
+
     for layer in model.get_decoder().layers:
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         # Models with norms behind attention and MLP (Gemma 2 and 3) have no GEMM in front of a residual sum.

@@ -29,6 +29,11 @@ class NF4Linear(nn.Module):
     absmax_code: torch.Tensor | None
     absmax_offset: torch.Tensor | None
     bias: torch.Tensor | None
+    expanded: torch.Tensor | None
+    """The weight [out_features, in_features] in the model's dtype, where memory is spent on it; see model/expanded.py."""
+
+    EXPANDED_FROM = 129
+    """Tokens from which on the expanded weight is used: with fewer the NF4 kernels read a quarter of its bytes."""
 
     def __init__(self, layer: Linear4bit) -> None:
         super().__init__()
@@ -42,11 +47,30 @@ class NF4Linear(nn.Module):
         self.register_buffer("absmax_code", nested.code if nested else None, persistent=False)
         self.register_buffer("absmax_offset", state.offset if nested else None, persistent=False)
         self.register_buffer("bias", None if layer.bias is None else layer.bias.data, persistent=False)
+        self.register_buffer("expanded", None, persistent=False)
+
+    def expand(self, dtype: torch.dtype) -> None:
+        """Keep a copy of the weight in dtype beside the codes: dequantized, so bit for bit what bitsandbytes gives."""
+        *weight, _bias, absmax_8bit, absmax_code, absmax_offset = self._weight()
+        self.expanded = torch.ops.nf4.dequantize(*weight, dtype, absmax_8bit, absmax_code, absmax_offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
-        out: torch.Tensor = torch.ops.nf4.linear(
-            x,
+        if self.expanded is None:
+            out: torch.Tensor = torch.ops.nf4.linear(x, *self._weight())
+            return out
+        tokens = x.shape[:-1].numel()
+        if not isinstance(tokens, int):  # compiled for any number of tokens
+            out = torch.ops.nf4_server.expanded_linear(x, self.expanded, *self._weight())
+        elif tokens >= self.EXPANDED_FROM:
+            out = torch.nn.functional.linear(x, self.expanded, self.bias)
+        else:
+            out = torch.ops.nf4.linear(x, *self._weight())
+        return out
+
+    def _weight(self) -> tuple[Any, ...]:
+        """The arguments of nf4::linear behind x."""
+        return (
             self.packed,
             [self.out_features, self.in_features],
             self.absmax,
@@ -56,11 +80,37 @@ class NF4Linear(nn.Module):
             self.absmax_code,
             self.absmax_offset,
         )
-        return out
 
     def extra_repr(self) -> str:
         """What print(model) says of it."""
         return f"in_features={self.in_features}, out_features={self.out_features}, blocksize={self.blocksize}"
+
+
+@torch.library.custom_op("nf4_server::expanded_linear", mutates_args=())
+def _expanded_linear(
+    x: torch.Tensor,
+    expanded: torch.Tensor,
+    packed: torch.Tensor,
+    shape: list[int],
+    absmax: torch.Tensor,
+    blocksize: int,
+    bias: torch.Tensor | None,
+    absmax_8bit: torch.Tensor | None,
+    absmax_code: torch.Tensor | None,
+    absmax_offset: torch.Tensor | None,
+) -> torch.Tensor:
+    """The GEMM with the expanded weight or with the codes, whichever its tokens ask for."""
+    if x.shape[:-1].numel() >= NF4Linear.EXPANDED_FROM:
+        return torch.nn.functional.linear(x, expanded, bias)
+    out: torch.Tensor = torch.ops.nf4.linear(
+        x, packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
+    )
+    return out
+
+
+@_expanded_linear.register_fake
+def _(x: torch.Tensor, expanded: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], expanded.shape[0]))
 
 
 class _Shared:
@@ -116,7 +166,7 @@ def replace_projections(model: nn.Module) -> int:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of the codes and scales of all NF4Linear modules."""
     linears = (module for module in model.modules() if isinstance(module, NF4Linear))
-    return sum(buffer.nbytes for linear in linears for buffer in linear.buffers())
+    return sum(buffer.nbytes for linear in linears for name, buffer in linear.named_buffers() if name != "expanded")
 
 
 def _is_ours(layer: Linear4bit) -> bool:

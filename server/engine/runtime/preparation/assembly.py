@@ -11,11 +11,13 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.expanded import expand_weights
 from server.engine.runtime.model.lora_registry import install_adapters
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec, cache_budget
 from server.engine.runtime.preparation.compilation import compile_with_trials
+from server.engine.runtime.preparation.expansion import expansion_budget
 from server.engine.runtime.preparation.graph_capture import capture_decode, capture_mixed
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
@@ -31,6 +33,7 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
     if config.batch_invariant and (config.enforce_eager or device.type != "cuda"):
         raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")
     replace_projections(model)
+    expand_weights(model, expansion_budget(device, config))
     if device.type == "cpu":
         use_cpu_kernels(model)
     else:
