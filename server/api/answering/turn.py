@@ -116,8 +116,13 @@ async def respond(request: Request, turn: Turn, form: AnswerForm, stream: bool) 
         turn.close()
 
 
-async def start_turn(service: Service, options: ChatOptions, size: int, arrival: float, answer_id: str) -> Turn:
-    """A turn that has been admitted; its sequences go to the engine when it is read. Raises ApiError."""
+async def start_turn(
+    service: Service, options: ChatOptions, size: int, arrival: float, answer_id: str, *, cut_to_fit: bool = False
+) -> Turn:
+    """A turn that has been admitted; its sequences go to the engine when it is read. Raises ApiError.
+
+    cut_to_fit: a limit of the answer's length that is more than what fits beside the prompt becomes that.
+    """
     options.check()
     service.check_model(options.model)
     backend = service.backend()
@@ -135,6 +140,7 @@ async def start_turn(service: Service, options: ChatOptions, size: int, arrival:
             arrival=arrival,
             prompt_param="messages",
             requested_tokens=options.requested_tokens,
+            cut_to_fit=cut_to_fit,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
             prompt_logprobs=options.prompt_logprobs,
             at_start=not options.continue_final_message,
