@@ -144,13 +144,13 @@ def test_many_unknown_fields_make_no_long_header(long_context: httpx.Client) -> 
 
 def test_names_of_other_servers(long_context: httpx.Client) -> None:
     def ask(**options: Any) -> httpx.Response:
-        asked = {"model": "second-name", "messages": user("a"), "temperature": 0} | options
+        asked = {"model": "second-name", "messages": user("a"), "temperature": 0, "logprobs": True} | options
         return long_context.post(PATHS["chat"], json=asked)
 
     own = ask(max_tokens=4, repetition_penalty=1.7).json()["choices"]
     assert ask(num_predict=4, repeat_penalty=1.7).json()["choices"] == own
     assert ask(num_predict=4, max_tokens=4, repeat_penalty=1.7).json()["choices"] == own
-    assert ask(max_tokens=4, repetition_penalty=0.01).json()["choices"] != own
+    assert ask(max_tokens=4, repetition_penalty=1.0).json()["choices"] != own
     assert ask(max_tokens=40, format={"enum": ["yes"]}).json()["choices"][0]["message"]["content"] == '"yes"'
     grammar = ask(max_tokens=40, grammar='root ::= "no"').json()["choices"][0]["message"]["content"]
     assert grammar == "no"

@@ -149,7 +149,8 @@ class _Answer:
             async for delta in deltas:
                 blocks.push(delta.part)
                 reason, stop = delta.finish_reason or reason, delta.stop_reason
-        return self._message([_content(block) for block in blocks.all], reason, stop, turn)
+        shown = blocks.all[:-1] if reason == "length" and blocks.all and _is_cut(blocks.all[-1]) else blocks.all
+        return self._message([_content(block) for block in shown], reason, stop, turn)
 
     async def events(self, turn: Turn) -> AsyncIterator[bytes]:
         blocks, reason, stop = ContentBlocks(), "stop", None
@@ -201,6 +202,17 @@ def _usage(turn: Turn) -> dict[str, int]:
     }
 
 
+def _is_cut(block: ContentBlock) -> bool:
+    """Whether a block is a call whose arguments are not complete; its input would be another one."""
+    if block.kind != "call":
+        return False
+    try:
+        msgspec.json.decode(block.text)
+    except msgspec.DecodeError:
+        return True
+    return False
+
+
 def _content(block: ContentBlock) -> dict[str, Any]:
     match block.kind:
         case "text":
@@ -210,7 +222,7 @@ def _content(block: ContentBlock) -> dict[str, Any]:
         case _:
             try:
                 written = msgspec.json.decode(block.text)
-            except msgspec.DecodeError:  # cut by max_tokens, or a model that cannot write JSON
+            except msgspec.DecodeError:  # a model that cannot write JSON
                 written = {}
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": written}
 
