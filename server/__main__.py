@@ -12,7 +12,7 @@ from server.config import Config, ConfigError, load_config
 
 _FLAGS: dict[str, tuple[str, type, str]] = {
     "--model": ("model", str, "a local folder, a hub id, or smollm2-135m-instruct for the embedded model"),
-    "--served-model-name": ("served_model_name", str, "the name clients use for the model"),
+    "--served-model-name": ("served_model_name", str, "names clients may use for the model, separated by commas"),
     "--cache-dir": ("cache_dir", str, "where converted checkpoints are kept"),
     "--generation-config": ("generation_config", str, "auto (the model's own sampling parameters) or none"),
     "--host": ("http.host", str, "address to listen on"),

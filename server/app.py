@@ -78,9 +78,11 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
             allow_origins=list(config.http.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-ID", "Retry-After", "Server-Timing"],
+            expose_headers=["X-Request-ID", "Retry-After", "Server-Timing", "X-Ignored-Options"],
         )
-    app.add_middleware(RequestLayer, metrics=service.metrics, tracing=tracing)
+    app.add_middleware(
+        RequestLayer, metrics=service.metrics, tracing=tracing, unknown_options=config.http.unknown_options
+    )
     return app
 
 

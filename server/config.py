@@ -60,6 +60,10 @@ class HttpConfig(_Section):
     """How long a client may leave a stream unread; then it counts as gone (Linux)."""
     metrics_names: MetricsNames = "nf4"
     """Under which names /metrics gives what vLLM has, too."""
+    unknown_options: Literal["warn", "refuse"] = "warn"
+    """Fields of a request that the server does not know: named in X-Ignored-Options, or answered with 400."""
+    any_model: bool = False
+    """Whether the model answers under any name that is asked for; else an unknown one gets 404."""
 
     @field_validator("api_keys", "cors_origins", mode="before")
     @classmethod
@@ -172,7 +176,8 @@ class Config(_Section):
 
     model: str = EMBEDDED_MODEL
     """A local folder, a hub id, or "smollm2-135m-instruct" for the embedded model."""
-    served_model_name: str | None = None
+    served_model_name: tuple[str, ...] | None = None
+    """Names that clients may use for the model; the first is the one that metrics and the log have."""
     cache_dir: Path = Field(default_factory=default_cache_dir)
     generation_config: Literal["auto", "none"] = "auto"
     """Sampling parameters of requests that say nothing: those of the model's generation_config.json, or OpenAI's."""
@@ -182,6 +187,14 @@ class Config(_Section):
     http: HttpConfig = HttpConfig()
     engine: EngineConfig = EngineConfig()
 
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        """One string: names separated by commas."""
+        if isinstance(value, str):
+            value = [name.strip() for name in value.split(",") if name.strip()]
+        return value or None
+
     @field_validator("cache_dir")
     @classmethod
     def _expand_user(cls, value: Path) -> Path:
@@ -189,14 +202,20 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _adapter_names(self) -> Config:
-        if any(module.name == self.model_name for module in self.engine.lora_modules):
-            raise ValueError(f"engine.lora_modules: {self.model_name!r} is the model's own name")
+        taken = next((m.name for m in self.engine.lora_modules if m.name in self.model_names), None)
+        if taken is not None:
+            raise ValueError(f"engine.lora_modules: {taken!r} is the model's own name")
         return self
 
     @property
     def model_name(self) -> str:
-        """The name clients use for the model."""
-        return self.served_model_name or self.model
+        """The model's first name."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names clients may use for the model."""
+        return self.served_model_name or (self.model,)
 
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:

@@ -126,6 +126,9 @@ def describe(app: FastAPI) -> Callable[[], dict[str, Any]]:
 def _request_body(request: type[BaseModel], example: Any, schemas: dict[str, Any]) -> dict[str, Any]:
     """An operation's requestBody; puts the request's schemas among the document's."""
     body = request.model_json_schema(ref_template=REF)
+    # Unknown fields are hints (server.api.http.ignored) unless the configuration refuses them.
+    for schema in (body, *body.get("$defs", {}).values()):
+        schema.pop("additionalProperties", None)
     schemas |= body.pop("$defs", {})
     schemas[request.__name__] = body
     return {

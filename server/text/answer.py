@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from server.text.calls.parser import CallDelta, ToolParser
 from server.text.reasoning import ReasoningSplitter
@@ -20,17 +23,77 @@ class Part:
         return bool(self.reasoning or self.content or self.calls)
 
 
+class ForcedCalls:
+    """The calls of an answer that may be nothing but calls.
+
+    The first call is passed on while it comes. Each later one is held back until it is complete, and dropped if it is
+    cut; a small model would write the same call over and over, so one that repeats an earlier call ends the answer.
+    """
+
+    def __init__(self) -> None:
+        self._written: list[list[str]] = []
+        self._ids: list[str | None] = []
+        self._complete: list[tuple[str, Any]] = []
+        self.repeated = False
+        """Whether a call was an earlier one once more; no call is passed on from then on."""
+
+    def push(self, calls: Sequence[CallDelta]) -> list[CallDelta]:
+        """The deltas that are passed on."""
+        passed: list[CallDelta] = []
+        for delta in calls:
+            if self.repeated:
+                break
+            if delta.name is not None:
+                self._written.append([delta.name, ""])
+                self._ids.append(delta.id)
+            written = self._written[delta.index]
+            written[1] += delta.arguments
+            if delta.index == 0:
+                passed.append(delta)
+            call = _complete(*written) if delta.arguments.rstrip().endswith("}") else None
+            if call is None:
+                continue
+            self.repeated = call in self._complete
+            self._complete.append(call)
+            if delta.index > 0 and not self.repeated:
+                passed.append(CallDelta(delta.index, self._ids[delta.index], written[0], written[1]))
+        return passed
+
+
+def _complete(name: str, arguments: str) -> tuple[str, Any] | None:
+    """A call whose arguments are complete, None for one that goes on."""
+    try:
+        return name, json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return None
+
+
 class AnswerParser:
-    """Splits one answer. single_call drops every call after the first."""
+    """Splits one answer.
+
+    single_call drops every call after the first. forced: the answer may be nothing but calls, so other text in it is a
+    part of a call that was cut, and dropped.
+    """
 
     def __init__(
-        self, reasoning: ReasoningSplitter | None = None, tools: ToolParser | None = None, *, single_call: bool = False
+        self,
+        reasoning: ReasoningSplitter | None = None,
+        tools: ToolParser | None = None,
+        *,
+        single_call: bool = False,
+        forced: bool = False,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._single_call = single_call
+        self._forced = ForcedCalls() if forced else None
         self.called = False
         """Whether there was a tool call."""
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a forced answer has begun to repeat its calls; nothing more belongs to it."""
+        return self._forced is not None and self._forced.repeated
 
     @property
     def thinking(self) -> bool:
@@ -54,6 +117,8 @@ class AnswerParser:
         return self._part(reasoning, content, calls)
 
     def _part(self, reasoning: str, content: str, calls: list[CallDelta]) -> Part:
+        if self._forced is not None:
+            content, calls = "", self._forced.push(calls)
         if self._single_call:
             calls = [call for call in calls if call.index == 0]
         self.called = self.called or bool(calls)

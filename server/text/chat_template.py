@@ -40,6 +40,7 @@ class ChatTemplate:
         )
         self._wants_parts = self.source is not None and self._only_takes_parts()
         self._knows_developer = self.source is not None and "developer" in self.source
+        self._takes_late_system = self.source is not None and self._shows_late_system()
 
     def render(
         self,
@@ -61,11 +62,14 @@ class ChatTemplate:
         reserved = RESERVED_VARIABLES.intersection(variables or {})
         if reserved:
             raise PromptError(f"{sorted(reserved)[0]!r} cannot be set through chat_template_kwargs")
+        messages = [self._prepared(message) for message in messages]
+        if not self._takes_late_system:
+            messages = _with_early_system(messages)
         if self.dialect.family == "generic":
             messages, tools = self.dialect.with_tools(messages, tools), ()
         try:
             text = self._tokenizer.apply_chat_template(
-                self.guard.mark([self._prepared(message) for message in messages]),
+                self.guard.mark([self._in_parts(message) for message in messages]),
                 tools=self.guard.mark(list(tools)) or None,
                 chat_template=self._source_with_tools if tools else self.source,
                 tokenize=False,
@@ -82,6 +86,10 @@ class ChatTemplate:
         prepared = dict(message)
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"  # its older name, with the same meaning
+        return prepared
+
+    def _in_parts(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        prepared = dict(message)
         if self._wants_parts and isinstance(prepared.get("content"), str):
             prepared["content"] = [{"type": "text", "text": prepared["content"]}]
         return prepared
@@ -89,14 +97,43 @@ class ChatTemplate:
     def _only_takes_parts(self) -> bool:
         """Whether the template drops a content that is a string, and shows one that is a list of parts."""
         self._wants_parts = False
-        self._knows_developer = True
+        self._knows_developer = self._takes_late_system = True
         if self._shows_probe():
             return False
         self._wants_parts = True
         return self._shows_probe()
+
+    def _shows_late_system(self) -> bool:
+        """Whether the template takes system messages after the first message and shows them where they stand."""
+        roles = ("system", "system", "user", "system", "assistant", "user", "system")
+        probes = [f"{_PROBE}{i}" for i in range(len(roles))]
+        self._takes_late_system = True
+        try:
+            text = self.render(
+                [{"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)],
+            )
+        except PromptError:
+            return False
+        places = [text.find(probe) for probe in probes]
+        return -1 not in places and places == sorted(places)
 
     def _shows_probe(self) -> bool:
         try:
             return _PROBE in self.render([{"role": "user", "content": _PROBE}])
         except PromptError:
             return False
+
+
+def _with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for a template that takes one system message, the first: later ones are part of what the user says."""
+    result: list[dict[str, Any]] = []
+    for message in map(dict, messages):
+        if message["role"] != "system" or not result:
+            result.append(message)
+        elif all(earlier["role"] == "system" for earlier in result):
+            result[0]["content"] = f"{result[0]['content']}\n\n{message['content']}"
+        elif result[-1]["role"] == "user":
+            result[-1]["content"] = f"{result[-1]['content']}\n\n{message['content']}"
+        else:
+            result.append({"role": "user", "content": message["content"]})
+    return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 from server.text.calls.json_calls import JsonToolParser
@@ -101,13 +102,14 @@ class Dialect:
         """Messages for a template that knows no tools: instructions first, calls and results as text."""
         result: list[dict[str, Any]] = []
         if tools:
+            leading = list(takewhile(lambda message: message["role"] in ("system", "developer"), messages))
             listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            result.append({"role": "system", "content": _INSTRUCTIONS.format(tools=listed)})
+            texts = [*(message.get("content") or "" for message in leading), _INSTRUCTIONS.format(tools=listed)]
+            result.append({"role": "system", "content": "\n\n".join(texts)})
+            messages = messages[len(leading) :]
         for message in messages:
             content = message.get("content") or ""
-            if message["role"] in ("system", "developer") and result and result[0]["role"] == "system":
-                result[0]["content"] = f"{content}\n\n{result[0]['content']}"
-            elif message["role"] == "tool":
+            if message["role"] == "tool":
                 response = f"<tool_response>\n{content}\n</tool_response>"
                 if result and result[-1]["role"] == "user" and result[-1]["content"].startswith("<tool_response>"):
                     result[-1]["content"] += f"\n{response}"

@@ -13,8 +13,8 @@ from server.text.closing import close_objects
 from server.text.dialect import MAX_CALLS, Dialect
 from server.text.regexes import mend_regexes
 
-# People and models write one space, or a new line with its indent; a small model gets lost where more is allowed.
-_JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
+# JSON on one line, with a space after a colon or a comma at most: where more is allowed, a small model gets lost in it.
+_JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
 SpecialId = Callable[[str], int | None]
 """Id of a special token by its text; None for one that is plain text to the tokenizer."""
@@ -26,8 +26,9 @@ def json_grammar(schema: Any) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Texts that match a regular expression as a whole."""
-    return _lark(f"start: /{regex_to_lark(pattern)}/")
+    """Texts that match a regular expression as a whole. \\d, \\w and \\s are ASCII unless it begins with (?u)."""
+    ascii_classes = "" if pattern.startswith("(?u") else "dws"
+    return _lark(f"start: /{regex_to_lark(pattern, ascii_classes)}/")
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

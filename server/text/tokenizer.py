@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import os
 import threading
@@ -104,7 +105,8 @@ class Tokenizer:
         """Run an encoding call: here for a short text, in the tokenizer's thread for a long one."""
         if characters < INLINE_CHARACTERS:
             return call()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        context = contextvars.copy_context()  # of the request, which errors and log lines are about
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: context.run(call))
 
     def detokenizer(
         self, *, skip_special_tokens: bool = True, at_start: bool = True, keep_marks: bool = False

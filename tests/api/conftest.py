@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from server.text.tokenizer import Tokenizer
-from tests.conftest import RunningServer
+from tests.clients.random_model import write_random_model
+from tests.conftest import RunningServer, start_server
 
 MODEL = "smollm2-135m-instruct"
 
@@ -20,6 +21,18 @@ MODEL = "smollm2-135m-instruct"
 @pytest.fixture(scope="session")
 def http(server: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def long_context(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server with a small random model that has 65536 tokens of context."""
+    folder = tmp_path_factory.mktemp("long_context")
+    config = write_random_model(folder, embedded_folder)
+    with (
+        start_server(folder / "log", "--config", str(config)) as server,
+        httpx.Client(base_url=server.base_url, timeout=120, trust_env=False) as client,
+    ):
         yield client
 
 

@@ -75,7 +75,6 @@ VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "value_out_of_range"),
     ({"stream": "yes"}, "stream", "invalid_type"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
     ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
     ({"model": 5}, "model", "invalid_type"),
     ({"messages": []}, "messages", "empty_array"),
@@ -97,7 +96,6 @@ VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": user([{"type": "image_url"}])}, "messages[0].content[0].type", "unsupported_parameter"),
     ({"messages": user([{"type": "text"}])}, "messages[0].content[0].text", "invalid_type"),
     ({"messages": user([{"text": "a"}])}, "messages[0].content[0].type", "invalid_value"),
-    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood", "unknown_parameter"),
     ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls[0]",
      "invalid_value"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "invalid_value"),
@@ -124,12 +122,8 @@ VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "invalid_value"),
     ({"structured_outputs": {"grammar": "x" * 300_000}}, "structured_outputs.grammar", "invalid_grammar"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "invalid_value"),
-    ({"store": True}, "store", "unsupported_parameter"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
     ({"guided_json": 5}, "guided_json", "invalid_grammar"),
     ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
-    ({"temprature": 1}, "temprature", "unknown_parameter"),
-    ({"": 1}, "", "unknown_parameter"),
 ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_health_tells_about_loading(own: RunningServer, http: httpx.Client) -> N
     assert refused.json()["error"]["code"] == "model_loading"
     assert int(refused.headers["retry-after"]) >= 1
     # What is wrong with a request is wrong at any time.
-    assert http.post("/v1/chat/completions", json=chat_body(nonsense=1)).status_code == 400
+    assert http.post("/v1/chat/completions", json=chat_body(n=0)).status_code == 400
     assert "nf4_engine_up" in http.get("/metrics").text
     until(lambda: ready(http))
     until(lambda: f"Serving {MODEL} on {own.base_url}" in own.log.read_text(), 5)

@@ -105,21 +105,23 @@ def test_count_tokens(http: httpx.Client) -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": 1.5}, "temperature"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0]"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0]"),
         ({"messages": user([{"type": "image", "source": {}}])}, "messages[0].content[0]"),
+        (
+            {"messages": user([{"type": "document", "source": {"type": "base64", "data": "QQ=="}}])},
+            "messages[0].content[0].source",
+        ),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"messages": user([{"type": "tool_use", "id": "a", "name": "b", "input": {}}])}, "messages[0].content[0]"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
             "output_config.format.schema",
         ),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"output_config": {"effort": "heroic"}}, "output_config.effort"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"nonsense": 1}, "nonsense"),
     ],
 )
 def test_refused_in_anthropics_shape(http: httpx.Client, change: dict[str, Any], named: str) -> None:

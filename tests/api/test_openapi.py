@@ -56,7 +56,7 @@ def test_every_option_is_documented() -> None:
 
 def test_options_are_those_that_are_accepted(document: dict[str, Any], http: httpx.Client) -> None:
     schema = document["components"]["schemas"]["ChatOptions"]
-    assert schema["additionalProperties"] is False
+    assert "additionalProperties" not in schema
     assert {"messages", "temperature", "stop", "n"} <= set(schema["properties"])
     unset = dict.fromkeys(set(schema["properties"]) - set(chat_body()))
     answer = http.post("/v1/chat/completions", json=chat_body(max_tokens=1, **unset))

@@ -79,9 +79,9 @@ def test_answers_to_a_prompt_are_counted_prompt_by_prompt(http: httpx.Client) ->
 
 def test_rejections_and_answers_are_counted(http: httpx.Client) -> None:
     labels = {"route": "/v1/chat/completions", "status": "400", "method": "POST"}
-    answers, unknown = metric(http, "nf4_http_requests_total", **labels), "unknown_parameter"
+    answers, unknown = metric(http, "nf4_http_requests_total", **labels), "unsupported_parameter"
     rejections = metric(http, "nf4_request_rejections_total", reason=unknown)
-    http.post("/v1/chat/completions", json=chat_body(nonsense=1))
+    http.post("/v1/chat/completions", json=chat_body(logits_processors=["x"]))
     assert metric(http, "nf4_http_requests_total", **labels) == answers + 1
     assert metric(http, "nf4_request_rejections_total", reason=unknown) == rejections + 1
 

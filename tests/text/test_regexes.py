@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from server.text.grammar import json_grammar
+from server.text.grammar import json_grammar, regex_grammar
 from server.text.regexes import mend_regex, mend_regexes
 
 VALUES = ['"', "\\", "\n", "\t", "a", "!", "é", "]", "^"]
@@ -52,3 +52,49 @@ def test_only_patterns_change() -> None:
         "anyOf": [{"pattern": "[^\\x01d]"}, True],
         "default": {"pattern": "[^e]"},
     }
+
+
+def takes(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return bool(
+        matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+    )
+
+
+def test_classes_are_ascii_unless_asked_otherwise(tokenizer: LLTokenizer) -> None:
+    for pattern, yes, no in (
+        (r"\d", "7", "٣"), (r"\w", "_", "é"), (r"a\sb", "a b", "a\u2003b"), (r"[\d.]{2}", "1.", "١."), (r"\\d", "\\d", "1"),
+    ):  # fmt: skip
+        assert takes(tokenizer, regex_grammar(pattern), yes), pattern
+        assert not takes(tokenizer, regex_grammar(pattern), no), pattern
+    for pattern, text in ((r"(?u)\d", "٣"), (r"(?u:\w)", "é"), (r"\p{Nd}", "٣"), (r"\D", "é"), (r"\W", "é")):
+        assert takes(tokenizer, regex_grammar(pattern), text), pattern
+
+
+def test_patterns_of_schemas_have_ascii_classes(tokenizer: LLTokenizer) -> None:
+    for pattern, yes, no in (
+        (r"^\d$", "7", "٣"),
+        (r"^[\w-]$", "-", "é"),
+        (r"^[^\d]$", "é", "4"),
+        (r"^\\d$", "\\d", "1"),
+    ):
+        grammar = json_grammar({"type": "string", "pattern": pattern})
+        assert takes(tokenizer, grammar, json.dumps(yes, ensure_ascii=False)), pattern
+        assert not takes(tokenizer, grammar, json.dumps(no, ensure_ascii=False)), pattern
+
+
+def test_json_is_on_one_line_with_one_space_at_most(tokenizer: LLTokenizer) -> None:
+    grammar = json_grammar({"type": "object"})
+    for text in ('{"a": 1, "b": [1, {"c": null}]}', '{"a":1,"b":[1,{"c":null}]}', "{}"):
+        assert takes(tokenizer, grammar, text)
+    for text in (
+        '{"a"\n                    : 1}',
+        '{"a" : 1}',
+        '{"a":  1}',
+        '{ "a": 1}',
+        '{"a":\n1}',
+        '{"a": 1,  "b": 2}',
+    ):
+        assert not takes(tokenizer, grammar, text), text

@@ -64,6 +64,7 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
     (hermes, '<tool_call>{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\":1}"}}</tool_call>',
      ("", [("f", '{"a":1}')])),
     (hermes, '<tool_call>{"name": "f", "arguments": {"a": 1', ("", [("f", '{"a": 1')])),
+    (hermes, '<tool_call>{"name": "f", "argum', ("", [])),
     (hermes, "<tool_call>no json</tool_call>", ("<tool_call>no json</tool_call>", [])),
     (hermes, "<tool_call>\n[ no json</tool_call>", ("<tool_call>\n[ no json</tool_call>", [])),
     (hermes, "<tool_call>", ("<tool_call>", [])),
@@ -143,3 +144,40 @@ def test_a_single_call() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert [delta.index for delta in parser.push(call * 3).calls] == [0]
     assert parser.called
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call>'
+
+
+def forced(text: str, step: int) -> tuple[str, list[tuple[str, str]], bool]:
+    """(content, calls, whether it repeats itself) of an answer that has to be calls."""
+    parser = AnswerParser(tools=hermes(), forced=True)
+    content, calls = "", {}
+    for part in [*(parser.push(text[i : i + step]) for i in range(0, len(text), step)), parser.finish()]:
+        content += part.content
+        for delta in part.calls:
+            name, written = calls.get(delta.index, (delta.name, ""))
+            calls[delta.index] = (name, written + delta.arguments)
+    assert list(calls) == list(range(len(calls)))
+    return content, list(calls.values()), parser.repeated
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_a_forced_answer_that_is_cut_has_no_markup_and_no_empty_call(step: int) -> None:
+    for end in range(len(CALL) + 1):
+        content, calls, repeated = forced(CALL[:end], step)
+        assert (content, repeated) == ("", False)
+        begun = '"arguments": {' in CALL[:end]
+        assert len(calls) == begun
+        assert all(name == "f" and '{"a": 1}'.startswith(written) and written for name, written in calls)
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_a_forced_answer_does_not_repeat_a_call(step: int) -> None:
+    one, two = ("f", '{"a": 1}'), ("f", '{"a": 2}')
+    assert forced(f"{CALL}\n{OTHER}", step) == ("", [one, two], False)
+    assert forced(f"{CALL}\n{CALL}\n{OTHER}", step) == ("", [one], True)
+    assert forced(f"{CALL}\n{OTHER}\n{CALL.replace('1', ' 1')}", step) == ("", [one, two], True)
+    # A second call that was cut is no call.
+    assert forced(f"{CALL}\n{OTHER[:46]}", step) == ("", [one], False)

@@ -58,6 +58,7 @@ class SequenceRun:
         self._logprobs: list[TokenLogprob] = []
         self.completion_tokens = 0
         self._expired = asyncio.Event()
+        self._ended = False
         self.prompt_logprobs: list[TokenLogprob] = []
         """Log-probabilities of the prompt's tokens from the second on, if asked for; set before the first delta."""
         timeline.prompt_tokens = len(request.prompt_token_ids)
@@ -82,7 +83,7 @@ class SequenceRun:
                     if delta is None:
                         continue
                     yield delta
-                    if delta.finish_reason is not None:
+                    if delta.finish_reason is not None or self._ended:
                         return
         except EngineUnavailableError as e:
             timeline.finish_reason = "error"
@@ -127,6 +128,11 @@ class SequenceRun:
         finally:
             ready.cancel()
             expired.cancel()
+
+    def end(self) -> None:
+        """End the sequence as if the model had; the engine's request is aborted when the next delta is asked for."""
+        self._ended = True
+        self.timeline.finish_reason = "stop"
 
     def expire(self) -> None:
         """Note that the request's time is over; the caller aborts the engine's request."""

@@ -35,6 +35,8 @@ class GenerationPlan:
     """What errors call the prompt."""
     requested_tokens: int | None
     """The limit of an answer's length that the client asks for."""
+    cut_to_fit: bool = False
+    """Whether a requested limit that does not fit beside the prompt is cut to what does; else it is refused."""
     default_tokens: int | None = None
     """The limit where the client asks for none; None: all that fits into the context."""
     logprobs: int | None = None
@@ -75,9 +77,10 @@ def start_generation(service: Service, backend: Backend, ticket: Ticket, plan: G
 
 def _sampling(service: Service, backend: Backend, plan: GenerationPlan, prompt_tokens: int) -> list[SamplingParams]:
     """Parameters of each of one prompt's n sequences. Raises ApiError."""
-    max_tokens = resolve_max_tokens(
-        backend, prompt_tokens, plan.requested_tokens, plan.default_tokens, plan.prompt_param
-    )
+    requested = plan.requested_tokens
+    if requested is not None and plan.cut_to_fit:
+        requested = min(requested, max(1, backend.limits.max_model_len - prompt_tokens))
+    max_tokens = resolve_max_tokens(backend, prompt_tokens, requested, plan.default_tokens, plan.prompt_param)
     return plan.options.sampling(
         max_tokens,
         backend.limits.vocab_size,

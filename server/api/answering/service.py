@@ -19,6 +19,8 @@ from server.text.tokenizer import Tokenizer
 from server.types import EngineReady
 
 VERSION = version("nf4-server")
+PLACEHOLDER = "dummy"
+"""What huggingface_hub's InferenceClient asks for where it was given a URL and no model."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,16 @@ class Service:
         return {module.name: str(module.path) for module in self.config.engine.lora_modules}
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError (404) unless this is the model, or an adapter of it."""
+        """Raise ApiError (404) unless this names the model, or an adapter of it."""
         self.adapter(name)
 
     def adapter(self, name: str) -> str | None:
         """The adapter that requests for this model run with, None for the model itself. Raises ApiError (404)."""
-        if name == self.model_name:
+        if name in self.adapters:
+            return name
+        if name in self.config.model_names or name == PLACEHOLDER or self.config.http.any_model:
             return None
-        if name not in self.adapters:
-            raise model_not_found(name)
-        return name
+        raise model_not_found(name)
 
     def backend(self) -> Backend:
         """The model. Raises ApiError (503) while it cannot generate."""

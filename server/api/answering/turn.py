@@ -44,6 +44,8 @@ class _Prompt:
     grammar: str | None
     grammar_param: str
     tools: bool
+    forced: bool
+    """Whether the answer has to be calls."""
 
 
 class Turn:
@@ -64,15 +66,22 @@ class Turn:
     async def deltas(self) -> AsyncIterator[TurnDelta]:
         """Deltas of all answers, each when it has been generated. Raises ApiError."""
         waiting: dict[int, list[TokenLogprob]] = {}
+        ended: set[int] = set()
         async with closing(self.generation.deltas()) as deltas:
             async for delta in deltas:
+                if delta.index in ended:
+                    continue
                 split = self._split(delta)
+                repeated = self._parsers[delta.index].repeated
                 logprobs = [*waiting.pop(delta.index, ()), *delta.logprobs]
-                if not split and delta.finish_reason is None:
+                if not split and delta.finish_reason is None and not repeated:
                     waiting[delta.index] = logprobs
                     continue
                 reason: str | None = delta.finish_reason
-                if reason == "stop" and self._parsers[delta.index].called:
+                if repeated and delta.finish_reason is None:
+                    ended.add(delta.index)
+                    self.generation.runs[delta.index].end()
+                if repeated or (reason == "stop" and self._parsers[delta.index].called):
                     reason = "tool_calls"
                 yield TurnDelta(delta.index, split, logprobs, reason, delta.stop_reason)
 
@@ -116,8 +125,13 @@ async def respond(request: Request, turn: Turn, form: AnswerForm, stream: bool) 
         turn.close()
 
 
-async def start_turn(service: Service, options: ChatOptions, size: int, arrival: float, answer_id: str) -> Turn:
-    """A turn that has been admitted; its sequences go to the engine when it is read. Raises ApiError."""
+async def start_turn(
+    service: Service, options: ChatOptions, size: int, arrival: float, answer_id: str, *, cut_to_fit: bool = False
+) -> Turn:
+    """A turn that has been admitted; its sequences go to the engine when it is read. Raises ApiError.
+
+    cut_to_fit: a limit of the answer's length that is more than what fits beside the prompt becomes that.
+    """
     options.check()
     service.check_model(options.model)
     backend = service.backend()
@@ -135,6 +149,7 @@ async def start_turn(service: Service, options: ChatOptions, size: int, arrival:
             arrival=arrival,
             prompt_param="messages",
             requested_tokens=options.requested_tokens,
+            cut_to_fit=cut_to_fit,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
             prompt_logprobs=options.prompt_logprobs,
             at_start=not options.continue_final_message,
@@ -147,6 +162,7 @@ async def start_turn(service: Service, options: ChatOptions, size: int, arrival:
                 dialect.reasoning_splitter(prompt.text),
                 dialect.tool_parser() if prompt.tools else None,
                 single_call=options.parallel_tool_calls is False,
+                forced=prompt.forced,
             )
             for _ in generation.runs
         ]
@@ -194,4 +210,4 @@ def _prompt(options: ChatOptions, backend: Backend) -> _Prompt:
         grammar = calls if grammar is None else either(grammar, calls)
     if grammar is not None:
         grammar = after_thoughts(grammar, dialect, tokenizer.special_id, opened=dialect.thinks_on(text))
-    return _Prompt(ids, text, grammar, param, bool(tools))
+    return _Prompt(ids, text, grammar, param, bool(tools), forced)

@@ -10,6 +10,7 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.http import ignored
 from server.api.http.deadline import note_timeout
 from server.api.http.errors import internal_error
 from server.logs import request_id
@@ -29,8 +30,15 @@ _QUIET_ROUTES = frozenset({"/health", "/metrics"})
 class RequestLayer:
     """ASGI middleware; see the module."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
+        unknown_options: ignored.UnknownOptions = "warn",
+    ) -> None:
         self._app = app
+        self._unknown_options = unknown_options
         self._metrics = metrics
         self._tracing = tracing
 
@@ -43,6 +51,7 @@ class RequestLayer:
         current = _request_id(scope)
         status = 0
         sequences: list[RequestTimeline] = []
+        options = ignored.IgnoredOptions(self._unknown_options)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -50,6 +59,8 @@ class RequestLayer:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = current
+                if names := options.header():
+                    headers[ignored.HEADER] = names
                 # A streamed answer's head goes out before there is anything to tell; "timings" are in its last event.
                 if timing := server_timing(sequences):
                     headers["Server-Timing"] = timing
@@ -57,6 +68,7 @@ class RequestLayer:
 
         token = request_id.set(current)
         timelines.set(sequences)
+        ignored.current.set(options)
         note_timeout(scope)
         scope.setdefault("state", {})
         self._metrics.http_in_flight.inc()

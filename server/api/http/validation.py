@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
 from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.ignored import ignore_unknown
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -75,10 +76,11 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 def validate(
     model: type[M], document: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]], where: str = ""
 ) -> M:
-    """The document as a model; nothing in it is ignored.
+    """The document as a model. Raises ApiError.
 
     unsupported: options that are known but not offered, each with the values that ask for nothing (null always does);
-    those values are dropped, others get a 400 that names the option, as unknown options do.
+    those values are dropped, others get a 400 that names the option. Unknown options, in objects within the document,
+    too, are dropped and noted, or get a 400 where the configuration says so.
     """
     known = model.model_fields
     accepted = {}
@@ -86,8 +88,7 @@ def validate(
         if name in known:
             accepted[name] = value
         elif name not in unsupported:
-            param = where + shown(name)
-            raise bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+            ignore_unknown(where + shown(name))
         elif value is not None and not _asks_nothing(value, unsupported[name]):
             raise bad_request(
                 f"'{where}{name}' is not supported by this server{_allowed(unsupported[name])}.",
@@ -97,7 +98,28 @@ def validate(
     try:
         return model.model_validate(accepted, strict=True)
     except ValidationError as e:
-        raise _from_pydantic(e.errors(include_url=False)[0], where) from e
+        errors = e.errors(include_url=False)
+        others = [found for found in errors if found["type"] != "extra_forbidden"]
+        if others:
+            raise _from_pydantic(others[0], where) from e
+    for found in errors:
+        ignore_unknown(where + path_of(found["loc"]))
+    kept = _without(accepted, [found["loc"] for found in errors])
+    return model.model_validate(kept, strict=True)
+
+
+def _without(document: Any, locations: Sequence[tuple[str | int, ...]]) -> Any:
+    """A copy of a document that lacks what is at some locations."""
+    kept: Any = dict(document) if isinstance(document, dict) else list(document)
+    inner: dict[str | int, list[tuple[str | int, ...]]] = {}
+    for first, *rest in locations:
+        if rest:
+            inner.setdefault(first, []).append(tuple(rest))
+        else:
+            del kept[first]
+    for key, within in inner.items():
+        kept[key] = _without(kept[key], within)
+    return kept
 
 
 def given(model: type[BaseModel], document: Mapping[str, Any]) -> dict[str, Any]:

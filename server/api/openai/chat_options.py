@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from server.api.http.errors import bad_request
+from server.api.http.hints import ignore_thinking
 from server.api.openai.message_schemas import MESSAGES_SCHEMA
 from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
 from server.api.openai.tools import ToolOptions
@@ -17,10 +18,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
-    "reasoning": (),
-    "thinking": (),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "echo": (False,),
     "documents": ([],),
@@ -74,7 +71,7 @@ class ChatOptions(GenerationOptions, ToolOptions):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def template_variables(self, dialect: Dialect) -> dict[str, Any]:
-        """What the chat template may look at. Raises ApiError for an effort that the model cannot be told."""
+        """Variables that the chat template may look at; an effort that the model cannot be told is noted as ignored."""
         variables = dict(self.chat_template_kwargs or {})
         match self.reasoning_effort, dialect.effort:
             case None, _:
@@ -84,9 +81,5 @@ class ChatOptions(GenerationOptions, ToolOptions):
             case effort, "enable_thinking":
                 variables.setdefault("enable_thinking", effort != "none")
             case effort, _ if effort != "none":
-                raise bad_request(
-                    "'reasoning_effort' is not supported by this model: its chat template knows no such setting.",
-                    "reasoning_effort",
-                    "unsupported_parameter",
-                )
+                ignore_thinking("reasoning_effort")
         return variables

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.ignored import ignore_unknown
 from server.api.http.validation import json_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -56,7 +57,7 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
                 if value:
                     raise _unsupported(param, f"'{key}'")
             case _:
-                raise bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+                ignore_unknown(param)
     _check_fields(message, where)
     return message
 
@@ -156,8 +157,7 @@ def _part(part: Any, where: str) -> str:
         )
     for key in part:
         if key not in ("type", "text"):
-            param = f"{where}.{shown(key)}"
-            raise bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+            ignore_unknown(f"{where}.{shown(key)}")
     text = part.get("text")
     if not isinstance(text, str):
         raise _wrong_type(f"{where}.text", "a string", text)

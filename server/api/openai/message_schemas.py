@@ -66,7 +66,7 @@ _RESULT = _object(
 ANTHROPIC_MESSAGES = _some(
     {
         "anyOf": [
-            _object(["role", "content"], role={"enum": ["user", "assistant"]}, content=_CONTENT),
+            _object(["role", "content"], role={"enum": ["user", "assistant", "system"]}, content=_CONTENT),
             _object(["role", "content"], role={"const": "user"}, content=_some({"anyOf": [_PART, _RESULT]})),
             _object(["role", "content"], role={"const": "assistant"}, content=_some({"anyOf": _BLOCKS})),
         ]

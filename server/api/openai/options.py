@@ -20,8 +20,6 @@ MAX_LOGIT_BIASES = 1024
 MAX_TOKEN_COUNT = 2**31 - 1
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -32,20 +30,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "logits_processors": (),
     "typical_p": (1, 1.0),
     "top_a": (0, 0.0),
-    "repeat_penalty": (),
     "mirostat": (0,),
-    "grammar": (),
-    "json_schema": (),
-    "priority": (0,),
+    "tfs_z": (1, 1.0),
+    "dynatemp_range": (0, 0.0),
+    "repeat_last_n": (-1,),
+    "template": (),
     "kv_transfer_params": (),
-    "cache_prompt": (),
-    "return_progress": (False,),
-    "timings_per_token": (False,),
 }
 """Options of OpenAI's and its peers' servers that are not offered, with the values that ask for nothing."""
 
@@ -89,8 +83,8 @@ class StreamOptions(BaseModel):
 class GenerationOptions(StructuredOptions):
     """Options common to /v1/chat/completions and /v1/completions.
 
-    user, metadata, safety_identifier and the prompt_cache fields are service fields: OpenAI documents them as having no
-    effect on the answer. Everything else here changes it.
+    user, metadata, safety_identifier and the prompt_cache fields are hints (server.api.http.hints). Everything else here
+    changes the answer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())

@@ -32,10 +32,41 @@ class JsonSchemaFormat(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """OpenAI's response_format."""
+    """OpenAI's response_format, and the forms that TGI and llama.cpp have for it."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchemaFormat | None = None
+    value: Annotated[Any, _SCHEMA] = None
+    """TGI's and huggingface_hub's place for a schema (type json_object or json) or a regex (type regex)."""
+    document: Annotated[Any, _SCHEMA] = Field(default=None, alias="schema")
+    """llama.cpp's place for a schema (type json_object)."""
+
+    def form(self) -> tuple[str, Any, str] | None:
+        """(kind, value, the option that says so), None for a text. Raises ApiError for what does not go together."""
+        places = {"value": self.value, "schema": self.document, "json_schema": self.json_schema}
+        given = [place for place, value in places.items() if value is not None]
+        allowed = {"json_object": ["value", "schema"], "json_schema": ["json_schema"], "json": ["value"]}
+        allowed |= {"regex": ["value"], "text": []}
+        wrong = next((place for place in given if place not in allowed[self.type]), None)
+        wrong = wrong or next(iter(given[1:]), None)
+        if wrong is not None:
+            param = f"response_format.{wrong}"
+            raise bad_request(f"'{param}' does not belong here beside the rest.", param, "invalid_value")
+        if not given:
+            if self.type == "text":
+                return None
+            if self.type == "json_object":
+                return "json", {"type": "object"}, "response_format"
+            param = f"response_format.{allowed[self.type][0]}"
+            raise bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+        if self.json_schema is not None:
+            return "json", self.json_schema.document, "response_format.json_schema.schema"
+        param, value = f"response_format.{given[0]}", places[given[0]]
+        if self.type != "regex":
+            return "json", value, param
+        if not isinstance(value, str):
+            raise bad_request(f"Invalid type for '{param}': expected a string.", param, "invalid_type")
+        return "regex", value, param
 
 
 class StructuredOutputs(_Strict):
@@ -61,14 +92,9 @@ class StructuredOptions(BaseModel):
     def answer_form(self) -> tuple[str, Any, str] | None:
         """(kind, value, the option that says so): the one form that was asked for. Raises ApiError for several."""
         forms: list[tuple[str, Any, str]] = []
-        wanted = self.response_format
-        if wanted is not None and wanted.type == "json_object":
-            forms.append(("json", {"type": "object"}, "response_format"))
-        elif wanted is not None and wanted.type == "json_schema":
-            if wanted.json_schema is None:
-                param = "response_format.json_schema"
-                raise bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-            forms.append(("json", wanted.json_schema.document, "response_format.json_schema.schema"))
+        form = None if self.response_format is None else self.response_format.form()
+        if form is not None:
+            forms.append(form)
         structured = self.structured_outputs or StructuredOutputs()
         if structured.json_object:
             forms.append(("json", {"type": "object"}, "structured_outputs.json_object"))

@@ -10,7 +10,7 @@ from server.api.http.errors import bad_request, shown
 
 MAX_TOOLS = 128
 
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
 CHOICE_SCHEMA = {
     "anyOf": [

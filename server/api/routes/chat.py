@@ -13,9 +13,13 @@ from starlette.responses import Response
 from server.api.answering.plan import new_id
 from server.api.answering.service import service_of
 from server.api.answering.turn import Turn, TurnDelta, respond, start_turn
+from server.api.http.errors import ApiError, renamed
+from server.api.http.hints import take_hints
+from server.api.http.ignored import rename_options
 from server.api.http.streaming import DONE, closing, event
 from server.api.http.validation import read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
+from server.api.openai.other_names import OTHER_NAMES_CHAT, take_other_names
 from server.api.openai.protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -47,9 +51,15 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()
-    options = validate(ChatOptions, document, UNSUPPORTED_CHAT)
+    take_hints("chat", document)
+    names = take_other_names(document, OTHER_NAMES_CHAT)
+    rename_options(names)
     answer_id = new_id("chatcmpl-")
-    turn = await start_turn(service, options, size, arrival, answer_id)
+    try:
+        options = validate(ChatOptions, document, UNSUPPORTED_CHAT)
+        turn = await start_turn(service, options, size, arrival, answer_id)
+    except ApiError as e:
+        raise renamed(e, names) from e
     answer = _Answer(answer_id, options, service.backend().tokenizer)
     return await respond(request, turn, answer, bool(options.stream))
 

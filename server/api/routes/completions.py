@@ -16,12 +16,14 @@ from starlette.responses import Response
 from server.api.answering.generation import Delta, Generation
 from server.api.answering.limits import admit, check_length
 from server.api.answering.plan import GenerationPlan, new_id, start_generation
-from server.api.answering.service import Backend, service_of
-from server.api.http.errors import ApiError, bad_request
+from server.api.answering.service import Backend, Service, service_of
+from server.api.http.errors import ApiError, bad_request, renamed
+from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
 from server.api.http.streaming import DONE, EventStream, closing, event, unless_disconnected
 from server.api.http.validation import json_type, read_json, validate
 from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
+from server.api.openai.other_names import OTHER_NAMES, take_other_names
 from server.api.openai.protocol import (
     Completion,
     CompletionChoice,
@@ -155,7 +157,23 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()
-    options = validate(CompletionRequest, document, UNSUPPORTED_COMPLETION)
+    take_hints("completions", document)
+    names = take_other_names(document, OTHER_NAMES)
+    try:
+        options = validate(CompletionRequest, document, UNSUPPORTED_COMPLETION)
+        answer, generation = await _start(service, options, size, arrival)
+    except ApiError as e:
+        raise renamed(e, names) from e
+    if options.stream:
+        return EventStream(answer.events(generation), generation.close)
+    try:
+        return json_response(await unless_disconnected(request, answer.whole(generation)))
+    finally:
+        generation.close()
+
+
+async def _start(service: Service, options: CompletionRequest, size: int, arrival: float) -> tuple[_Answer, Generation]:
+    """An answer and its generation, which has been admitted. Raises ApiError."""
     options.check()
     service.check_model(options.model)
     backend = service.backend()
@@ -186,12 +204,7 @@ async def completions(request: Request) -> Response:
     except BaseException:
         ticket.release()
         raise
-    if options.stream:
-        return EventStream(answer.events(generation), generation.close)
-    try:
-        return json_response(await unless_disconnected(request, answer.whole(generation)))
-    finally:
-        generation.close()
+    return answer, generation
 
 
 class _Answer:

@@ -16,6 +16,7 @@ from server.api.answering.plan import new_id
 from server.api.answering.service import Service, service_of
 from server.api.answering.turn import Turn, encode_chat, respond, start_turn
 from server.api.http.errors import ApiError, renamed
+from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
 from server.api.http.streaming import closing
 from server.api.http.validation import given, read_json, validate
@@ -27,10 +28,8 @@ from server.api.translate.content_blocks import ContentBlock, ContentBlockEvent,
 router = APIRouter()
 
 UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "service_tier": ("auto", "standard_only"),
     "container": (),
     "mcp_servers": ([],),
-    "context_management": (),
     "inference_geo": (),
 }
 _NAMES = {
@@ -43,13 +42,11 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Thinking(BaseModel):
-    """Says whether a reasoning model thinks. budget_tokens is part of max_tokens and not kept for itself."""
+    """Says whether a reasoning model thinks. its budget_tokens and display are hints."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
 class OutputConfig(BaseModel):
@@ -110,10 +107,12 @@ async def messages(request: Request) -> Response:
     service = service_of(request)
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()
+    take_hints("messages", document)
     asked = validate(MessageRequest, document, UNSUPPORTED_MESSAGE)
     answer = _Answer(asked)
     try:
-        turn = await start_turn(service, _options(given(MessageRequest, document), service), size, arrival, answer.id)
+        options = _options(given(MessageRequest, document), service)
+        turn = await start_turn(service, options, size, arrival, answer.id, cut_to_fit=True)
     except ApiError as e:
         raise renamed(e, _NAMES) from e
     return await respond(request, turn, answer, bool(asked.stream))
@@ -124,6 +123,7 @@ async def count_tokens(request: Request) -> Response:
     """input_tokens of the prompt that /v1/messages would make."""
     service = service_of(request)
     document, size = await read_json(request, service.config.http.max_body_bytes)
+    take_hints("messages", document)
     validate(CountRequest, document, UNSUPPORTED_MESSAGE)
     try:
         options = _options(given(CountRequest, document), service)
@@ -149,7 +149,8 @@ class _Answer:
             async for delta in deltas:
                 blocks.push(delta.part)
                 reason, stop = delta.finish_reason or reason, delta.stop_reason
-        return self._message([_content(block) for block in blocks.all], reason, stop, turn)
+        shown = blocks.all[:-1] if reason == "length" and blocks.all and _is_cut(blocks.all[-1]) else blocks.all
+        return self._message([_content(block) for block in shown], reason, stop, turn)
 
     async def events(self, turn: Turn) -> AsyncIterator[bytes]:
         blocks, reason, stop = ContentBlocks(), "stop", None
@@ -201,6 +202,17 @@ def _usage(turn: Turn) -> dict[str, int]:
     }
 
 
+def _is_cut(block: ContentBlock) -> bool:
+    """Whether a block is a call whose arguments are not complete; its input would be another one."""
+    if block.kind != "call":
+        return False
+    try:
+        msgspec.json.decode(block.text)
+    except msgspec.DecodeError:
+        return True
+    return False
+
+
 def _content(block: ContentBlock) -> dict[str, Any]:
     match block.kind:
         case "text":
@@ -210,7 +222,7 @@ def _content(block: ContentBlock) -> dict[str, Any]:
         case _:
             try:
                 written = msgspec.json.decode(block.text)
-            except msgspec.DecodeError:  # cut by max_tokens, or a model that cannot write JSON
+            except msgspec.DecodeError:  # a model that cannot write JSON
                 written = {}
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": written}
 

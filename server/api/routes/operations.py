@@ -18,6 +18,12 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
+@router.head("/", include_in_schema=False)
+async def reachable() -> Response:
+    """An empty 200; Claude Code asks for it before its first request."""
+    return Response()
+
+
 @router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Whether the server can generate", responses={503: {"description": "Not now"}})
 async def health(request: Request) -> Response:
@@ -92,9 +98,9 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 @router.get("/v1/models", summary="The models served", responses=_REFUSALS)
 async def list_models(request: Request) -> Response:
-    """OpenAI's list object: the model, then its LoRA adapters."""
+    """OpenAI's list object: the model under each of its names, then its LoRA adapters."""
     service = service_of(request)
-    names = [service.model_name, *service.adapters]
+    names = [*service.config.model_names, *service.adapters]
     return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
 

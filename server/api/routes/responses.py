@@ -17,6 +17,8 @@ from server.api.answering.plan import new_id
 from server.api.answering.service import service_of
 from server.api.answering.turn import Turn, respond, start_turn
 from server.api.http.errors import ApiError, bad_request, renamed
+from server.api.http.hints import take_hints
+from server.api.http.ignored import rename_options
 from server.api.http.streaming import closing
 from server.api.http.validation import given, read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
@@ -27,17 +29,13 @@ from server.api.translate.responses import INPUT_SCHEMA, chat_document
 router = APIRouter()
 
 UNSUPPORTED_RESPONSE: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),
     "prompt": (),
     "include": ([],),
-    "max_tool_calls": (),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
-    "stream_options": ({}, {"include_obfuscation": False}),
+    "stream_options": ({},),
     "context_management": (),
 }
 
@@ -84,6 +82,7 @@ class ResponseRequest(BaseModel):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
+    store: bool | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     user: str | None = None
     safety_identifier: str | None = None
@@ -97,6 +96,8 @@ async def responses(request: Request) -> Response:
     service = service_of(request)
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()
+    take_hints("responses", document)
+    rename_options(_NAMES)
     asked = validate(ResponseRequest, document, UNSUPPORTED_RESPONSE)
     answer_id = new_id("resp_")
     try:

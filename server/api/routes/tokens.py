@@ -12,9 +12,11 @@ from starlette.responses import Response
 from server.api.answering.service import Backend, service_of
 from server.api.answering.turn import encode_chat
 from server.api.http.errors import bad_request
+from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
 from server.api.http.validation import read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
+from server.api.openai.other_names import OTHER_NAMES_CHAT, take_other_names
 
 router = APIRouter()
 
@@ -48,6 +50,8 @@ async def tokenize(request: Request) -> Response:
     with_strings = document.get("return_token_strs")
     if "messages" in document:
         chat = {key: value for key, value in document.items() if key != "return_token_strs"}
+        take_hints("chat", chat)
+        take_other_names(chat, OTHER_NAMES_CHAT)
         options = validate(ChatOptions, {"model": service.model_name, **chat}, UNSUPPORTED_CHAT)
         options.check()
         service.check_model(options.model)

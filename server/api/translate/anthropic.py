@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.hints import ignore_thinking
+from server.api.http.ignored import ignore, ignore_unknown
 
-# What clients mark for Anthropic's cache; ours needs no marks, and no answer depends on it.
-_SERVICE_KEYS = frozenset({"cache_control", "citations"})
+_BILLING = "x-anthropic-billing-header:"
 
 
 def chat_document(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def chat_document(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
     chat: dict[str, Any] = {key: asked[key] for key in same if key in asked}
     messages: list[dict[str, Any]] = []
     if "system" in asked:
-        messages.append({"role": "system", "content": _texts(asked["system"], "system")})
+        messages.append({"role": "system", "content": _texts(_without_billing(asked["system"]), "system")})
     for i, message in enumerate(asked["messages"]):
         messages += _message(message, f"messages[{i}]")
     chat["messages"] = messages
@@ -29,25 +30,25 @@ def chat_document(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked["tools"])]
     chat |= _choice(asked.get("tool_choice", {}))
     chat |= _form(asked.get("output_config", {}).get("format"))
-    match asked.get("thinking", {}).get("type", "none"):
-        case "none":
-            pass
-        case "disabled":
-            chat["reasoning_effort"] = "none"
-        case "enabled" | "adaptive" if can_think:
-            chat["reasoning_effort"] = "medium"
-        case "enabled" | "adaptive":
-            raise _unsupported("thinking", "This model does not think on request: 'thinking'")
-        case other:
-            raise bad_request(
-                f"Invalid value for 'thinking.type': {shown(repr(other))}.", "thinking.type", "invalid_value"
-            )
-    effort = asked.get("output_config", {}).get("effort")
-    if effort is not None and chat.get("reasoning_effort") != "none":
-        if not can_think:
-            raise _unsupported("output_config.effort", "This model does not think on request: 'effort'")
-        chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
-    return chat
+    return chat | _effort(asked, can_think=can_think)
+
+
+def _effort(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
+    """reasoning_effort, from thinking and output_config.effort; nothing where the model cannot be told."""
+    kind, effort = asked.get("thinking", {}).get("type"), asked.get("output_config", {}).get("effort")
+    if kind not in (None, "disabled", "enabled", "adaptive"):
+        raise bad_request(f"Invalid value for 'thinking.type': {shown(repr(kind))}.", "thinking.type", "invalid_value")
+    if not can_think:
+        if kind in ("enabled", "adaptive"):
+            ignore_thinking("thinking")
+        if effort is not None:
+            ignore_thinking("output_config.effort")
+        return {}
+    if kind == "disabled":
+        return {"reasoning_effort": "none"}
+    if effort is not None:
+        return {"reasoning_effort": "xhigh" if effort == "max" else effort}
+    return {} if kind is None else {"reasoning_effort": "medium"}
 
 
 def _form(asked: Any) -> dict[str, Any]:
@@ -84,23 +85,24 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise _unsupported(f"{where}.type", f"A tool of type {shown(repr(tool['type']))}")
     names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
     for key in tool:
-        if key not in names and key not in _SERVICE_KEYS and key != "type":
-            param = f"{where}.{shown(key)}"
-            raise bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+        if key not in names and key != "type":
+            ignore_unknown(f"{where}.{shown(key)}")
     return {"type": "function", "function": {names[key]: value for key, value in tool.items() if key in names}}
 
 
 def _message(message: Any, where: str) -> list[dict[str, Any]]:
     """One message, and before it one of the role tool for each tool_result in it."""
     match message:
+        case {"role": "system", "content": content}:
+            return [{"role": "system", "content": _texts(content, f"{where}.content")}]
         case {"role": "user" | "assistant" as role, "content": str(content)}:
             return [{"role": role, "content": content}]
         case {"role": "user" | "assistant" as role, "content": [*blocks]} if blocks:
             pass
         case _:
             raise bad_request(
-                f"Invalid '{where}': expected an object with 'role' ('user' or 'assistant') and 'content' (a string or "
-                "an array of blocks).",
+                f"Invalid '{where}': expected an object with 'role' ('user', 'assistant' or 'system') and 'content' (a "
+                "string or an array of blocks).",
                 where,
                 "invalid_value",
             )
@@ -118,6 +120,12 @@ def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results
     match role, block:
         case _, {"type": "text", "text": str(text)}:
             made["content"] = f"{made['content']}\n{text}" if "content" in made else text
+        case "user", {"type": "document"}:
+            text = _document(block, param)
+            made["content"] = f"{made['content']}\n{text}" if "content" in made else text
+        case "assistant", {"type": "redacted_thinking"}:
+            made.setdefault("content", "")
+            ignore(f"{param}.redacted_thinking", "only its provider can read it")
         case "assistant", {"type": "thinking", "thinking": str(text)}:
             made["reasoning_content"] = made.get("reasoning_content", "") + text
         case "assistant", {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
@@ -134,7 +142,36 @@ def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results
             raise bad_request(f"Invalid '{param}': expected a content block.", param, "invalid_value")
 
 
+def _without_billing(system: Any) -> Any:
+    """The system prompt without the block that Claude Code writes for its provider's billing.
+
+    It differs from conversation to conversation, so that no two prompts would begin alike.
+    """
+    if not isinstance(system, list):
+        return system
+    kept = [
+        block for block in system if not (isinstance(block, dict) and str(block.get("text", "")).startswith(_BILLING))
+    ]
+    if len(kept) < len(system):
+        ignore("system[].billing_header", "it is for the provider's own records")
+    return kept
+
+
+def _document(block: dict[str, Any], where: str) -> str:
+    """A document of plain text, its title and context before it."""
+    match block.get("source"):
+        case {"type": "text", "data": str(text)}:
+            pass
+        case {"type": "content", "content": content}:
+            text = _texts(content, f"{where}.source.content")
+        case _:
+            raise _unsupported(f"{where}.source", "A document that is no plain text")
+    heads = [head for key in ("title", "context") if isinstance(head := block.get(key), str) and head]
+    return "\n".join([*heads, text])
+
+
 def _texts(value: Any, where: str) -> str:
+    """The text of a string, or of text blocks and documents."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -144,6 +181,8 @@ def _texts(value: Any, where: str) -> str:
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
+            case {"type": "document"}:
+                texts.append(_document(block, f"{where}[{i}]"))
             case _:
                 raise _unsupported(f"{where}[{i}]", "A block that is no text")
     return "\n".join(texts)

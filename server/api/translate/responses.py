@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from server.api.http.errors import ApiError, bad_request, shown
+from server.api.http.hints import SERVER_TOOLS
+from server.api.http.ignored import ignore, ignore_unknown
 from server.api.http.validation import json_type
 
 INPUT_SCHEMA = {
@@ -26,7 +28,8 @@ def chat_document(asked: dict[str, Any]) -> dict[str, Any]:
         messages.insert(0, {"role": "system", "content": asked["instructions"]})
     chat["messages"] = messages
     if "tools" in asked:
-        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked["tools"])]
+        offered = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked["tools"])]
+        chat["tools"] = [tool for tool in offered if tool is not None]
     choice = asked.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         choice = {"type": "function", "function": {k: v for k, v in choice.items() if k != "type"}}
@@ -43,14 +46,23 @@ def chat_document(asked: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """A chat's tool; None for one that the provider's server would run, which the model is not told of."""
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind.startswith(SERVER_TOOLS):
+        ignore(f"tools[].{kind}", "this server runs no tools; the model is not told of it")
+        return None
+    if kind != "function":
         raise bad_request(
             f"Tools of type {shown(repr(tool.get('type')))} are not supported by this server (in '{where}').",
             f"{where}.type",
             "unsupported_parameter",
         )
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+    known = ("name", "description", "parameters", "strict")
+    for key in tool:
+        if key not in known and key != "type":
+            ignore_unknown(f"{where}.{shown(key)}")
+    return {"type": "function", "function": {key: tool[key] for key in known if key in tool}}
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

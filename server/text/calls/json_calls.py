@@ -49,7 +49,8 @@ class JsonToolParser:
         if not self._inside:
             return text, []
         if self._scanner is not None:
-            return ("" if self._named else self._before_object() + self._scanner.raw + text), []
+            begun = self._named or self._scanner.name is not None
+            return ("" if begun else self._before_object() + self._scanner.raw + text), []
         return ("" if self._unused is None else self._unused + text), []
 
     def _read_outside(self, content: list[str]) -> bool:
@@ -109,7 +110,8 @@ class JsonToolParser:
         if self._named:
             if arguments:
                 calls.append(CallDelta(self._calls - 1, None, None, arguments))
-        elif scanner.name is not None:
+        elif scanner.name is not None and arguments:
+            # Not before the arguments begin: a call that is cut before would be one without any.
             self._named, self._unused = True, None
             calls.append(CallDelta(self._calls, self._make_id(), scanner.name, arguments))
             self._calls += 1

@@ -1,0 +1,39 @@
+"""openai-agents: an agent with a tool, through the responses and the chat completions API, whole and streamed."""
+
+import asyncio
+import os
+
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
+from agents import set_tracing_disabled as disable_tracing
+from openai import AsyncOpenAI
+
+MODEL = os.environ["MODEL"]
+client = AsyncOpenAI(base_url=os.environ["BASE_URL"] + "/v1", api_key="none")
+disable_tracing(True)
+asked: list[str] = []
+
+
+@function_tool
+def weather(city: str) -> str:
+    """The weather in a city."""
+    asked.append(city)
+    return f"22 degrees in {city}"
+
+
+async def main() -> None:
+    for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
+        model = kind(model=MODEL, openai_client=client)
+        plain = Agent(name="geographer", instructions="Be brief.", model=model)
+        assert (await Runner.run(plain, "What is the capital of France?")).final_output, kind
+        # The agent stops asking for tools after the first call, so the second turn answers with words.
+        settings = ModelSettings(tool_choice="weather", max_tokens=200)
+        agent = Agent(name="meteorologist", model=model, tools=[weather], model_settings=settings)
+        asked.clear()
+        streamed = Runner.run_streamed(agent, "The weather in Rome?")
+        async for _ in streamed.stream_events():
+            pass
+        assert asked, kind
+        assert streamed.final_output is not None, kind
+
+
+asyncio.run(main())
