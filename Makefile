@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 .PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
-.PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check clean
+.PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check serve-ray test-ray clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -40,6 +40,11 @@ $(VENV)/.cuda: pyproject.toml $(VENV)/.serve
 	$(BIN)/python -m pip install $(TREE) '.[$(CUDA_EXTRAS)]'
 	@touch $@
 
+$(VENV)/.ray: pyproject.toml $(VENV)/.serve
+	@echo "== installing Ray Serve (once)"
+	$(BIN)/python -m pip install --quiet $(TREE) '.[ray]'
+	@touch $@
+
 READY := $(VENV)/.serve $(if $(GPU),$(VENV)/.cuda)
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.serve
@@ -57,6 +62,10 @@ serve: $(READY) ## set everything up and serve the model of config.yaml on 127.0
 	@$(BIN)/python -m nf4_kernels.build --native
 	@exec $(BIN)/python -m server --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
+serve-ray: $(READY) $(VENV)/.ray ## two replicas of the embedded model on Ray Serve, on 127.0.0.1:8000 (RAY_CONFIG=)
+	@$(BIN)/python -m nf4_kernels.build --native
+	@$(BIN)/serve run $(or $(RAY_CONFIG),deploy/ray/app.yaml)
+
 kernels: $(READY) ## compile the kernel libraries (CUDA too where nvcc is found)
 	@$(BIN)/python -m nf4_kernels.build
 
@@ -68,6 +77,9 @@ test: $(VENV)/.dev $(HELM) kernels model ## run the tests, with all the set-up t
 
 test-clients: $(VENV)/.dev kernels model ## openai, anthropic, langchain, lm-eval and others against the server (CLIENTS=)
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+test-ray: $(VENV)/.dev $(VENV)/.ray kernels model ## two replicas on a real Ray: streams, a replica that is killed, one that cannot start
+	$(BIN)/python -m pytest tests/ray_serve/replicas.py
 
 fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)
 	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/test_schemathesis.py

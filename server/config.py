@@ -58,6 +58,16 @@ class HttpConfig(_Section):
     """How long one request may take; then it ends with an error. A client may ask for less."""
     stalled_client_timeout_s: float | None = Field(default=120.0, gt=0)
     """How long a client may leave a stream unread; then it counts as gone (Linux)."""
+    header_timeout_s: float | None = Field(default=20.0, gt=0)
+    """How long a request's head may take to arrive; then 408."""
+    body_timeout_s: float | None = Field(default=30.0, gt=0)
+    """How long a request's body may make no progress; then 408."""
+    max_header_bytes: int = Field(default=64 * 2**10, ge=1024)
+    """Of a request's target and headers together; beyond it, 431."""
+    max_headers: int = Field(default=128, ge=8)
+    """Beyond it, 431."""
+    max_connections: int | None = Field(default=4096, ge=1)
+    """Beyond it idle ones are closed, then new ones get 503."""
     metrics_names: MetricsNames = "nf4"
     """Under which names /metrics gives what vLLM has, too."""
     unknown_options: Literal["warn", "refuse"] = "warn"

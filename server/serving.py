@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from types import FrameType
 import uvicorn
 
 from server.api.answering.service import Service
+from server.api.http.connection import limited
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
 from server.engine.supervisor.client import EngineStatus
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 # Longer than the pools of the usual clients keep idle connections, so that it is they who close them.
 KEEP_ALIVE_S = 75
 ABORT_GRACE_S = 5
+# Files that are open beside connections: sockets to the engine, its pipes, the log.
+OTHER_FILES = 256
 
 
 def serve(config: Config) -> int:
@@ -33,6 +37,7 @@ def serve(config: Config) -> int:
     except OSError as e:
         _complain(config, f"{config.http.host}:{config.http.port}: {e.strerror or e}")
         return 1
+    _allow_connections(config.http.max_connections)
     url = _url(listening, secure=config.http.tls_cert_file is not None)
     terminal = Terminal(config.model_name, url, config.log_format)
     server: Server | None = None
@@ -50,7 +55,7 @@ def serve(config: Config) -> int:
     server = Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=limited(config.http, app.state.service.metrics.rejected),
             loop="auto",
             lifespan="on",
             log_config=None,
@@ -101,6 +106,18 @@ def _listen(http: HttpConfig) -> socket.socket:
         listening.close()
         raise
     return listening
+
+
+def _allow_connections(count: int | None) -> None:
+    """Raise the limit on open files, often 1024, to what count connections and everything else take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if count is None else count + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        logger.warning("the system allows %d open files, too few for http.max_connections (%s)", hard, count)
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
+        with contextlib.suppress(OSError, ValueError):  # macOS has a limit of its own below the one that it names
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _url(listening: socket.socket, *, secure: bool) -> str:

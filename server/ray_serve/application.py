@@ -1,0 +1,109 @@
+"""Ray Serve's application: `serve run deploy/ray/app.yaml` calls build() with the file's args."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.deployment import Application
+
+from server.config import Config, ConfigError
+from server.ray_serve.engine import Engine
+from server.ray_serve.ingress import Ingress
+from server.ray_serve.router import PrefixAffinityRouter
+from server.serving import ABORT_GRACE_S
+
+# Beside the requests that a replica admits: those it refuses, and /health.
+BESIDES = 64
+
+
+class Options(BaseModel):
+    """The args of the application."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: dict[str, Any] = {}
+    """As in config.yaml, for every replica. Of http, what listens is Ray's: host, port, tls_* and the like say nothing."""
+    gpus: float = Field(default=0, ge=0)
+    """GPUs of a replica; 0: CPU. Less than 1 shares one."""
+    cpus: float = Field(default=1, gt=0)
+    """Cores of a replica; on CPU also its threads, unless engine.threads says otherwise."""
+    replicas: int = Field(default=1, ge=1)
+    """Without max_replicas there are always so many, with it at least so many."""
+    max_replicas: int | None = Field(default=None, ge=1)
+    target_ongoing_requests: float = Field(default=24, gt=0)
+    """Of a replica; what autoscaling aims at."""
+    imbalance: int = Field(default=16, ge=0)
+    """Requests that the replica with a prompt's beginning may be ahead of the one with the fewest."""
+
+
+def build(options: Options) -> Application:
+    """The application. Raises ConfigError with one line that names the field."""
+    try:
+        config = Config.model_validate(options.config)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ConfigError(f"args.config.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from e
+    if config.engine.allow_runtime_lora:
+        raise ConfigError(
+            "args.config.engine.allow_runtime_lora: replicas serve the adapters of engine.lora_modules only"
+        )
+    if options.max_replicas is not None and options.max_replicas < options.replicas:
+        raise ConfigError(f"args.max_replicas: {options.max_replicas} is less than args.replicas ({options.replicas})")
+    engines = _engines(options, config)
+    return _ingress(config).bind(engines)
+
+
+def _engines(options: Options, config: Config) -> Application:
+    scale: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        scale = {
+            "autoscaling_config": {
+                "min_replicas": options.replicas,
+                "max_replicas": options.max_replicas,
+                "target_ongoing_requests": options.target_ongoing_requests,
+                # A new replica takes minutes to load; one that goes takes its KV cache along.
+                "upscale_delay_s": 10,
+                "downscale_delay_s": 600,
+            }
+        }
+    deployment = serve.deployment(
+        Engine,
+        name="Engine",
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        # Ours refuses with 429 and Retry-After beyond max_queue, where Ray would let requests wait without a limit.
+        max_ongoing_requests=config.http.max_queue + BESIDES,
+        # A replica gets no new requests from here on, and may answer those it has.
+        graceful_shutdown_timeout_s=config.http.drain_timeout_s + ABORT_GRACE_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixAffinityRouter, request_router_kwargs={"imbalance": options.imbalance}
+        ),
+        **scale,
+    )
+    return deployment.bind(config.model_dump(mode="json"))
+
+
+def _ingress(config: Config) -> Any:
+    max_body_bytes = config.http.max_body_bytes
+
+    class Door:
+        """Ray's wrapper makes the ASGI application when the replica is there."""
+
+        def __init__(self, engines: Any) -> None:
+            self._engines = engines
+
+        def __serve_build_asgi_app__(self) -> Ingress:
+            return Ingress(self._engines, max_body_bytes)
+
+    return serve.deployment(
+        serve.ingress()(Door),
+        name="Ingress",
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=10_000,
+        graceful_shutdown_timeout_s=config.http.drain_timeout_s + ABORT_GRACE_S,
+    )

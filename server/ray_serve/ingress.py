@@ -1,0 +1,163 @@
+"""What Ray's HTTP proxies hand requests to: it reads the body, chooses a replica by it, and passes the answer on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from server.api.http.errors import ApiError, unavailable
+from server.ray_serve.affinity import beginnings
+from server.ray_serve.engine import Request
+
+logger = logging.getLogger(__name__)
+
+# A replica that dies before it has answered anything: the request is sent to another.
+TRIES = 3
+LOST = (RayActorError, DeploymentUnavailableError)
+
+
+class Ingress:
+    """An ASGI application in front of the Engine deployment's handle."""
+
+    def __init__(self, engines: DeploymentHandle, max_body_bytes: int) -> None:
+        self._engines = engines
+        self._stream = engines.options(stream=True)
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
+            await Response(await self._metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
+            return
+        answer = Answer(send)
+        try:
+            body = await self._read(HttpRequest(scope, receive))
+            await self._relay(Request(_portable(scope), body), answer)
+        except ClientDisconnect:
+            return
+        except ApiError as e:
+            await answer.fail(e, anthropic=scope["path"].startswith("/v1/messages"))
+
+    async def _read(self, request: HttpRequest) -> bytes:
+        """The whole body; one that is too large goes on one byte too long, so that the replica refuses it as usual."""
+        body = bytearray()
+        async for part in request.stream():
+            if len(body) <= self._max_body_bytes:
+                body += part
+        return bytes(body[: self._max_body_bytes + 1])
+
+    async def _relay(self, request: Request, answer: Answer) -> None:
+        """Pass a replica's answer on. Raises ApiError when replicas are lost, or none can take it."""
+        blocks = beginnings(request.body)
+        for left in reversed(range(TRIES)):
+            messages = self._stream.answer.remote(request, blocks)
+            try:
+                async for batch in messages:
+                    for message in batch:
+                        await answer.send(message)
+                return
+            except LOST as e:
+                logger.warning("a replica was lost: %s", type(e).__name__)
+                if answer.begun:
+                    raise unavailable("The replica that was answering is gone.", "replica_lost") from e
+                if not left:
+                    raise unavailable("No replica could answer.", "replica_lost", 5) from e
+            except BackPressureError as e:
+                raise unavailable("All replicas are busy.", "queue_full") from e
+            except RayServeException as e:
+                raise unavailable(f"Ray Serve could not pass the request on: {e}", "replica_lost") from e
+            finally:
+                messages.cancel()
+
+    async def _metrics(self) -> bytes:
+        """The metrics of all replicas, with the label replica."""
+        replies: list[tuple[str, bytes]] = await self._engines.broadcast("metrics").results_async()
+        return generate_latest(_Merged(replies))
+
+
+class Answer:
+    """What has been sent to the client, and how to end it with an error wherever it is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+        self._events = False
+
+    async def send(self, message: Message) -> None:
+        """Pass one message on."""
+        if message["type"] == "http.response.start":
+            self.begun = True
+            self._events = any(
+                name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                for name, value in message["headers"]
+            )
+            # Ray's proxy says it, too, with the same id: it hands ours, or the client's, to all.
+            headers = [(name, value) for name, value in message["headers"] if name.lower() != b"x-request-id"]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def fail(self, error: ApiError, *, anthropic: bool) -> None:
+        """An answer of its own, a stream's last event, or, in the middle of a body of known length, its early end."""
+        if not self.begun:
+            response = error.response(anthropic=anthropic)
+            start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+            await self._send(start)
+            await self._send({"type": "http.response.body", "body": response.body})
+            return
+        if self._events:
+            event = b"event: error\n" if anthropic else b""
+            data = event + b"data: " + error.body(anthropic=anthropic) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+            return
+        raise error
+
+
+class _Merged(Collector):
+    def __init__(self, replies: list[tuple[str, bytes]]) -> None:
+        self._replies = replies
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for replica, body in sorted(self._replies):
+            for family in text_string_to_metric_families(body.decode()):
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                merged.samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
+                ]
+        yield from families.values()
+
+
+def _portable(scope: Scope) -> dict[str, Any]:
+    """What a request's scope says that means something in another process."""
+    names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
+    return {name: scope[name] for name in names if name in scope} | {
+        "headers": [(bytes(name), bytes(value)) for name, value in scope["headers"]],
+        "client": tuple(scope["client"]) if scope.get("client") else None,
+        "server": tuple(scope["server"]) if scope.get("server") else None,
+    }
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,59 @@
+"""Ray Serve's request router for engines: prefix affinity within a bound on imbalance, else power of two choices."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from server.ray_serve.affinity import Beginnings
+
+# A shorter share of a prompt is not worth a longer queue: short system prompts are the same for many.
+LEAST_SHARE = 0.25
+
+
+class PrefixAffinityRouter(RequestRouter):
+    """Sends a prompt where its beginning was sent last, unless that replica has too many more requests than another.
+
+    request_router_kwargs: imbalance (16), by how many requests under way the replica with the beginning may be ahead of the
+    one with the fewest; capacity (100,000), how many blocks of beginnings are remembered.
+    """
+
+    def initialize_state(self, imbalance: int = 16, capacity: int = 100_000) -> None:
+        """Called by Ray with request_router_kwargs. Raises ValueError for values that cannot be."""
+        if imbalance < 0 or capacity < 1:
+            raise ValueError(f"imbalance ({imbalance}) must be 0 or more and capacity ({capacity}) 1 or more")
+        self._imbalance = imbalance
+        self._beginnings = Beginnings(capacity)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replica with the prompt's beginning, then two at random, of which Ray takes the one with fewer requests."""
+        if not candidate_replicas:
+            return []
+        two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
+        preferred = self._with_beginning(candidate_replicas, pending_request)
+        return [two] if preferred is None else [[preferred], two]
+
+    def _with_beginning(
+        self, candidates: list[RunningReplica], pending_request: PendingRequest | None
+    ) -> RunningReplica | None:
+        blocks = _blocks(pending_request)
+        by_id = {replica.replica_id.unique_id: replica for replica in candidates}
+        name, count = self._beginnings.find(blocks, by_id.keys())
+        if name is None or count < LEAST_SHARE * len(blocks):
+            return None
+        queues = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_id.items()}
+        return by_id[name] if queues[name] - min(queues.values()) <= self._imbalance else None
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Remember where the prompt went."""
+        self._beginnings.record(_blocks(pending_request), replica_id.unique_id)
+
+
+def _blocks(pending_request: PendingRequest | None) -> tuple[bytes, ...]:
+    """The beginnings that the ingress sends along as Engine.answer's second argument."""
+    arguments = [] if pending_request is None else pending_request.args
+    return arguments[1] if len(arguments) > 1 and isinstance(arguments[1], tuple) else ()

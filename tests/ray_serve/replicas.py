@@ -1,0 +1,161 @@
+"""Two replicas of the embedded model on a real Ray, asked over HTTP. `make test-ray` runs it; too slow for `make test`."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from bench.processes import free_port
+from server.ray_serve.application import Options, build
+from tests.api.conftest import MODEL, chat_body, user
+
+CHAT = "/v1/chat/completions"
+# What one replica may take to come up on a machine that is busy with everything else.
+PATIENCE_S = 240.0
+CONFIG: dict[str, Any] = {"engine": {"kv_cache_bytes": 1 << 28}, "http": {"max_body_bytes": 100_000}}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def http(embedded_folder: Path) -> Iterator[httpx.Client]:
+    assert embedded_folder
+    port = free_port()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(build(Options(config=CONFIG, replicas=2, imbalance=4)), name="nf4", route_prefix="/")
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False) as client:
+        yield client
+    serve.shutdown()
+    ray.shutdown()
+
+
+def samples(http: httpx.Client, name: str) -> dict[str, float]:
+    """A metric's value by replica."""
+    lines = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (\S+)$', http.get("/metrics").text, re.MULTILINE)
+    return {replica: float(value) for replica, value in lines}
+
+
+def until(condition: Callable[[], bool]) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < PATIENCE_S, "it did not happen in time"
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def stream(http: httpx.Client, content: str, max_tokens: int = 24) -> list[str]:
+    """The answer's lines: a whole stream, one that ends with an error, or one line with status and error."""
+    body = chat_body(messages=user(content), max_tokens=max_tokens, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{http.base_url}{CHAT}", json=body, timeout=PATIENCE_S, trust_env=False) as answer:
+        if answer.status_code != 200:
+            assert int(answer.headers["retry-after"]) > 0
+            return [f"data: {answer.read().decode()}"]
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert len(answer.headers.get_list("x-request-id")) == 1
+        return [line for line in answer.iter_lines() if line]
+
+
+def whole(lines: list[str]) -> bool:
+    """Whether a stream ended as it should; otherwise it has to end with an error in OpenAI's shape."""
+    if lines[-1] == "data: [DONE]":
+        assert sum('"content":' in line for line in lines) > 20
+        return True
+    error = json.loads(lines[-1].removeprefix("data: "))["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] in ("replica_lost", "engine_error", "shutting_down")
+    return False
+
+
+def test_streams_go_through_both_replicas(http: httpx.Client) -> None:
+    assert http.get("/health").json()["status"] == "ready"
+    before = samples(http, "nf4_prompt_tokens_total")
+    assert len(before) == 2
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda i: stream(http, f"Tell me about the number {i * 7919}."), range(12)))
+    assert all(whole(lines) for lines in answers)
+    after = samples(http, "nf4_prompt_tokens_total")
+    assert all(after[replica] > before[replica] for replica in after)
+
+
+def test_a_shared_beginning_goes_where_it_is(http: httpx.Client) -> None:
+    beginning = " ".join(f"Rule {i}: never mention {i * 31} in an answer." for i in range(30))
+    before = samples(http, "nf4_prompt_tokens_cached_total")
+    tokens = samples(http, "nf4_prompt_tokens_total")
+    for i in range(6):
+        assert whole(stream(http, f"{beginning} {i}"))
+    gained = {name: value - before[name] for name, value in samples(http, "nf4_prompt_tokens_cached_total").items()}
+    served = [name for name, value in samples(http, "nf4_prompt_tokens_total").items() if value > tokens[name]]
+    assert len(served) == 1
+    # All but the first find the rules in the cache.
+    assert gained[served[0]] > 5 * 200
+
+
+def test_errors_are_the_server_s_own(http: httpx.Client) -> None:
+    for content, status, code in (
+        (b"{", 400, "invalid_json"),
+        (json.dumps(chat_body(model="other")).encode(), 404, "model_not_found"),
+        (json.dumps(chat_body(messages=user("a" * 100_000))).encode(), 413, "request_too_large"),
+    ):
+        answer = http.post(CHAT, content=content, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    models = http.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == [MODEL]
+
+
+def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
+    body = chat_body(messages=user("Count."), max_tokens=2000, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{http.base_url}{CHAT}", json=body, timeout=PATIENCE_S, trust_env=False) as answer:
+        next(answer.iter_lines())
+        assert sum(samples(http, "nf4_num_requests_running").values()) == 1
+    until(lambda: sum(samples(http, "nf4_num_requests_running").values()) == 0)
+
+
+def test_a_killed_replica(http: httpx.Client) -> None:
+    """Every request ends, whole or with an error; the other replica goes on; a new one comes."""
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if "#Engine#" in each["name"]]
+    assert len(names) == 2
+    victim = ray.get_actor(names[0], namespace="serve")
+    begun = threading.Event()
+
+    def ask(i: int) -> list[str]:
+        if i == 8:
+            begun.set()
+        return stream(http, f"Write about {i * 104729}.", max_tokens=48)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, i) for i in range(32)]
+        assert begun.wait(PATIENCE_S)
+        ray.kill(victim, no_restart=True)
+        ended = [whole(answer.result(PATIENCE_S)) for answer in answers]
+    assert sum(ended) >= 16
+    dead = names[0].rpartition("#")[2]
+    until(lambda: len(running := samples(http, "nf4_engine_up")) == 2 and dead not in running)
+    assert whole(stream(http, "Are you there?"))
+
+
+def test_a_replica_that_cannot_start(http: httpx.Client) -> None:
+    """The status says why in one line, and the other application goes on."""
+    options = Options(config={"model": "/nowhere"}, cpus=0.5)
+    serve._run(build(options), name="bad", route_prefix="/bad", _blocking=False)
+    try:
+
+        def message() -> str:
+            deployments = serve.status().applications["bad"].deployments
+            return deployments["Engine"].message if "Engine" in deployments else ""
+
+        until(lambda: "/nowhere: no such folder" in message())
+        assert whole(stream(http, "Still there?"))
+    finally:
+        serve.delete("bad")
