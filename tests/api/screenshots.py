@@ -38,7 +38,7 @@ async def talk(page: Page) -> None:
     await page.click(".new-chat")
     await page.set("[name=system]", SYSTEM)
     await page.set("[name=max_tokens]", "80")
-    await page.set("[name=stop]", "\n\ndef")
+    await page.set("[name=stop]", "\\n\\ndef")
     await ask(page, CODE)
     await page.set("[name=max_tokens]", "8")
     await ask(page, TABLE, 2)

@@ -50,11 +50,11 @@ async def test_settings_are_sent_as_they_are_set(page: Page, pages: str) -> None
     values = {"temperature": 0, "top_p": 0.9, "seed": 7, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
     for name, value in values.items():
         await page.set(f"[name={name}]", str(value))
-    await page.set("[name=stop]", "END\nSTOP")
+    await page.set("[name=stop]", "END\n\\nSTOP")
     await page.set("[name=system]", "You are terse.")
     await ask(page, "And now?", 2)
     body = asked(page)[-1]
-    assert body.items() >= (values | {"max_tokens": 2, "stop": ["END", "STOP"]}).items()
+    assert body.items() >= (values | {"max_tokens": 2, "stop": ["END", "\nSTOP"]}).items()
     assert body["messages"][0] == {"role": "system", "content": "You are terse."}
     # Emptied again, a field is not sent, least of all as 0.
     await page.set("[name=temperature]", "")
