@@ -60,6 +60,37 @@ def test_compose_mounts_what_there_is() -> None:
         assert (ROOT / "docker" / mount.split(":")[0]).exists(), mount
 
 
+def test_open_webui_is_offered_and_asks_the_server() -> None:
+    compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
+    services = compose["services"]
+    # Without its profile nothing of it is started.
+    assert [name for name, service in services.items() if "profiles" in service] == ["open-webui"]
+    webui = services["open-webui"]
+    assert webui["profiles"] == ["webui"]
+    port = services["server"]["ports"][0].split(":")[-1]
+    assert webui["environment"]["OPENAI_API_BASE_URL"] == f"http://server:{port}/v1"
+    # YAML's true would be no string, which compose refuses; an empty key would switch the connection off.
+    assert all(isinstance(value, str) and value for value in webui["environment"].values())
+    # Without log-in it must not be reachable from elsewhere.
+    assert webui["environment"]["WEBUI_AUTH"] == "false"
+    assert all(port.startswith("127.0.0.1:") for port in webui["ports"])
+    # It waits for a server that answers, which the image's health check says.
+    assert webui["depends_on"] == {"server": {"condition": "service_healthy"}}
+    assert "HEALTHCHECK" in (ROOT / "Dockerfile").read_text()
+    assert ":" in webui["image"]
+    assert not webui["image"].endswith((":main", ":latest"))
+    # Every named volume is declared, and no two services want one port of the machine.
+    named = {
+        volume.split(":")[0]
+        for service in services.values()
+        for volume in service["volumes"]
+        if not volume.startswith("./")
+    }
+    assert named == set(compose["volumes"])
+    ports = [port.split(":")[-2] for service in services.values() for port in service["ports"]]
+    assert len(set(ports)) == len(ports)
+
+
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
 def test_healthcheck(status: int, code: int, *, tls: bool, tmp_path: Path) -> None:

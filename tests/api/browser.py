@@ -25,6 +25,9 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 KEY = "secret-key"
 ADAPTER = "sql-adapter"
 PATIENCE_S = 60.0
+SHORT = {"temperature": 0, "max_tokens": 12}
+ENDED = "document.querySelectorAll('article.assistant[aria-busy=false]').length === {}"
+"""That so many answers have come to their ends."""
 # Thoughts are opened where a request asks for reasoning.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -99,7 +102,8 @@ class Page:
         """A DevTools command's result."""
         number = await self._send(method, params)
         while True:
-            message = json.loads(await asyncio.wait_for(self._socket.recv(), PATIENCE_S))
+            async with asyncio.timeout(PATIENCE_S):
+                message = json.loads(await self._socket.recv())
             await self._note(message.get("method"), message.get("params", {}))
             if message.get("id") == number:
                 assert "error" not in message, message
@@ -155,9 +159,10 @@ class Page:
             raise AssertionError(f"never true: {expression}\nThe page shows:\n{shown}\n{self.troubles}") from None
 
     async def go(self, address: str) -> None:
-        """Open an address and wait for its document."""
-        await self.call("Page.navigate", url=address)
-        await self.until("document.readyState === 'complete'")
+        """Open an address and wait for its document; a new one, even where only the part behind # differs."""
+        for url in ("about:blank", address):
+            await self.call("Page.navigate", url=url)
+            await self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     async def text(self, selector: str) -> str:
         """Text of the first element; "" where there is none."""
@@ -237,3 +242,44 @@ async def tab(debugger: str, address: str = "about:blank") -> AsyncIterator[Page
                     yield page
             finally:
                 await browser.call("Target.disposeBrowserContext", browserContextId=context)
+
+
+async def keep_settings(page: Page, values: dict[str, Any]) -> None:
+    """What new chats begin with, from the next load on."""
+    await page.value(f"localStorage.setItem('nf4-chat.settings', {json.dumps(json.dumps(values))})")
+
+
+async def load(page: Page, address: str) -> None:
+    """Open the chat page and wait for its models."""
+    await page.go(address)
+    await page.until("document.getElementById('model').value")
+
+
+async def send(page: Page, text: str) -> None:
+    """Write a message and send it with Enter."""
+    await page.set("#text", text)
+    await page.value("document.getElementById('text').focus()")
+    await page.press("Enter")
+
+
+async def ask(page: Page, text: str, answers: int = 1) -> str:
+    """Send a message and wait for its answer, the answers-th on the page; its text."""
+    await send(page, text)
+    await page.until(ENDED.format(answers))
+    return (await page.texts("article.assistant .prose"))[-1]
+
+
+def asked(page: Page) -> list[dict[str, Any]]:
+    """The chat requests that the page has sent."""
+    return [json.loads(one["postData"]) for one in page.requests if one["url"].endswith("/v1/chat/completions")]
+
+
+@contextlib.asynccontextmanager
+async def chat_page(debugger: str, pages: str) -> AsyncIterator[Page]:
+    """The chat page in a fresh profile that has the key and asks for short answers."""
+    async with tab(debugger, f"{pages}/docs") as page:
+        await page.size(1200, 800)
+        await keep_settings(page, SHORT)
+        await page.value(f"localStorage.setItem('nf4-chat.key', {json.dumps(KEY)})")
+        await load(page, f"{pages}/")
+        yield page

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
@@ -14,6 +14,9 @@ import pytest
 from server.text.tokenizer import Tokenizer
 from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, start_server
+
+if TYPE_CHECKING:
+    from tests.api.browser import Page
 
 MODEL = "smollm2-135m-instruct"
 
@@ -74,3 +77,33 @@ def byte_tokenizer(embedded_folder: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def server_url(server: RunningServer) -> str:
     return server.base_url
+
+
+@pytest.fixture(scope="session")
+def pages(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the server whose pages the browser looks at: see tests/api/browser.py."""
+    from tests.api.browser import serve_pages
+
+    with serve_pages(embedded_folder, tmp_path_factory.mktemp("pages")) as running:
+        yield running.base_url
+
+
+@pytest.fixture(scope="session")
+def debugger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a browser's DevTools; tests with it are skipped where there is no Chromium."""
+    pytest.importorskip("websockets.asyncio.client")
+    from tests.api.browser import BROWSER, start_browser
+
+    if BROWSER is None:
+        pytest.skip("no Chromium in the machine")
+    with start_browser(tmp_path_factory.mktemp("browser")) as address:
+        yield address
+
+
+@pytest.fixture
+async def page(debugger: str, pages: str) -> AsyncIterator[Page]:
+    """The chat page, in a fresh profile with short answers."""
+    from tests.api.browser import chat_page
+
+    async with chat_page(debugger, pages) as opened:
+        yield opened

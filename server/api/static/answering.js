@@ -28,7 +28,7 @@ export async function answer(conversation, question, model, changed) {
   running.set(conversation.id, { controller, conversation });
   changed(conversation, message);
   const started = performance.now();
-  let saved = started;
+  let saved = -SAVE_EVERY_MS;
   try {
     const body = { model, messages: request(conversation, question), ...samplingOptions(conversation.settings) };
     for await (const part of streamChat(body, controller.signal)) {

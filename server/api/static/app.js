@@ -196,6 +196,8 @@ for (const button of document.querySelectorAll(".new-chat")) button.addEventList
 at("chat-menu").addEventListener("click", () => openMenu(at("chat-menu"), current.id));
 at("list-button").addEventListener("click", () => toggleSidebar());
 at("shade").addEventListener("click", () => toggleSidebar(false));
+// Also of the conversation that is open already, whose address changes nothing.
+at("conversations").addEventListener("click", (event) => event.target.closest("a") && toggleSidebar(false));
 at("search").addEventListener("input", () => showList(conversations.values(), current.id));
 at("model").addEventListener("change", () => settingsChanged({ model: at("model").value }));
 for (const button of document.querySelectorAll(".open-settings")) button.addEventListener("click", () => at("settings").showModal());
@@ -259,7 +261,7 @@ document.addEventListener("keydown", (event) => {
 });
 addEventListener("popstate", openFromAddress);
 addEventListener("pagehide", saveRunning);
-document.addEventListener("visibilitychange", () => document.hidden || look());
+document.addEventListener("visibilitychange", () => (document.hidden ? saveRunning() : look()));
 
 async function otherTab({ saved, removed }) {
   if (removed) conversations.delete(removed);

@@ -9,7 +9,7 @@ export function samplingOptions(settings) {
   const options = {};
   for (const name of NUMBERS) if (Number.isFinite(settings[name])) options[name] = settings[name];
   if (settings.reasoning_effort) options.reasoning_effort = settings.reasoning_effort;
-  const stop = settings.stop?.split("\n").filter((line) => line);
+  const stop = settings.stop?.split("\n").filter((line) => line).map((line) => line.replaceAll("\\n", "\n"));
   if (stop?.length) options.stop = stop;
   return options;
 }
