@@ -122,7 +122,7 @@ dashboards-check: $(VENV)/.dev kernels model ## ask every panel's query of a Pro
 	$(BIN)/python -m dashboards.check $(PROMETHEUS)
 
 page-vendor: ## fetch the chat page's libraries from npm, as server/api/static/vendor/pins.json names them
-	$(PYTHON) server/api/static/vendor/refresh.py
+	$(PYTHON) -m tests.api.vendored
 
 page-screenshots: $(VENV)/.dev kernels model ## take the chat page's pictures in docs/ anew (needs Chromium)
 	$(BIN)/python -m tests.api.screenshots

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,8 @@ class Page:
         self._answers: dict[str, Any] = {}
         self.troubles: list[str] = []
         self.requests: list[dict[str, Any]] = []
+        self.neighbour: Callable[[str], contextlib.AbstractAsyncContextManager[Page]]
+        """Opens an address in another tab of the same profile."""
 
     async def call(self, method: str, **params: Any) -> Any:
         """A DevTools command's result."""
@@ -228,20 +230,29 @@ async def tab(debugger: str, address: str = "about:blank") -> AsyncIterator[Page
 
     async with httpx.AsyncClient(trust_env=False) as http:
         version = (await http.get(f"{debugger}/json/version")).json()
-        async with connect(version["webSocketDebuggerUrl"], max_size=None) as control:
-            browser = Page(control)
-            context = (await browser.call("Target.createBrowserContext"))["browserContextId"]
-            made = await browser.call("Target.createTarget", url="about:blank", browserContextId=context)
-            place = f"{debugger.replace('http', 'ws', 1)}/devtools/page/{made['targetId']}"
-            try:
-                async with connect(place, max_size=None) as socket:
-                    page = Page(socket)
-                    for domain in ("Runtime", "Log", "Page", "Network"):
-                        await page.call(f"{domain}.enable")
-                    await page.go(address)
-                    yield page
-            finally:
-                await browser.call("Target.disposeBrowserContext", browserContextId=context)
+    async with connect(version["webSocketDebuggerUrl"], max_size=None) as control:
+        browser = Page(control)
+        context = (await browser.call("Target.createBrowserContext"))["browserContextId"]
+        try:
+            async with _tab_of(debugger, browser, context, address) as page:
+                page.neighbour = lambda other: _tab_of(debugger, browser, context, other)
+                yield page
+        finally:
+            await browser.call("Target.disposeBrowserContext", browserContextId=context)
+
+
+@contextlib.asynccontextmanager
+async def _tab_of(debugger: str, browser: Page, context: str, address: str) -> AsyncIterator[Page]:
+    from websockets.asyncio.client import connect
+
+    made = await browser.call("Target.createTarget", url="about:blank", browserContextId=context)
+    place = f"{debugger.replace('http', 'ws', 1)}/devtools/page/{made['targetId']}"
+    async with connect(place, max_size=None) as socket:
+        page = Page(socket)
+        for domain in ("Runtime", "Log", "Page", "Network"):
+            await page.call(f"{domain}.enable")
+        await page.go(address)
+        yield page
 
 
 async def keep_settings(page: Page, values: dict[str, Any]) -> None:

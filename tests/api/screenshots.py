@@ -55,8 +55,8 @@ async def main(folder: Path) -> None:
         async with chat_page(debugger, server.base_url) as page:
             await talk(page)
             for name, scheme, width, height, scale in (
-                ("light", "light", 1200, 860, 1.5),
-                ("dark", "dark", 1200, 860, 1.5),
+                ("light", "light", 1200, 940, 1.4),
+                ("dark", "dark", 1200, 940, 1.4),
                 ("phone", "light", 390, 844, 2),
             ):
                 await page.scheme(scheme)

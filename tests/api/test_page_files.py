@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import gzip
-import importlib.util
 import json
 import re
 import tomllib
@@ -17,12 +16,13 @@ import pytest
 from server.api.routes.pages import ASSETS
 from server.app import create_app
 from server.config import Config, HttpConfig
+from tests.api.vendored import table
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "server/api/static"
 VENDOR = STATIC / "vendor"
 # Of the sources, not of what is installed or sent.
-SOURCE_ONLY = {"vendor/pins.json", "vendor/refresh.py", "vendor/.gitattributes"}
+SOURCE_ONLY = {"vendor/pins.json", "vendor/.gitattributes"}
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def test_the_digest_is_of_what_is_there(http: httpx.AsyncClient) -> None:
     "name",
     [
         "../routes/pages.py", "..%2froutes%2fpages.py", "%2e%2e/%2e%2e/config.py", "....//config.py", "/etc/passwd",
-        "%2fetc%2fpasswd", "vendor/../../routes/pages.py", "vendor/..%5c..%5cconfig.py", "vendor/refresh.py",
+        "%2fetc%2fpasswd", "vendor/../../routes/pages.py", "vendor/..%5c..%5cconfig.py", "vendor/VENDORED.md",
         "vendor/pins.json", "chat.html", "vendor", "vendor/", "", "app.js%00", "app.js/", "APP.JS", "\\app.js",
     ],
 )  # fmt: skip
@@ -127,14 +127,9 @@ def test_modules_import_what_is_served() -> None:
 
 def test_vendored_files_are_those_that_were_pinned() -> None:
     listed = (VENDOR / "VENDORED.md").read_text()
-    spec = importlib.util.spec_from_file_location("refresh", VENDOR / "refresh.py")
-    assert spec
-    assert spec.loader
-    refresh = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(refresh)
     pins = json.loads((VENDOR / "pins.json").read_text())
     # The table has each file's sha256: it is the same only if the files are.
-    assert refresh.table(pins) == listed
+    assert table(pins) == listed
     assert {name for pin in pins for name in pin["files"].values()} | {"VENDORED.md"} == {
         name.removeprefix("vendor/") for name in names() if name.startswith("vendor/")
     }

@@ -161,6 +161,8 @@ async def test_edit_regenerate_and_versions(page: Page) -> None:
     first = await ask(page, "What is the capital of France?")
     await page.click(".assistant [aria-label=Regenerate]")
     await page.until("document.querySelector('.assistant .count')?.innerText === '2/2'")
+    await page.until(ENDED.format(1))
+    assert await page.count("article") == 2
     assert [message["role"] for message in asked(page)[-1]["messages"]] == ["user"]
     await page.click("[aria-label='Earlier version']")
     assert await page.text(".assistant .count") == "1/2"
@@ -204,6 +206,7 @@ async def test_errors_lose_nothing(page: Page) -> None:
     await page.click(".failure button")
     await page.until("document.querySelector('.figures span')")
     assert await page.texts(".user .text") == ["Is somebody there?"]
+    assert await page.count("article") == 2
     assert await page.count(".failure:not([hidden])") == 0
     assert asked(page)[-1]["messages"] == [{"role": "user", "content": "Is somebody there?"}]
 

@@ -125,6 +125,8 @@ function branchOff(change) {
     return;
   }
   const question = change();
+  // The answer to come takes the place of the one that was there.
+  if (question) current.leaf = question;
   showConversation(current);
   refresh();
   keep(current);

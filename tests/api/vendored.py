@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[2] / "server/api/static/vendor"
 HEAD = """# Vendored libraries of the chat page
 
 Unchanged files of npm packages. `pins.json` pins their versions and the packages' sha512; `make page-vendor` fetches them
