@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 .PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
-.PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check serve-ray test-ray clean
+.PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check serve-ray test-ray test-routers clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -80,6 +80,10 @@ test-clients: $(VENV)/.dev kernels model ## openai, anthropic, langchain, lm-eva
 
 test-ray: $(VENV)/.dev $(VENV)/.ray kernels model ## two replicas on a real Ray: streams, a replica that is killed, one that cannot start
 	$(BIN)/python -m pytest tests/ray_serve/replicas.py
+
+test-routers: $(VENV)/.dev kernels model ## SGLang's router over two servers
+	$(BIN)/python -m pip install --quiet 'sglang-router>=0.3.2'
+	$(BIN)/python -m pytest tests/deploy/sglang_router.py
 
 fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)
 	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/test_schemathesis.py

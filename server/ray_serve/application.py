@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
@@ -14,6 +14,8 @@ from server.ray_serve.engine import Engine
 from server.ray_serve.ingress import Ingress
 from server.ray_serve.router import PrefixAffinityRouter
 from server.serving import ABORT_GRACE_S
+
+Model = TypeVar("Model", bound=BaseModel)
 
 # Beside the requests that a replica admits: those it refuses, and /health.
 BESIDES = 64
@@ -35,17 +37,16 @@ class Options(BaseModel):
     max_replicas: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float = Field(default=24, gt=0)
     """Of a replica; what autoscaling aims at."""
+    router: Literal["prefix_affinity", "power_of_two"] = "prefix_affinity"
+    """power_of_two: the less busy of two at random, whatever the prompt."""
     imbalance: int = Field(default=16, ge=0)
     """Requests that the replica with a prompt's beginning may be ahead of the one with the fewest."""
 
 
-def build(options: Options) -> Application:
-    """The application. Raises ConfigError with one line that names the field."""
-    try:
-        config = Config.model_validate(options.config)
-    except ValidationError as e:
-        first = e.errors()[0]
-        raise ConfigError(f"args.config.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from e
+def build(args: dict[str, Any]) -> Application:
+    """The application; args are Options. Raises ConfigError with one line that names the field."""
+    options = _validated(Options, args, "args")
+    config = _validated(Config, options.config, "args.config")
     if config.engine.allow_runtime_lora:
         raise ConfigError(
             "args.config.engine.allow_runtime_lora: replicas serve the adapters of engine.lora_modules only"
@@ -54,6 +55,14 @@ def build(options: Options) -> Application:
         raise ConfigError(f"args.max_replicas: {options.max_replicas} is less than args.replicas ({options.replicas})")
     engines = _engines(options, config)
     return _ingress(config).bind(engines)
+
+
+def _validated(model: type[Model], data: dict[str, Any], name: str) -> Model:
+    try:
+        return model.model_validate(data)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ConfigError(f"{'.'.join([name, *(str(p) for p in first['loc'])])}: {first['msg']}") from None
 
 
 def _engines(options: Options, config: Config) -> Application:
@@ -80,12 +89,21 @@ def _engines(options: Options, config: Config) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5,
         health_check_timeout_s=30,
-        request_router_config=RequestRouterConfig(
-            request_router_class=PrefixAffinityRouter, request_router_kwargs={"imbalance": options.imbalance}
-        ),
+        **_routing(options),
         **scale,
     )
     return deployment.bind(config.model_dump(mode="json"))
+
+
+def _routing(options: Options) -> dict[str, Any]:
+    if options.router == "power_of_two":  # Ray's default
+        return {}
+    kwargs = {"imbalance": options.imbalance}
+    return {
+        "request_router_config": RequestRouterConfig(
+            request_router_class=PrefixAffinityRouter, request_router_kwargs=kwargs
+        )
+    }
 
 
 def _ingress(config: Config) -> Any:
@@ -103,7 +121,8 @@ def _ingress(config: Config) -> Any:
     return serve.deployment(
         serve.ingress()(Door),
         name="Ingress",
-        ray_actor_options={"num_cpus": 0.1},
+        # None of its own, so that engines may have all of a small machine's cores.
+        ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=10_000,
         graceful_shutdown_timeout_s=config.http.drain_timeout_s + ABORT_GRACE_S,
     )

@@ -62,6 +62,7 @@ class Engine:
     async def answer(self, request: Request, beginnings: tuple[bytes, ...] = ()) -> AsyncIterator[list[Message]]:
         """ASGI's messages of the answer, as many at a time as there are; beginnings are for the router.
 
+        None at all come first, at once: the ingress learns that the request is here.
         Ray cancels this when the client is gone, which ends the request in the engine.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -84,6 +85,7 @@ class Engine:
 
         task = asyncio.create_task(run(), name="answer")
         try:
+            yield []
             done = False
             while not done:
                 batch = [await messages.get()]

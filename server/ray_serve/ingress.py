@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # A replica that dies before it has answered anything: the request is sent to another.
 TRIES = 3
+# How long Ray may look for a replica that takes a request: there may be none yet, or none with room.
+ACCEPTED_S = 10.0
 LOST = (RayActorError, DeploymentUnavailableError)
 
 
@@ -44,11 +47,11 @@ class Ingress:
             return
         if scope["type"] != "http":
             return
-        if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
-            await Response(await self._metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
-            return
         answer = Answer(send)
         try:
+            if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
+                await Response(await self._metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
+                return
             body = await self._read(HttpRequest(scope, receive))
             await self._relay(Request(_portable(scope), body), answer)
         except ClientDisconnect:
@@ -70,10 +73,14 @@ class Ingress:
         for left in reversed(range(TRIES)):
             messages = self._stream.answer.remote(request, blocks)
             try:
+                # The first one is empty: a replica has the request.
+                await asyncio.wait_for(anext(messages), ACCEPTED_S)
                 async for batch in messages:
                     for message in batch:
                         await answer.send(message)
                 return
+            except TimeoutError as e:
+                raise unavailable("No replica is ready to answer.", "no_replica", 5) from e
             except LOST as e:
                 logger.warning("a replica was lost: %s", type(e).__name__)
                 if answer.begun:
@@ -88,8 +95,12 @@ class Ingress:
                 messages.cancel()
 
     async def _metrics(self) -> bytes:
-        """The metrics of all replicas, with the label replica."""
-        replies: list[tuple[str, bytes]] = await self._engines.broadcast("metrics").results_async()
+        """The metrics of all replicas, with the label replica. Raises ApiError while there is none, or one is lost."""
+        try:
+            asked = self._engines.broadcast("metrics").results_async()
+            replies: list[tuple[str, bytes]] = await asyncio.wait_for(asked, ACCEPTED_S)
+        except (TimeoutError, RayActorError, RayServeException) as e:
+            raise unavailable("Not all replicas have told their metrics.", "no_replica", 5) from e
         return generate_latest(_Merged(replies))
 
 

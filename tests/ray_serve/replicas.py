@@ -17,7 +17,8 @@ import ray
 from ray import serve
 
 from bench.processes import free_port
-from server.ray_serve.application import Options, build
+from server.config import ConfigError
+from server.ray_serve.application import build
 from tests.api.conftest import MODEL, chat_body, user
 
 CHAT = "/v1/chat/completions"
@@ -34,7 +35,7 @@ def http(embedded_folder: Path) -> Iterator[httpx.Client]:
     port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build(Options(config=CONFIG, replicas=2, imbalance=4)), name="nf4", route_prefix="/")
+    serve.run(build({"config": CONFIG, "replicas": 2, "imbalance": 4}), name="nf4", route_prefix="/")
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False) as client:
         yield client
     serve.shutdown()
@@ -74,7 +75,7 @@ def whole(lines: list[str]) -> bool:
         return True
     error = json.loads(lines[-1].removeprefix("data: "))["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] in ("replica_lost", "engine_error", "shutting_down")
+    assert error["code"] in ("replica_lost", "no_replica", "engine_error", "shutting_down")
     return False
 
 
@@ -145,10 +146,47 @@ def test_a_killed_replica(http: httpx.Client) -> None:
     assert whole(stream(http, "Are you there?"))
 
 
+def test_a_rolling_update(http: httpx.Client) -> None:
+    """Replicas of another configuration take over while streams run: none is lost."""
+    old = set(samples(http, "nf4_engine_up"))
+    changed = {**CONFIG, "http": {**CONFIG["http"], "max_queue": 128}}
+    stop = threading.Event()
+
+    def ask(i: int) -> int:
+        count = 0
+        while not stop.is_set():
+            assert whole(stream(http, f"Write about {i * 7919 + count}.", max_tokens=32))
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, i) for i in range(4)]
+        try:
+            serve.run(build({"config": changed, "replicas": 2, "imbalance": 4}), name="nf4", route_prefix="/")
+            until(lambda: len(new := set(samples(http, "nf4_engine_up"))) == 2 and not new & old)
+        finally:
+            stop.set()
+        assert all(each.result(PATIENCE_S) for each in asking)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"gpu": 1}, "args.gpu"),
+        ({"replicas": 0}, "args.replicas"),
+        ({"replicas": 2, "max_replicas": 1}, "args.max_replicas"),
+        ({"config": {"engine": {"device": "abacus"}}}, "args.config.engine.device"),
+        ({"config": {"engine": {"allow_runtime_lora": True}}}, "args.config.engine.allow_runtime_lora"),
+    ],
+)
+def test_bad_arguments_are_named(args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}: .*$"):
+        build(args)
+
+
 def test_a_replica_that_cannot_start(http: httpx.Client) -> None:
     """The status says why in one line, and the other application goes on."""
-    options = Options(config={"model": "/nowhere"}, cpus=0.5)
-    serve._run(build(options), name="bad", route_prefix="/bad", _blocking=False)
+    serve._run(build({"config": {"model": "/nowhere"}, "cpus": 0.5}), name="bad", route_prefix="/bad", _blocking=False)
     try:
 
         def message() -> str:
@@ -156,6 +194,9 @@ def test_a_replica_that_cannot_start(http: httpx.Client) -> None:
             return deployments["Engine"].message if "Engine" in deployments else ""
 
         until(lambda: "/nowhere: no such folder" in message())
+        refused = http.get("/bad/health")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
+        assert int(refused.headers["retry-after"]) > 0
         assert whole(stream(http, "Still there?"))
     finally:
         serve.delete("bad")

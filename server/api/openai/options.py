@@ -40,6 +40,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repeat_last_n": (-1,),
     "template": (),
     "kv_transfer_params": (),
+    # SGLang's router writes these into every request.
+    "no_stop_trim": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
 }
 """Options of OpenAI's and its peers' servers that are not offered, with the values that ask for nothing."""
 
