@@ -23,9 +23,14 @@
   NF4_INSTANCE(64, 2, 4, 5, kDoubleBufferedSums, false)                                                         \
   /* as 16 x 3; 144 registers a thread hold one buffer of sums, not two */                                      \
   NF4_INSTANCE(64, 3, 4, 3, kSums, false)                                                                       \
+  /* as 128 x 2; smaller token stages, so two more fit */                                                       \
+  NF4_INSTANCE(96, 2, 4, 7, kSums, true)                                                                        \
   /* there are registers for one buffer; ping-pong decodes meanwhile, 2 to 3 % faster */                        \
   NF4_INSTANCE(128, 2, 4, 5, kSums, true)                                                                       \
-  /* there are no registers for a buffer beside the tile's sums */                                              \
+  /* there are no registers for a buffer beside the tile's sums; as many token stages as fit */                 \
+  NF4_INSTANCE(160, 2, 3, 5, kWeights, false)                                                                   \
+  NF4_INSTANCE(192, 2, 3, 4, kWeights, false)                                                                   \
+  NF4_INSTANCE(224, 2, 4, 3, kWeights, false)                                                                   \
   NF4_INSTANCE(256, 2, 3, 3, kWeights, false)
 #endif
 
@@ -99,9 +104,9 @@ bool build_args(const Nf4Linear& linear, const WgmmaPlan& plan, const WgmmaSizes
   args->scale_shift = log2_of(w.blocksize / 64);
   args->steps = static_cast<int>(sizes.steps);
   args->token_tiles = static_cast<int>(sizes.token_tiles);
-  args->whole_scales = args->k_blocks % 4 == 0 && w.blocksize == 64 &&
-                       (w.absmax_8bit ? aligned(w.absmax_8bit, 4) : aligned(w.absmax, 16));
-  args->wide_scales = args->whole_scales && args->k_blocks % 16 == 0 && aligned(w.absmax_8bit, 16);
+  args->own_scales = w.blocksize == 64;
+  args->wide_scales = args->k_blocks % (w.absmax_8bit ? 16 : 4) == 0 &&
+                      aligned(w.absmax_8bit ? static_cast<const void*>(w.absmax_8bit) : w.absmax, 16);
   return divide_steps(plan, sizes, args);
 }
 
