@@ -22,7 +22,7 @@ WGMMA_INSTANCES = (
     (224, 2),
     (256, 2),
 )
-"""(tokens of a tile, warpgroups): the instances of csrc/cuda/wgmma_sm90/linear_wgmma.cu; ordered by tokens."""
+"""(tokens of a tile, warpgroups): the instances of csrc/cuda/wgmma_sm90/instances.cuh; ordered by tokens."""
 WGMMA_TOKENS = range(9, 1025)
 K_STEP = 256
 """k of a step, the unit of work that stream-K hands out."""
@@ -39,7 +39,7 @@ class Wgmma:
     """0: stream-K. Else every tile is split alike, and the block that has its first k steps has so many of them."""
 
     def workspace_bytes(self, m: int, n: int, k: int) -> int:
-        """Tiled activations and partial sums of split tiles: WgmmaSizes of csrc/cuda/wgmma_sm90/linear_wgmma.cu."""
+        """Tiled activations and partial sums of split tiles: WgmmaSizes of csrc/cuda/wgmma_sm90/launch.cuh."""
         token_tiles, rows = -(-m // self.tokens), self.groups * 64
         tiled = token_tiles * self.tokens * -(-k // K_STEP) * K_STEP * 2
         split = -(-n // rows) * token_tiles % self.grid != 0

@@ -77,7 +77,7 @@ struct RawScales {
     }
   }
   // count: how many of the k step's scales the row has.
-  __device__ __forceinline__ float4 decoded(int i, int count, const float*) const {
+  __device__ __forceinline__ float4 decoded(const WgmmaArgs&, int i, int count, const float*) const {
     float4 of = scales[i];
     return make_float4(of.x, count > 1 ? of.y : 0.0f, count > 2 ? of.z : 0.0f, count > 3 ? of.w : 0.0f);
   }
@@ -85,12 +85,15 @@ struct RawScales {
 template <int kSteps>
 struct RawScales<true, kSteps> {
   unsigned raw[kSteps + 1];
-  int shift;                   // the bits of the first word in front of the first scale
-  float absmax[2], offset[2];  // second-level scales of the first scale's group of 256 and of the last one's
-  int second;                  // the scale from which the second ones count
+  int shift;       // the bits of the first word in front of the first scale
+  unsigned first;  // the first scale
+  // Second-level scales of the first scale's group of 256 and of the last one's. Those of one k step, where registers are
+  // short, load the last one's when they need it.
+  static constexpr int kGroups = kSteps > 1 ? 2 : 1;
+  float absmax[kGroups], offset[kGroups];
   __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
     const Nf4Weight& w = args.weight;
-    unsigned first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
+    first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
     int count = min((min(kSteps - 1, last - step) + 1) * 4, args.k_blocks - step * 4);
     const uint8_t* from = w.absmax_8bit + first;
     shift = 0;
@@ -105,19 +108,28 @@ struct RawScales<true, kSteps> {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) raw[i] = __ldg(aligned + min(i, words - 1));
       raw[kSteps] = kSteps < words ? __ldg(aligned + kSteps) : 0;
+      // One k step's are put together at once, where registers are short.
+      if (kSteps == 1) raw[0] = __funnelshift_r(raw[0], raw[1], shift);
     }
-    unsigned group = first >> 8, end = (first + count - 1) >> 8;
-    second = static_cast<int>(256 - first % 256);
-    absmax[0] = __ldg(w.absmax + group);
-    absmax[1] = __ldg(w.absmax + end);
-    offset[0] = __ldg(w.absmax_offset + group * w.offset_stride);
-    offset[1] = __ldg(w.absmax_offset + end * w.offset_stride);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      unsigned group = (first + i * (count - 1)) >> 8;
+      absmax[i] = __ldg(w.absmax + group);
+      offset[i] = __ldg(w.absmax_offset + group * w.offset_stride);
+    }
   }
-  __device__ __forceinline__ float4 decoded(int i, int count, const float* code) const {
-    unsigned four = __funnelshift_r(raw[i], raw[i + 1], shift);
+  __device__ __forceinline__ float4 decoded(const WgmmaArgs& args, int i, int count, const float* code) const {
+    int second = static_cast<int>(256 - first % 256);  // the scale from which the last group's count
+    float last_absmax = absmax[kGroups - 1], last_offset = offset[kGroups - 1];
+    if (kSteps == 1 && second < count) {
+      unsigned group = (first >> 8) + 1;
+      last_absmax = __ldg(args.weight.absmax + group);
+      last_offset = __ldg(args.weight.absmax_offset + group * args.weight.offset_stride);
+    }
+    unsigned four = kSteps == 1 ? raw[0] : __funnelshift_r(raw[i], raw[i + 1], shift);
     auto scale = [&](int byte) {
-      bool first = i * 4 + byte < second;
-      float by = first ? absmax[0] : absmax[1], add = first ? offset[0] : offset[1];
+      bool early = i * 4 + byte < second;
+      float by = early ? absmax[0] : last_absmax, add = early ? offset[0] : last_offset;
       float found = nested_scale(code[four >> 8 * byte & 255], by, add);
       return byte < count ? found : 0.0f;
     };
@@ -200,7 +212,7 @@ __device__ __forceinline__ void load_scales(const WgmmaArgs& args, WgmmaLayout<T
         if (batch + j >= end) break;
         wait_stage();
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) store(i, raw[i].decoded(j, args.k_blocks - (batch + j) * 4, code));
+        for (int i = 0; i < kPerThread; ++i) store(i, raw[i].decoded(args, j, args.k_blocks - (batch + j) * 4, code));
         commit_stage();
       }
     }

@@ -50,9 +50,9 @@ struct WgmmaTraits : Instance {
 
   // A multiprocessor's registers, divided among the warpgroups by setmaxnreg.
   static_assert(kGroups == 2 || kGroups == 3, "registers are divided for two or three consumer warpgroups");
-  static constexpr bool kManySums = kTokens > 192;
-  static constexpr int kProducerRegisters = kManySums ? 40 : kGroups == 2 ? 72 : 80;
-  static constexpr int kConsumerRegisters = kManySums ? 232 : kGroups == 2 ? 216 : 144;
+  static constexpr bool kManySums = kTokens > 224;
+  static constexpr int kProducerRegisters = kManySums ? 56 : kGroups == 2 ? 72 : 80;
+  static constexpr int kConsumerRegisters = kManySums ? 224 : kGroups == 2 ? 216 : 144;
 };
 
 struct WgmmaArgs {
