@@ -143,7 +143,7 @@ def gated_linear(
     """activation(the first N / 2 columns of fused_linear()) times the others: [..., N / 2], as reference.gated() rounds.
 
     activation: one of params.ACTIVATIONS. tile: where not 0, the result is tiled activations [_, _, tile, 64] for
-    tiled_linear(). In the GEMM's own launches where can_gate() says so (with a tile: a power of two from 8 on, and N a
+    tiled_linear(). In the GEMM's own launches where can_gate() says so (with a tile: a multiple of 8, and N a
     multiple of 512), else in some of torch's behind it. ValueError and KernelError as of linear().
     """
     n, k = weight.matrix

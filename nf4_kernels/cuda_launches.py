@@ -54,7 +54,7 @@ def can_norm(dtype: torch.dtype, k: int) -> bool:
 
 def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
     """Whether linear_wgmma makes a gated activation of n sums, in tiles of that many tokens where not 0."""
-    tiled = tile == 0 or (tile >= 8 and tile & (tile - 1) == 0 and n % 512 == 0)
+    tiled = tile == 0 or (tile >= 8 and tile % 8 == 0 and n % 512 == 0)
     return dtype == torch.bfloat16 and n % 16 == 0 and tiled
 
 

@@ -71,8 +71,8 @@ typedef struct {
   float norm_eps;
   const void* tiles; /* linear_wgmma only: tiled activations (defined in nf4_kernels/reference.py) instead of x; else null */
   int32_t activation;
-  int32_t out_tile; /* with an activation: 0, or out is tiled activations with this many tokens a tile, a power of two from 8
-                       on; n is a multiple of 512 then */
+  int32_t out_tile; /* with an activation: 0, or out is tiled activations with this many tokens a tile, a multiple of
+                       8; n is a multiple of 512 then */
 } Nf4Linear;
 
 /* The words of a launch hold, in ns of the device's clock, when it began and when its last instruction ran, and in launches

@@ -68,7 +68,7 @@ def test_sources_of_a_room_for_hopper_are_compiled_for_hopper_alone() -> None:
         str(source.relative_to(build.SOURCES / "cuda")): build.cuda_archs(source, archs)
         for source in (build.SOURCES / "cuda").rglob("*.cu")
     }
-    assert targets["wgmma_sm90/linear_wgmma.cu"] == targets["wgmma_sm90/linear_wgmma_timed.cu"] == ["90a"]
+    assert targets["wgmma_sm90/linear_wgmma.cu"] == targets["wgmma_sm90/launches/up_to_32_timed.cu"] == ["90a"]
     assert targets["rows/linear_rows.cu"] == targets["dequantize.cu"] == archs
     assert build.cuda_archs(build.SOURCES / "cuda" / "some_sm90.cu", archs) == ["90a"]
     # The C entries must be there for other GPUs' libraries, too.

@@ -22,6 +22,7 @@ from nf4_kernels.plan import (
     rows_stages,
     shared_bytes,
 )
+from nf4_kernels.plan.wgmma import wgmma_candidates
 
 SOURCES = Path(cuda.__file__).parent / "csrc" / "cuda"
 SHAPES = (
@@ -102,6 +103,28 @@ def test_the_reducing_block_of_a_split_tile_ends_last_where_all_would_end_togeth
     assert choice.first_split_steps == 0
 
 
+@pytest.mark.parametrize(
+    ("m", "tokens"),
+    [(80, 96), (96, 96), (97, 128), (129, 160), (160, 160), (161, 192), (200, 224), (225, 256), (300, 160)],
+)
+def test_large_weights_have_the_smallest_tiles_that_hold_the_tokens(m: int, tokens: int) -> None:
+    for n, k in ((25600, 5120), (5120, 25600), (14336, 4096), (8192, 29568)):
+        choice = plan(m, n, k, 90, 132)
+        assert isinstance(choice, Wgmma)
+        assert choice.tokens == tokens
+
+
+def test_of_instances_with_as_many_tiles_the_smallest_is_a_candidate() -> None:
+    for m in (20, 65, 96, 130, 250, 270, 300, 513, 900):
+        found: dict[tuple[int, int], set[int]] = {}
+        for choice in wgmma_candidates(m, 25600, 5120, 132):
+            found.setdefault((choice.groups, -(-m // choice.tokens)), set()).add(choice.tokens)
+        for (groups, tiles), tokens in found.items():
+            assert len(tokens) == 1
+            whole = [size for size, of in WGMMA_INSTANCES if of == groups and -(-m // size) == tiles]
+            assert tokens == {whole[0]}, (m, groups, tiles)
+
+
 def test_a_thousand_tokens_of_many_k_go_tile_by_tile() -> None:
     choice = plan(1024, 8192, 28672, 90, 132)
     assert choice == Wgmma(256, 2, 64 * 4)
@@ -149,7 +172,7 @@ def test_the_instances_are_those_compiled() -> None:
 
 
 def test_the_wgmma_instances_are_those_compiled() -> None:
-    source = (SOURCES / "wgmma_sm90" / "linear_wgmma.cu").read_text()
+    source = (SOURCES / "wgmma_sm90" / "instances.cuh").read_text()
     compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), \d", source)
     assert {(int(tokens), int(groups)) for tokens, groups in compiled} == set(WGMMA_INSTANCES)
 

@@ -13,7 +13,9 @@ from tests.nf4_kernels.weights import quantized
 SIXTEEN_BIT = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize(("rows", "k", "tile"), [(1, 64, 16), (21, 320, 16), (64, 256, 64), (33, 4160, 32)])
+@pytest.mark.parametrize(
+    ("rows", "k", "tile"), [(1, 64, 16), (21, 320, 16), (64, 256, 64), (33, 4160, 32), (200, 320, 96)]
+)
 def test_the_order(rows: int, k: int, tile: int) -> None:
     x = torch.randn(rows, k, dtype=torch.bfloat16)
     tiles = reference.tile_activations(x, tile)

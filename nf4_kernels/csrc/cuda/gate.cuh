@@ -2,6 +2,8 @@
 // alternately, so that the thread that has the sums of a gate has those of its up, and writes activation(gate) * up.
 #pragma once
 
+#include <limits.h>
+
 #include "common.cuh"
 
 namespace nf4 {
@@ -9,22 +11,33 @@ namespace nf4 {
 struct Gate {
   int columns;      // of the output, which are as many as rows of gates; 0 where there is no activation
   bool cubic;       // GELU, approximated by tanh; else SiLU
-  int tile_shift;   // the output is tiled activations, 2^tile_shift tokens a tile; 0 where it is row-major
+  int tile;         // the output is tiled activations with so many tokens a tile; 0 where it is row-major
   int tile_blocks;  // 64-wide blocks of a tile's tokens
 
   // The index of an element of the output.
   __device__ __forceinline__ int place(int token, int column) const {
-    if (tile_shift == 0) return token * columns + column;
-    int word = column % 64 / 2, row = token & ((1 << tile_shift) - 1);
-    int tile = (token >> tile_shift) * tile_blocks + column / 64;
-    return ((tile << tile_shift) + row) * 64 + (word % 8 ^ row % 8) * 8 + word / 8 * 2 + column % 2;
+    if (tile == 0) return token * columns + column;
+    int word = column % 64 / 2, row = token % tile;
+    int block = token / tile * tile_blocks + column / 64;
+    return (block * tile + row) * 64 + (word % 8 ^ row % 8) * 8 + word / 8 * 2 + column % 2;
   }
-  // The distance in the output from one of the first 8 tokens of a launch's tile to the same column of the token `later`
-  // ones further on, in the same tile; `later` is a multiple of 8. The launch's tiles and the output's both have a power of
-  // two of tokens, so the output's tile changes at a multiple of its own size.
-  __device__ __forceinline__ int offset_of_later(int later) const {
-    int step = tile_shift ? 64 : columns, next_tile = tile_shift ? (tile_blocks - 1) << (tile_shift + 6) : 0;
-    return later * step + (later >> tile_shift) * next_tile;
+
+  // Walks down a column of the output, 8 tokens at a time. Tiles have a multiple of 8 tokens, so a token's place in the
+  // eight stays the same, and with it its swizzle.
+  struct Walk {
+    int place, step, left, tile, next_tile;  // left: tokens from here to the end of the output's tile
+    __device__ __forceinline__ void advance() {
+      place += step;
+      left -= 8;
+      if (left <= 0) {
+        left += tile;
+        place += next_tile;
+      }
+    }
+  };
+  __device__ __forceinline__ Walk walk(int token, int column) const {
+    if (tile == 0) return {place(token, column), 8 * columns, INT_MAX, 0, 0};
+    return {place(token, column), 8 * 64, tile - token % tile, tile, (tile_blocks - 1) * tile * 64};
   }
 
   __device__ __forceinline__ float activated(float x) const {
@@ -45,8 +58,7 @@ struct Gate {
 inline Gate gate_of(const Nf4Linear& linear) {
   if (linear.activation == NF4_NO_ACTIVATION) return Gate{};
   int columns = static_cast<int>(linear.weight.n / 2);
-  int shift = linear.out_tile ? log2_of(linear.out_tile) : 0;
-  return Gate{columns, linear.activation == NF4_GELU_TANH, shift, columns / 64};
+  return Gate{columns, linear.activation == NF4_GELU_TANH, linear.out_tile, columns / 64};
 }
 
 // Whether the epilogue can write the output that is asked for.
@@ -54,7 +66,7 @@ inline bool gate_fits(const Nf4Linear& linear) {
   if (linear.activation == NF4_NO_ACTIVATION) return linear.out_tile == 0;
   bool known = linear.activation == NF4_SILU || linear.activation == NF4_GELU_TANH;
   int tile = linear.out_tile;
-  bool tiled = tile == 0 || (tile >= 8 && (tile & (tile - 1)) == 0 && linear.weight.n % 512 == 0);
+  bool tiled = tile == 0 || (tile >= 8 && tile % 8 == 0 && linear.weight.n % 512 == 0);
   bool indexed = (linear.m + tile) * (linear.weight.n / 2) < int64_t{1} << 31;
   return known && tiled && indexed && linear.dtype == NF4_BFLOAT16 && linear.weight.n % 16 == 0 && !linear.residual;
 }

@@ -90,16 +90,17 @@ __device__ __forceinline__ void write_gated(const WgmmaArgs& args, int row, int 
   float add0 = bias ? to_float(bias[column]) : 0.0f, add1 = bias ? to_float(bias[column + args.gate.columns]) : 0.0f;
   bool odd = column % 2;
   token += odd;
-  T* out = static_cast<T*>(args.out) + args.gate.place(token, column - odd);
+  T* out = static_cast<T*>(args.out);
+  Gate::Walk walk = args.gate.walk(token, column - odd);
 #pragma unroll
-  for (int i = 0; i < Traits::kTokens / 2; i += 4) {
+  for (int i = 0; i < Traits::kTokens / 2; i += 4, walk.advance()) {
     auto two = [&](int from, float add) {
       return pack2<T>(fmaf(sum[from], kScale, add), fmaf(sum[from + 1], kScale, add));
     };
     unsigned both = args.gate.apply(two(i, add0), two(i + 2, add1));
     unsigned others = __shfl_xor_sync(~0u, both, 4);
     unsigned word = __byte_perm(both, others, odd ? 0x3276 : 0x5410);
-    if (token + i * 2 < limit) *reinterpret_cast<unsigned*>(out + args.gate.offset_of_later(i * 2)) = word;
+    if (token + i * 2 < limit) *reinterpret_cast<unsigned*>(out + walk.place) = word;
   }
 }
 

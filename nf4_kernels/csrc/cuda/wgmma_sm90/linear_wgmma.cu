@@ -1,59 +1,8 @@
-// The C entry of linear_wgmma.cuh: it validates what is asked, fills the kernel's arguments and launches.
-#include "linear_wgmma.cuh"
-
-// linear_wgmma_timed.cu compiles this again, for the kernels that take the times of their decoding.
-#ifndef NF4_TIMED
-#define NF4_TIMED false
-#define NF4_LINEAR_WGMMA nf4_cuda_linear_wgmma
-#endif
-
-// The instances: tokens of a tile, consumer warpgroups, stages of weights, stages of tokens, what is scaled, ping-pong; each
-// with its reason. nf4_kernels/plan/wgmma.py lists the same tokens and warpgroups, docs/adr/0007 the measurements.
-#ifndef NF4_WGMMA_INSTANCES
-#define NF4_WGMMA_INSTANCES                                                                                     \
-  /* first stages are smaller than with three warpgroups: small weights start 1.7 us earlier */                 \
-  NF4_INSTANCE(16, 2, 5, 5, kDoubleBufferedSums, false)                                                         \
-  /* large weights have rows for all SMs anyway, and each token tile is loaded for more of them */              \
-  NF4_INSTANCE(16, 3, 4, 5, kDoubleBufferedSums, false)                                                         \
-  /* as 16 x 2; token stages are twice as large, so one fewer fits */                                           \
-  NF4_INSTANCE(32, 2, 5, 4, kDoubleBufferedSums, false)                                                         \
-  /* as 16 x 3; three token stages are what fits */                                                             \
-  NF4_INSTANCE(32, 3, 4, 3, kDoubleBufferedSums, false)                                                         \
-  /* as 16 x 2; five stages of weights and four of tokens were no faster */                                     \
-  NF4_INSTANCE(64, 2, 4, 5, kDoubleBufferedSums, false)                                                         \
-  /* as 16 x 3; 144 registers a thread hold one buffer of sums, not two */                                      \
-  NF4_INSTANCE(64, 3, 4, 3, kSums, false)                                                                       \
-  /* there are registers for one buffer; ping-pong decodes meanwhile, 2 to 3 % faster */                        \
-  NF4_INSTANCE(128, 2, 4, 5, kSums, true)                                                                       \
-  /* there are no registers for a buffer beside the tile's sums */                                              \
-  NF4_INSTANCE(256, 2, 3, 3, kWeights, false)
-#endif
+// The C entries of linear_wgmma.cuh: they validate what is asked, fill the kernel's arguments and launch.
+#include "launch.cuh"
 
 namespace nf4 {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
-
-// How a GEMM's work is divided: Wgmma.workspace_bytes() of nf4_kernels/plan/wgmma.py counts the same.
-struct WgmmaSizes {
-  int64_t row_tiles, token_tiles;
-  int64_t steps;       // k steps of a tile
-  int64_t lines;       // that TileScheduler divides over thread blocks
-  int64_t line_steps;  // k steps of a line
-  int64_t blocks;      // thread blocks of a line
-  int64_t tile_bytes;  // of all tiled activations
-  WgmmaSizes(const Nf4Linear& linear, const WgmmaPlan& plan) {
-    row_tiles = ceil_div(linear.weight.n, plan.groups * 64);
-    token_tiles = ceil_div(linear.m, plan.tokens);
-    steps = ceil_div(linear.weight.k, 256);
-    lines = plan.first_split_steps ? row_tiles * token_tiles : 1;
-    line_steps = row_tiles * token_tiles * steps / lines;
-    blocks = plan.grid / lines < line_steps ? plan.grid / lines : line_steps;
-    tile_bytes = token_tiles * plan.tokens * steps * 512;
-  }
-};
 
 // Whether the kernels take these operands at all.
 bool validate(const Nf4Linear& linear) {
@@ -99,9 +48,9 @@ bool build_args(const Nf4Linear& linear, const WgmmaPlan& plan, const WgmmaSizes
   args->scale_shift = log2_of(w.blocksize / 64);
   args->steps = static_cast<int>(sizes.steps);
   args->token_tiles = static_cast<int>(sizes.token_tiles);
-  args->whole_scales = args->k_blocks % 4 == 0 && w.blocksize == 64 &&
-                       (w.absmax_8bit ? aligned(w.absmax_8bit, 4) : aligned(w.absmax, 16));
-  args->wide_scales = args->whole_scales && args->k_blocks % 16 == 0 && aligned(w.absmax_8bit, 16);
+  args->own_scales = w.blocksize == 64;
+  args->wide_scales = args->k_blocks % (w.absmax_8bit ? 16 : 4) == 0 &&
+                      aligned(w.absmax_8bit ? static_cast<const void*>(w.absmax_8bit) : w.absmax, 16);
   return divide_steps(plan, sizes, args);
 }
 
@@ -130,102 +79,39 @@ bool encode_weight_map(const Nf4Weight& w, int rows, bool gates, CUtensorMap* ma
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// A launch whose kernel may start before the one in front has ended where `dependent` (programmatic dependent launch).
-class LaunchConfig {
- public:
-  LaunchConfig(dim3 grid, int threads, int shared_bytes, void* stream, bool dependent) {
-    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute_.val.programmaticStreamSerializationAllowed = 1;
-    config_.gridDim = grid;
-    config_.blockDim = dim3(static_cast<unsigned>(threads));
-    config_.dynamicSmemBytes = shared_bytes;
-    config_.stream = static_cast<cudaStream_t>(stream);
-    config_.attrs = &attribute_;
-    config_.numAttrs = dependent ? 1 : 0;
-  }
-  LaunchConfig(const LaunchConfig&) = delete;
-  const cudaLaunchConfig_t* get() const { return &config_; }
-
- private:
-  cudaLaunchAttribute attribute_{};
-  cudaLaunchConfig_t config_{};
-};
-
-// Launches what tiles the activations. Where the weight may be read at once, it and linear_wgmma, which reads the weight,
-// may both start before the kernel in front has ended.
-template <typename T>
-cudaError_t launch_tiling(const Nf4Linear& linear, const WgmmaSizes& sizes, int tokens) {
-  const T* x = static_cast<const T*>(linear.x);
-  uint4* tiles = static_cast<uint4*>(linear.workspace);
-  int m = static_cast<int>(linear.m), k_blocks = static_cast<int>(linear.weight.k / 64);
-  int padded_blocks = static_cast<int>(sizes.steps * 4);
-  if (linear.norm_weight) {
-    dim3 grid(static_cast<unsigned>(sizes.token_tiles * tokens));
-    LaunchConfig config(grid, kNormThreads, 0, linear.stream, linear.constant_weights);
-    return cudaLaunchKernelEx(config.get(), normalise_and_tile_activations<T>, x,
-                              static_cast<const T*>(linear.norm_weight), linear.norm_eps, tiles, m, k_blocks,
-                              padded_blocks, tokens, linear.clock);
-  }
-  int64_t chunks = sizes.tile_bytes / 16;
-  LaunchConfig config(dim3(static_cast<unsigned>(ceil_div(chunks, 256))), 256, 0, linear.stream,
-                      linear.constant_weights);
-  return cudaLaunchKernelEx(config.get(), tile_activations<T>, x, tiles, m, k_blocks, padded_blocks, tokens,
-                            static_cast<int>(chunks), linear.clock);
-}
-
-template <typename Traits>
-cudaError_t launch_kernels(const Nf4Linear& linear, const WgmmaSizes& sizes, const WgmmaArgs& args,
-                           const CUtensorMap& map) {
-  auto* kernel = linear_wgmma<Traits, NF4_TIMED>;
-  constexpr int kShared = WgmmaLayout<Traits>::kTotal;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (status != cudaSuccess) return status;
-  if (!linear.tiles) status = launch_tiling<typename Traits::T>(linear, sizes, Traits::kTokens);
-  if (status != cudaSuccess) return status;
-  // Behind the launch that tiles the activations it may always start early: where weights are not constant, that one began
-  // behind the kernel that wrote them.
-  LaunchConfig config(dim3(static_cast<unsigned>(sizes.blocks), static_cast<unsigned>(sizes.lines)), Traits::kThreads,
-                      kShared, linear.stream, !linear.tiles || linear.constant_weights);
-  return cudaLaunchKernelEx(config.get(), kernel, args, map);
-}
-
-template <typename Instance>
-cudaError_t launch_instance(const Nf4Linear& linear, const WgmmaSizes& sizes, const WgmmaArgs& args,
-                            const CUtensorMap& map) {
-  bool nested = linear.weight.absmax_8bit != nullptr;
-#define NF4_LAUNCH(T, GATES)                                                                          \
-  return nested ? launch_kernels<WgmmaTraits<T, Instance, true, GATES>>(linear, sizes, args, map)     \
-                : launch_kernels<WgmmaTraits<T, Instance, false, GATES>>(linear, sizes, args, map)
-  if (args.gate.columns) NF4_LAUNCH(__nv_bfloat16, true);
-#ifndef NF4_BF16_ONLY
-  if (linear.dtype == NF4_FLOAT16) NF4_LAUNCH(__half, false);
-#endif
-  NF4_LAUNCH(__nv_bfloat16, false);
-#undef NF4_LAUNCH
-}
-
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
+template <bool kTimed>
 cudaError_t launch(const Nf4Linear& linear, const WgmmaPlan& plan, const WgmmaSizes& sizes, const WgmmaArgs& args) {
   CUtensorMap map;
   if (!encode_weight_map(linear.weight, plan.groups * 64, args.gate.columns > 0, &map)) return cudaErrorNotSupported;
 #define NF4_INSTANCE(TOKENS, GROUPS, STAGES, TOKEN_STAGES, SCALE_ON, PING_PONG)                               \
   if (plan.tokens == TOKENS && plan.groups == GROUPS) {                                                       \
     using Instance = WgmmaInstance<TOKENS, GROUPS, STAGES, TOKEN_STAGES, ScaleOn::SCALE_ON, PING_PONG>;       \
-    return launch_instance<Instance>(linear, sizes, args, map);                                               \
+    return launch_instance<Instance, kTimed>(linear, sizes, args, map);                                       \
   }
   NF4_WGMMA_INSTANCES
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;
 }
 
+template <bool kTimed>
+int validate_and_launch(const Nf4Linear& linear, const WgmmaPlan& plan) {
+  if (!validate(linear)) return cudaErrorInvalidValue;
+  WgmmaSizes sizes(linear, plan);
+  WgmmaArgs args{};
+  if (!build_args(linear, plan, sizes, &args)) return cudaErrorInvalidValue;
+  return launch<kTimed>(linear, plan, sizes, args);
+}
+
 }  // namespace
 }  // namespace nf4
 
-// Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits. For devices of capability 9.0.
-NF4_EXPORT int NF4_LINEAR_WGMMA(const Nf4Linear* linear, const WgmmaPlan* plan) {
-  if (!nf4::validate(*linear)) return cudaErrorInvalidValue;
-  nf4::WgmmaSizes sizes(*linear, *plan);
-  nf4::WgmmaArgs args{};
-  if (!nf4::build_args(*linear, *plan, sizes, &args)) return cudaErrorInvalidValue;
-  return nf4::launch(*linear, *plan, sizes, args);
+// They launch; they return a cudaError_t, cudaErrorInvalidValue where no instance fits. For devices of capability 9.0.
+NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* plan) {
+  return nf4::validate_and_launch<false>(*linear, *plan);
+}
+
+// In launches of this one a warpgroup takes the times of its decoding.
+NF4_EXPORT int nf4_cuda_linear_wgmma_timed(const Nf4Linear* linear, const WgmmaPlan* plan) {
+  return nf4::validate_and_launch<true>(*linear, *plan);
 }

@@ -55,50 +55,89 @@ __device__ __forceinline__ void load_tokens(const WgmmaArgs& args, WgmmaLayout<T
   }
 }
 
-// The scales of one row and kSteps k steps as they lie in memory, where each k step's four are aligned neighbours. Nested
-// ones of four k steps are one 16-byte read where the row allows it, since a launch's first reads wait behind its weights.
+// The scales of one row and kSteps k steps as they lie in memory, where every 64 k have one of their own. Wide ones are read
+// 16 bytes at once, since a launch's first reads wait behind its weights. Where k is no multiple of a k step, rows start
+// anywhere: float scales are read one by one, nested ones as the aligned words around them. No word is read that has none of
+// the row's scales up to the last step; those beyond the row's end, which its last k step may have, are zeros.
 template <bool kNested, int kSteps>
 struct RawScales {
   float4 scales[kSteps];
   __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
-    const float4* from = reinterpret_cast<const float4*>(args.weight.absmax) + int64_t{row} * (args.k_blocks / 4);
+    const float* from = args.weight.absmax + int64_t{row} * args.k_blocks;
+    if (args.wide_scales) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) scales[i] = __ldg(from + min(step + i, last));
+      for (int i = 0; i < kSteps; ++i) scales[i] = __ldg(reinterpret_cast<const float4*>(from) + min(step + i, last));
+      return;
+    }
+    auto scale = [&](int block) { return __ldg(from + min(block, args.k_blocks - 1)); };
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      int block = min(step + i, last) * 4;
+      scales[i] = make_float4(scale(block), scale(block + 1), scale(block + 2), scale(block + 3));
+    }
   }
-  __device__ __forceinline__ float4 decoded(int i, const float*) const { return scales[i]; }
+  // count: how many of the k step's scales the row has.
+  __device__ __forceinline__ float4 decoded(const WgmmaArgs&, int i, int count, const float*) const {
+    float4 of = scales[i];
+    return make_float4(of.x, count > 1 ? of.y : 0.0f, count > 2 ? of.z : 0.0f, count > 3 ? of.w : 0.0f);
+  }
 };
 template <int kSteps>
 struct RawScales<true, kSteps> {
-  unsigned raw[kSteps];
-  float absmax[2], offset[2];  // second-level scales of the first scale's group of 256 and of the last one's
-  int second;                  // the k step from which the second ones count
+  unsigned raw[kSteps + 1];
+  int shift;       // the bits of the first word in front of the first scale
+  unsigned first;  // the first scale
+  // Second-level scales of the first scale's group of 256 and of the last one's. Those of one k step, where registers are
+  // short, load the last one's when they need it.
+  static constexpr int kGroups = kSteps > 1 ? 2 : 1;
+  float absmax[kGroups], offset[kGroups];
   __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
     const Nf4Weight& w = args.weight;
-    unsigned first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
+    first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
+    int count = min((min(kSteps - 1, last - step) + 1) * 4, args.k_blocks - step * 4);
+    const uint8_t* from = w.absmax_8bit + first;
+    shift = 0;
     if (kSteps == 4 && args.wide_scales) {
-      uint4 words = __ldg(reinterpret_cast<const uint4*>(w.absmax_8bit + first));
+      uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
       raw[0] = words.x, raw[1 % kSteps] = words.y, raw[2 % kSteps] = words.z, raw[3 % kSteps] = words.w;
+      raw[kSteps] = 0;
     } else {
+      int before = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 4), words = (before + count + 3) / 4;
+      const unsigned* aligned = reinterpret_cast<const unsigned*>(from - before);
+      shift = before * 8;
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        raw[i] = __ldg(reinterpret_cast<const unsigned*>(w.absmax_8bit + first) + min(i, last - step));
-      }
+      for (int i = 0; i < kSteps; ++i) raw[i] = __ldg(aligned + min(i, words - 1));
+      raw[kSteps] = kSteps < words ? __ldg(aligned + kSteps) : 0;
+      // One k step's are put together at once, where registers are short.
+      if (kSteps == 1) raw[0] = __funnelshift_r(raw[0], raw[1], shift);
     }
-    unsigned group = first >> 8, end = (first + min(kSteps - 1, last - step) * 4) >> 8;
-    second = static_cast<int>((256 - first % 256) / 4);
-    absmax[0] = __ldg(w.absmax + group);
-    absmax[1] = __ldg(w.absmax + end);
-    offset[0] = __ldg(w.absmax_offset + group * w.offset_stride);
-    offset[1] = __ldg(w.absmax_offset + end * w.offset_stride);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      unsigned group = (first + i * (count - 1)) >> 8;
+      absmax[i] = __ldg(w.absmax + group);
+      offset[i] = __ldg(w.absmax_offset + group * w.offset_stride);
+    }
   }
-  __device__ __forceinline__ float4 decoded(int i, const float* code) const {
-    float by = i < second ? absmax[0] : absmax[1], add = i < second ? offset[0] : offset[1];
-    auto scale = [&](int byte) { return nested_scale(code[raw[i] >> 8 * byte & 255], by, add); };
+  __device__ __forceinline__ float4 decoded(const WgmmaArgs& args, int i, int count, const float* code) const {
+    int second = static_cast<int>(256 - first % 256);  // the scale from which the last group's count
+    float last_absmax = absmax[kGroups - 1], last_offset = offset[kGroups - 1];
+    if (kSteps == 1 && second < count) {
+      unsigned group = (first >> 8) + 1;
+      last_absmax = __ldg(args.weight.absmax + group);
+      last_offset = __ldg(args.weight.absmax_offset + group * args.weight.offset_stride);
+    }
+    unsigned four = kSteps == 1 ? raw[0] : __funnelshift_r(raw[i], raw[i + 1], shift);
+    auto scale = [&](int byte) {
+      bool early = i * 4 + byte < second;
+      float by = early ? absmax[0] : last_absmax, add = early ? offset[0] : last_offset;
+      float found = nested_scale(code[four >> 8 * byte & 255], by, add);
+      return byte < count ? found : 0.0f;
+    };
     return make_float4(scale(0), scale(1), scale(2), scale(3));
   }
 };
 
-// The four scales of one row and k step for any k and block size; beyond the weight they are zeros.
+// The four scales of one row and k step for any block size; beyond the weight they are zeros.
 template <typename Traits>
 __device__ __forceinline__ float4 any_scales(const WgmmaArgs& args, const float* code, int row, int step) {
   const Nf4Weight& w = args.weight;
@@ -123,9 +162,9 @@ __device__ __forceinline__ void load_scales(const WgmmaArgs& args, WgmmaLayout<T
                                             int thread) {
   using Layout = WgmmaLayout<Traits>;
   constexpr int kPerThread = Layout::kRows / 64;
-  // How many k steps' scales are under way at once. With 256 tokens one will do: a k step takes longer than its scales'
-  // way, and registers are short.
-  constexpr int kSteps = Traits::kTokens == 256 ? 1 : Traits::kNested ? 4 : 2;
+  // How many k steps' scales are under way at once. Beside many sums one will do: a k step takes longer than its
+  // scales' way, and registers are short.
+  constexpr int kSteps = Traits::kManySums ? 1 : Traits::kNested ? 4 : 2;
   float* code = reinterpret_cast<float*>(shared + Layout::kCode);
   bool code_loaded = !Traits::kNested;
   auto load_code = [&] {
@@ -150,7 +189,7 @@ __device__ __forceinline__ void load_scales(const WgmmaArgs& args, WgmmaLayout<T
   };
   while (work.advance(args)) {
     int row = work.tile / args.token_tiles * Layout::kRows + thread, end = work.first_step + work.steps;
-    if (!args.whole_scales) {
+    if (!args.own_scales) {
       load_code();
       for (int step = work.first_step; step < end; ++step) {
         wait_stage();
@@ -159,7 +198,7 @@ __device__ __forceinline__ void load_scales(const WgmmaArgs& args, WgmmaLayout<T
       }
       continue;
     }
-    // Batches start on a multiple of their size, where nested scales are aligned.
+    // Batches start on a multiple of their size, where wide scales are aligned.
     for (int batch = work.first_step & -kSteps; batch < end; batch += kSteps) {
       RawScales<Traits::kNested, kSteps> raw[kPerThread];
 #pragma unroll
@@ -173,7 +212,7 @@ __device__ __forceinline__ void load_scales(const WgmmaArgs& args, WgmmaLayout<T
         if (batch + j >= end) break;
         wait_stage();
 #pragma unroll
-        for (int i = 0; i < kPerThread; ++i) store(i, raw[i].decoded(j, code));
+        for (int i = 0; i < kPerThread; ++i) store(i, raw[i].decoded(args, j, args.k_blocks - (batch + j) * 4, code));
         commit_stage();
       }
     }

@@ -51,6 +51,7 @@ struct PartialSumRing {
   static constexpr int kStageBytes = kOfTokens ? Layout::kTokenBytes : Layout::kWeightBytes;
   static constexpr int kFit = kStageBytes / (Traits::kGroups * 512);
   static constexpr int kChunk = kFit < Traits::kSums ? kFit : Traits::kSums;  // sums of a thread in a stage
+  static_assert(Traits::kSums % kChunk == 0 && kChunk % 4 == 0, "a thread's sums are whole chunks of whole float4");
   static constexpr int kOffset = kOfTokens ? Layout::kActivations : Layout::kWeights;
   __device__ static unsigned full(Layout layout, int stage) {
     return kOfTokens ? layout.tokens_full(stage) : layout.weights_full(stage);

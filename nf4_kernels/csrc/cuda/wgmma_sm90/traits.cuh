@@ -50,8 +50,9 @@ struct WgmmaTraits : Instance {
 
   // A multiprocessor's registers, divided among the warpgroups by setmaxnreg.
   static_assert(kGroups == 2 || kGroups == 3, "registers are divided for two or three consumer warpgroups");
-  static constexpr int kProducerRegisters = kTokens == 256 ? 40 : kGroups == 2 ? 72 : 80;
-  static constexpr int kConsumerRegisters = kTokens == 256 ? 232 : kGroups == 2 ? 216 : 144;
+  static constexpr bool kManySums = kTokens > 224;
+  static constexpr int kProducerRegisters = kManySums ? 56 : kGroups == 2 ? 72 : 80;
+  static constexpr int kConsumerRegisters = kManySums ? 224 : kGroups == 2 ? 216 : 144;
 };
 
 struct WgmmaArgs {
@@ -70,8 +71,8 @@ struct WgmmaArgs {
   int token_tiles;
   int block_steps, longer_blocks;  // k steps of a thread block; the first longer_blocks have one more
   int first_extra;                 // k steps that the first thread block of a split tile has beyond that
-  bool whole_scales;               // the scales of a row and k step are four aligned neighbours
-  bool wide_scales;                // and those of four k steps 16 aligned bytes
+  bool own_scales;                 // each 64 k of a row have a scale of their own
+  bool wide_scales;                // and those of a row and k step (nested ones: of four k steps) are 16 aligned bytes
   uint64_t* clock;
   Gate gate;
 
