@@ -27,7 +27,8 @@ from bench.machine import cores, cpu_name, versions
 from nf4_kernels.timing import KernelTimes
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.attention.decode import layout
+from server.engine.runtime.attention.decode import Room, layout
+from server.engine.runtime.attention.device_tables import DeviceTables
 from server.engine.runtime.attention.page_tables import page_tables
 from server.engine.runtime.batch import Batch, build_batch
 from server.engine.runtime.limits import ModelLimits
@@ -42,8 +43,8 @@ CASES = ((128, 200), (256, 200), (256, 2000), (256, 8000), (512, 1000), (1024, 1
 STEPS = 50
 WARM_UPS = 5
 VOCABULARY = 32_000
-# Parts of keys beyond one for each sequence, as on a GPU of 132 multiprocessors for a model of 8 key heads.
-SPARE_PARTS = 66
+# As on a GPU of 132 multiprocessors for a model of 8 key heads.
+ROOM = Room.of(132, 8)
 PARTS = ("schedule", "batch", "layout", "tokens")
 """What a decode step that runs as a CUDA graph does on the host; their sum is nearly the step."""
 COLUMNS = (*PARTS, "step", "tables")
@@ -55,6 +56,7 @@ class HostRunner:
 
     limits: ModelLimits
     block_size: int
+    sequences: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     adapters: None = None
     nf4_weight_bytes: int = 0
@@ -64,6 +66,7 @@ class HostRunner:
 
     def __post_init__(self) -> None:
         self.memory = MemoryGauge(self.device)
+        self.tables = DeviceTables(self.sequences, -(-self.limits.max_model_len // self.block_size), 0, self.device)
         self.batch: Batch | None = None
         """Of the latest step."""
 
@@ -91,7 +94,8 @@ class HostRunner:
         with self.timed("batch"):
             self.batch = build_batch(step, self.block_size, self.device)
         with self.timed("layout"):
-            torch.tensor(layout(self.batch.spans, [None], SPARE_PARTS), dtype=torch.int32)
+            self.tables.take_new(self.batch.spans)
+            layout(self.batch.spans.ends, self.batch.spans.rows, [None], [ROOM])
         return PendingStep(step, torch.full((2, len(step.chunks)), 7.0))
 
 
@@ -113,7 +117,7 @@ def decoding(sequences: int, context: int, steps: int) -> tuple[Engine, HostRunn
     config = EngineConfig(device="cpu", max_num_seqs=sequences, max_num_batched_tokens=max(8192, sequences))
     length = context + steps + config.block_size
     limits = ModelLimits(length, sequences * -(-length // config.block_size), VOCABULARY, ())
-    runner = HostRunner(limits, config.block_size)
+    runner = HostRunner(limits, config.block_size, sequences)
     engine = Engine(cast(ModelRunner, runner), config)
     rng = random.Random(0)
     for index in range(sequences):

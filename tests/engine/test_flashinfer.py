@@ -18,7 +18,7 @@ from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBa
 from server.engine.runtime.attention.flashinfer_graphs import Kind
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 from tests.engine.complex_rotary import rotated
 
 pytestmark = [
@@ -41,7 +41,7 @@ def make_batch(pieces: list[tuple[int, int]], tables: list[tuple[int, ...]]) -> 
         row += end - start
     numbers = torch.tensor(slots, device=DEVICE)
     singles = sum(span.length == 1 for span in spans)
-    return Batch(numbers, numbers, numbers, numbers, tuple(spans), singles)
+    return Batch(numbers, numbers, numbers, numbers, Spans.of(spans), singles)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def check_decode(
 ) -> None:
     spans, used = shuffled(lengths)
     kinds = [Kind(shape.heads, shape.kv_heads, shape.key_dim, o) for o in (AttentionOptions(1.0, window=77), options)]
-    decode = DecodeAttention(kinds, len(lengths), max(len(s.blocks) for s in spans), DEVICE)
+    decode = DecodeAttention(kinds, len(lengths), max(len(s.blocks) for s in spans), 0, DEVICE)
     reference = SdpaBackend([shape], used, BLOCK, torch.float32, DEVICE)
     # What is not yet written is not a number, here and in memory that the kernel uses for itself.
     cache = torch.full((used, 2, BLOCK, shape.kv_heads, shape.key_dim), torch.nan, dtype=dtype, device=DEVICE)
@@ -158,10 +158,10 @@ def check_decode(
     rows = torch.randn(count, heads, shape.key_dim, device=DEVICE).to(dtype)
     query, key, value = rows.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
     slots = torch.tensor([s.blocks[-1] * BLOCK + s.start % BLOCK for s in spans], device=DEVICE)
-    reference.begin(Batch(slots, slots, slots, slots, tuple(spans), count))
+    reference.begin(Batch(slots, slots, slots, slots, Spans.of(spans), count))
     turned = (query, key) if rotary is None else [rotated(x, rotary, i) for i, x in enumerate((query, key))]
     expected = reference.attend(0, turned[0].float(), turned[1].float(), value.float(), options)
-    decode.plan(spans)
+    decode.plan(Spans.of(spans), count)
     found = decode.attend(cache, query, key, value, options, rotary)
     assert (found - expected).abs().max() < (0.03 if dtype is torch.bfloat16 else 0.005)
     keys, values = cache.transpose(1, 2).flatten(0, 1)[slots].unbind(1)
@@ -203,7 +203,7 @@ def test_a_decode_kernel_that_differs_is_not_used(
     backend.set_up_graphs(640, 4, split_keys=True)
     assert backend._decode is None
     assert "decode steps attend by FlashInfer's kernels, more slowly" in caplog.text
-    backend.plan_decode_graph([Span(0, 5, 1, (0,))], 4)
+    backend.plan_decode_graph(Spans.of([Span(0, 5, 1, (0,))]), 4)
     backend.begin_decode_graph(torch.zeros(4, dtype=torch.int64, device=DEVICE))
     assert backend._parts
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from server.config import EngineConfig
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.preparation.assembly import build_runner
@@ -14,7 +14,7 @@ from tests.engine.models import tiny_model
 
 
 def test_groups_hold_every_token_once_with_the_keys_before_it() -> None:
-    spans = (Span(0, 9, 1, (7, 3, 5)), Span(1, 2, 6, (4, 1), adapter=2))
+    spans = Spans.of([Span(0, 9, 1, (7, 3, 5)), Span(1, 2, 6, (4, 1), adapter=2)])
     ids = torch.tensor([50, 60, 61, 62, 63, 64, 65])
     positions = torch.tensor([9, 2, 3, 4, 5, 6, 7])
     slots = torch.tensor([21, 18, 19, 4, 5, 6, 7])
@@ -25,7 +25,7 @@ def test_groups_hold_every_token_once_with_the_keys_before_it() -> None:
         assert torch.equal(torch.cat([getattr(group, name) for _, group in groups]), getattr(batch, name))
     singles = [span for _, group in groups for span in group.spans]
     assert [(span.start, span.length) for span in singles] == [(int(p), 1) for p in positions]
-    assert [span.blocks for span in singles] == [(7, 3, 5), (4,), (4,), (4, 1), (4, 1), (4, 1), (4, 1)]
+    assert [tuple(span.blocks) for span in singles] == [(7, 3, 5), (4,), (4,), (4, 1), (4, 1), (4, 1), (4, 1)]
     assert [span.adapter for span in singles] == [None, *[2] * 6]
     assert all(group.num_single == len(group.spans) == len(group.sampled_rows) for _, group in groups)
 

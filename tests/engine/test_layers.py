@@ -14,6 +14,7 @@ from server.config import EngineConfig
 from server.engine.runtime.compile import artifacts, layers
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
+from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.scheduler import Chunk, Step
 from tests.engine.factories import make_sequence
 from tests.engine.models import tiny_model
@@ -25,8 +26,10 @@ EAGER = CONFIG.model_copy(update={"enforce_eager": True})
 def logits(runner: ModelRunner) -> list[torch.Tensor]:
     """Of a prefill, of two prefills with a decode, and of a decode."""
     a, b, c = make_sequence(21), make_sequence(2), make_sequence(9)
+    tables = BlockTables(3, 8)
     for i, sequence in enumerate((a, b, c)):
         sequence.blocks = list(range(10 * i, 10 * i + 8))
+        sequence.take_row(tables)
     found = [runner.forward(Step([Chunk(a, 0, 21, True)]))]
     a.append(5, 100)
     found.append(runner.forward(Step([Chunk(a, 21, 1, True), Chunk(b, 0, 2, True), Chunk(c, 0, 9, True)])))

@@ -11,7 +11,7 @@ import torch
 from nf4_kernels import cpu
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend, paged_cpu_error
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 
 SIZE = 16
 BLOCKS = 400
@@ -53,7 +53,7 @@ def _batch(chunks: list[tuple[int, int]], rng: random.Random, size: int = SIZE) 
         row += length
     rows = torch.arange(row)
     singles = sum(length == 1 for _, length in chunks)
-    return Batch(rows, rows, torch.tensor(slots), rows[-1:], tuple(spans), singles)
+    return Batch(rows, rows, torch.tensor(slots), rows[-1:], Spans.of(spans), singles)
 
 
 def _exact(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.engine.runtime.attention.device_tables import DeviceTables
+from server.engine.runtime.batch import Spans
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
@@ -194,6 +198,7 @@ def test_invariants_under_any_history(
     scheduler, blocks = make_scheduler(num_blocks, block_size, seqs, budget, length)
     driver = SchedulerDriver(scheduler, async_scheduling=async_scheduling)
     sequences: list[Sequence] = []
+    copy = DeviceTables(seqs, blocks.blocks_for(length), 0, torch.device("cpu"))
 
     def check_step(step: Step) -> None:
         assert step.chunks or async_scheduling
@@ -204,6 +209,17 @@ def test_invariants_under_any_history(
         for chunk in step.chunks:
             assert chunk.start == chunk.sequence.num_computed
             assert blocks.missing(chunk.sequence.blocks, chunk.start + chunk.length) == 0
+        tables = [chunk.sequence.tables for chunk in step.chunks]
+        assert all(table is scheduler._tables for table in tables)
+        assert len({chunk.sequence.row for chunk in step.chunks}) == len(step.chunks)
+        rows = np.array([chunk.sequence.row for chunk in step.chunks], np.int64)
+        lengths = np.array(lengths, np.int64)
+        starts = np.array([chunk.start for chunk in step.chunks], np.int64)
+        counts = -(-(starts + lengths) // block_size)
+        copy.update(Spans(scheduler._tables, rows, starts, lengths, counts, [None] * len(rows)))
+        for chunk in step.chunks:
+            own = chunk.sequence.blocks
+            assert copy.blocks[chunk.sequence.row, : len(own)].tolist() == own
 
     def check() -> None:
         held = [block for s in sequences for block in s.blocks]
@@ -212,6 +228,9 @@ def test_invariants_under_any_history(
             assert (s.phase is Phase.RUNNING) == bool(s.blocks)
             assert s.num_computed <= len(s.tokens) <= length
             assert PLACEHOLDER not in s.tokens[:-1]
+            assert (s.tables is not None) == (s.phase is Phase.RUNNING)
+            if s.tables is not None:
+                assert s.tables.blocks[s.row, : s.tables.counts[s.row]].tolist() == s.blocks
 
     for kind, first, second in history:
         if kind == "add" and first < length:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.preparation.trial_steps import mixed_trial_steps
 
@@ -14,8 +14,8 @@ from server.engine.runtime.preparation.trial_steps import mixed_trial_steps
 def test_trial_steps_lie_in_their_blocks(block_size: int, steps: int) -> None:
     def first_chunk(count: int) -> Batch:
         rows = torch.arange(count)
-        blocks = tuple(range(-(-count // block_size)))
-        return Batch(rows, rows, rows, rows, (Span(0, 0, count, blocks),), int(count == 1))
+        spans = Spans.of([Span(0, 0, count, range(-(-count // block_size)))])
+        return Batch(rows, rows, rows, rows, spans, int(count == 1))
 
     batches = list(mixed_trial_steps(first_chunk, block_size, ModelLimits(4096, 8, 100, ())))
     assert len(batches) == steps

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.scheduler import Step
 
 
@@ -16,7 +21,7 @@ class Span:
     row: int
     start: int
     length: int
-    blocks: tuple[int, ...]
+    blocks: Sequence[int] | npt.NDArray[np.int32]
     """Cache blocks that hold its tokens [0, start + length)."""
     adapter: int | None = None
     """The slot of its LoRA adapter, if it has one."""
@@ -25,6 +30,85 @@ class Span:
     def end(self) -> int:
         """Tokens in the cache once the batch has been computed."""
         return self.start + self.length
+
+
+class Spans:
+    """The S sequences of a batch in columns; a step of thousands of KV blocks touches no block that it does not need.
+
+    Iteration and indexing make Span objects, whose blocks are views of the tables.
+    """
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        rows: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        adapters: Sequence[int | None],
+    ) -> None:
+        self.tables = tables
+        """Where the blocks are."""
+        self.rows = rows
+        """int64 [S]: each sequence's row of the tables; sequences may share one."""
+        self.starts = starts
+        """int64 [S]: the first token of each sequence that the batch computes."""
+        self.lengths = lengths
+        """int64 [S]: how many tokens of each sequence the batch computes."""
+        self.counts = counts
+        """int64 [S]: KV blocks of each sequence's tokens up to its end."""
+        self.adapters = adapters
+        """[S]: the slots of the sequences' LoRA adapters."""
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Spans:
+        """Spans of which each follows the one before, with block tables of their own."""
+        spans = list(spans)
+        counts = np.array([len(span.blocks) for span in spans], np.int64)
+        tables = BlockTables(len(spans), int(counts.max(initial=0)))
+        return cls(
+            tables,
+            np.array([tables.take(list(span.blocks)) for span in spans], np.int64),
+            np.array([span.start for span in spans], np.int64),
+            np.array([span.length for span in spans], np.int64),
+            counts,
+            [span.adapter for span in spans],
+        )
+
+    @cached_property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """int64 [S]: tokens of each sequence in the cache once the batch has been computed."""
+        return self.starts + self.lengths
+
+    @cached_property
+    def first_rows(self) -> npt.NDArray[np.int64]:
+        """int64 [S]: the batch's row of each sequence's first token."""
+        rows: npt.NDArray[np.int64] = self.lengths.cumsum() - self.lengths
+        return rows
+
+    @property
+    def adapted(self) -> bool:
+        """Whether any sequence has a LoRA adapter."""
+        return self.adapters.count(None) < len(self.adapters)
+
+    def blocks_of(self, index: int) -> npt.NDArray[np.int32]:
+        """A sequence's blocks, a view of the tables."""
+        return self.tables.blocks[self.rows[index], : self.counts[index]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Span:
+        return Span(
+            int(self.first_rows[index]),
+            int(self.starts[index]),
+            int(self.lengths[index]),
+            self.blocks_of(index),
+            self.adapters[index],
+        )
+
+    def __iter__(self) -> Iterator[Span]:
+        return (self[index] for index in range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -39,7 +123,7 @@ class Batch:
     positions: torch.Tensor
     slots: torch.Tensor
     sampled_rows: torch.Tensor
-    spans: tuple[Span, ...]
+    spans: Spans
     num_single: int
 
     @property
@@ -48,34 +132,48 @@ class Batch:
         return self.ids.shape[0]
 
 
+def to_device(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """numbers on a device; the host does not wait for it."""
+    tensor = torch.from_numpy(numbers)
+    # From other than pinned memory a transfer would wait for the step that is running.
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
-    """The batch that computes a step; its chunks of one token must come first."""
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    sampled_rows: list[int] = []
+    """The batch that computes a step; its chunks of one token must come first, and all sequences hold a table row."""
+    chunks = step.chunks
+    sequences = [chunk.sequence for chunk in chunks]
+    tables = sequences[0].tables
+    assert tables is not None
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    table_rows = np.array([sequence.row for sequence in sequences], np.int64)
+    adapters = [sequence.adapter for sequence in sequences]
+    spans = Spans(tables, table_rows, starts, lengths, -(-(starts + lengths) // block_size), adapters)
+    num_single = int((lengths == 1).sum())
+    count = int(lengths.sum())
+    positions = starts
+    if num_single < len(chunks):
+        positions = np.repeat(starts - spans.first_rows, lengths) + np.arange(count)
+        table_rows = np.repeat(table_rows, lengths)
+    ids: list[int] = [s.tokens[start] for s, start in zip(sequences[:num_single], starts.tolist(), strict=False)]
+    for chunk in chunks[num_single:]:
+        ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
+    sampled = np.array([chunk.samples for chunk in chunks], bool)
+    sampled_rows = (spans.first_rows + lengths - 1)[sampled]
     scored_rows: list[int] = []
-    spans: list[Span] = []
-    for chunk in step.chunks:
-        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
-        blocks = sequence.blocks
-        spans.append(Span(len(ids), start, chunk.length, tuple(blocks[: -(-end // block_size)]), sequence.adapter))
-        scored_rows.extend(len(ids) + position - start for position in chunk.scored)
-        ids.extend(sequence.tokens[start:end])
-        positions.extend(range(start, end))
-        slots.extend(blocks[p // block_size] * block_size + p % block_size for p in range(start, end))
-        if chunk.samples:
-            sampled_rows.append(len(ids) - 1)
-    num_single = next((i for i, span in enumerate(spans) if span.length > 1), len(spans))
-    # One transfer for everything; from other than pinned memory it would wait for the step that is running.
-    numbers = [*ids, *positions, *slots, *sampled_rows, *scored_rows]
-    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    count = len(ids)
+    if any(sequence.sampling.prompt_logprobs is not None for sequence in sequences):
+        for row, chunk in zip(spans.first_rows.tolist(), chunks, strict=True):
+            scored_rows.extend(row + position - chunk.start for position in chunk.scored)
+    slots = tables.blocks[table_rows, positions // block_size] * np.int64(block_size) + positions % block_size
+    # One transfer for everything.
+    parts = [np.array(part, np.int64) for part in (ids, positions, slots, sampled_rows, scored_rows)]
+    table = to_device(np.concatenate(parts), device)
     return Batch(
         table[:count],
         table[count : 2 * count],
         table[2 * count : 3 * count],
         table[3 * count :],
-        tuple(spans),
+        spans,
         num_single,
     )

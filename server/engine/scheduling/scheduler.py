@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.types import FinishReason
@@ -81,6 +82,7 @@ class Scheduler:
         if min(max_num_seqs, max_num_batched_tokens) < 1:
             raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
         self._blocks = blocks
+        self._tables = BlockTables(max_num_seqs, blocks.blocks_for(max_model_len))
         self._max_num_seqs = max_num_seqs
         # Every running sequence must be able to decode in every step.
         self._budget = max(max_num_batched_tokens, max_num_seqs)
@@ -204,6 +206,7 @@ class Scheduler:
             self.prefix_queries += sequence.num_prompt
             self.prefix_hits += sequence.num_cached
         self._blocks.grow(sequence.blocks, len(sequence.tokens))
+        sequence.take_row(self._tables)
         sequence.phase = Phase.RUNNING
         self._running.append(sequence)
         return True
@@ -231,6 +234,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Take the block that the sequence's next token needs; False when the sequence itself had to be preempted."""
+        if len(sequence.tokens) <= len(sequence.blocks) * self._blocks.block_size:
+            return True
         while self._blocks.missing(sequence.blocks, len(sequence.tokens)) > self._blocks.num_free:
             newest = self._running[-1]
             self._preempt(newest)
@@ -238,11 +243,13 @@ class Scheduler:
             if newest is sequence:
                 return False
         self._blocks.grow(sequence.blocks, len(sequence.tokens))
+        self._tables.extend(sequence.row, sequence.blocks)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._blocks.release(sequence.blocks)
+        sequence.give_row_back()
         sequence.num_computed = sequence.num_named = 0
         sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
@@ -254,5 +261,6 @@ class Scheduler:
         elif sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
         self._blocks.release(sequence.blocks)
+        sequence.give_row_back()
         sequence.phase = Phase.FINISHED
         del self._by_id[sequence.request_id]

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.prefix import extend_keys
 from server.types import FinishReason, GenerateRequest, TokenLogprob
 
@@ -89,6 +90,10 @@ class Sequence:
         self.num_cached = 0
         """Prompt tokens that were found in the cache when the sequence was admitted first."""
         self.blocks: list[int] = []
+        self.tables: BlockTables | None = None
+        """Where its blocks are written down for the steps, while it runs."""
+        self.row = 0
+        """Its row of the tables."""
         self.adapter = None if adapter is None else adapter.slot
         """The slot of its LoRA adapter."""
         self.adapter_name = request.adapter
@@ -146,6 +151,16 @@ class Sequence:
         if not self._started:
             self.num_cached = num_computed
         self._started = True
+
+    def take_row(self, tables: BlockTables) -> None:
+        """Write the blocks that it holds into a row of tables of its own."""
+        self.tables, self.row = tables, tables.take(self.blocks)
+
+    def give_row_back(self) -> None:
+        """Let another sequence have its row, if it has one."""
+        if self.tables is not None:
+            self.tables.give_back(self.row)
+            self.tables = None
 
     def block_keys(self, block_size: int, num_tokens: int) -> list[bytes]:
         """Keys of the full blocks among the first num_tokens tokens, none of which may be a placeholder."""

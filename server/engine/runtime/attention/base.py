@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from nf4_kernels.reference import tile_activations, tiles_shape
 from server.engine.runtime.attention.rotary import RotaryEmbedding
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Spans
 
 IMPLEMENTATION = "nf4_paged"
 """The name under which transformers knows our attention function."""
@@ -114,7 +114,7 @@ class GraphBackend(AttentionBackend):
         """
 
     @abstractmethod
-    def plan_decode_graph(self, spans: list[Span], size: int) -> None:
+    def plan_decode_graph(self, spans: Spans, size: int) -> None:
         """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class GraphBackend(AttentionBackend):
         """Capture the decode graph of len(slots) sequences; slots is the buffer that the graph will read."""
 
     @abstractmethod
-    def plan_mixed_graph(self, spans: list[Span], size: int, sequences: int) -> Any:
+    def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> Any:
         """Lay out a step for the graph of size tokens and of that many sequences; gives begin_mixed_graph()'s plan.
 
         The first plan of a size must have size tokens. No sequence may be longer than longest_in_mixed_graph.

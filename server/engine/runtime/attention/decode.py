@@ -6,75 +6,161 @@ launches are bound by latency alone; our kernel does all of it in one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
+from server.engine.runtime.attention.device_tables import DeviceTables
 from server.engine.runtime.attention.flashinfer_graphs import Kind
 from server.engine.runtime.attention.rotary import RotaryEmbedding
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.trials import relative_error
 
 SMALLEST_PART = 64
-"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves."""
-# A part's keys are a multiple of this.
-_PART_MULTIPLE = 64
-# Parts beyond one for each sequence, in multiples of the device's multiprocessors.
-_SPARE = 4
-# A sequence is split only if it is longer than a part by more than this factor.
-_SLACK = 1.25
+"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves.
+Every part's keys, but for the last of a sequence, are a multiple of it."""
+_PROGRAMS_PER_PROCESSOR = 4
+"""Thread blocks of the kernel that a multiprocessor runs at a time."""
+_MOST_WAVES = 4
 HEADER = 8
 FIELDS = 8
+# Sequences of disagreement()'s steps, and KV blocks that each may have.
+_TRIAL_SEQUENCES, _TRIAL_BLOCKS = 3, 2 * SMALLEST_PART + 3
+
+_Numbers = npt.NDArray[np.int64]
 
 
-def split_keys(lengths: Sequence[int], spare: int, window: int | None) -> list[tuple[int, int, int, int, int]]:
-    """Split sequences' keys into parts: (sequence, begin, end, index of the sequence's first part, its parts).
+@dataclass(frozen=True)
+class Room:
+    """What a launch's thread blocks have room for."""
 
-    lengths: each sequence's keys, at least 1. window: only this many newest keys are split, all where it is None. There
-    are at most spare more parts than sequences, and a sequence's parts follow one another.
+    wave: int
+    """Items that the device runs at a time: a wave."""
+    spare: int
+    """Items that there may be beyond one for each sequence."""
+
+    @classmethod
+    def of(cls, processors: int, kv_heads: int) -> Room:
+        """On a device of that many multiprocessors; every item has a thread block for each of kv_heads."""
+        programs = _PROGRAMS_PER_PROCESSOR * processors
+        return cls(max(1, programs // kv_heads), -(-programs // kv_heads))
+
+
+@dataclass(frozen=True)
+class Items:
+    """Parts of sequences' keys, in columns of int64 [items]; a sequence's parts follow one another."""
+
+    sequence: _Numbers
+    begin: _Numbers
+    end: _Numbers
+    first: _Numbers
+    """Index of the sequence's first item."""
+    parts: _Numbers
+    """Items of the sequence."""
+
+
+def split_keys(lengths: _Numbers, room: Room, window: int | None) -> Items:
+    """Split sequences' keys into parts, at most room.spare more than sequences.
+
+    lengths: int64 [sequences], each sequence's keys, at least 1. window: only this many newest keys are split, all where
+    it is None.
     """
-    seen = [length if window is None else min(length, window) for length in lengths]
-    most = max(SMALLEST_PART, _rounded(-(-sum(seen) // spare)))
-    items: list[tuple[int, int, int, int, int]] = []
-    for sequence, (length, count) in enumerate(zip(lengths, seen, strict=True)):
-        first, parts = len(items), -(-count // most) if count > _SLACK * most else 1
-        if parts > 1:
-            own = _rounded(-(-count // parts))
-            parts = -(-count // own)
+    seen = lengths if window is None else np.minimum(lengths, window)
+    parts, own = _parts(seen, _part_length(seen, room))
+    firsts = parts.cumsum() - parts
+    sequence = np.repeat(np.arange(len(seen)), parts)
+    first = firsts[sequence]
+    begin = (lengths - seen)[sequence] + (np.arange(len(sequence)) - first) * own[sequence]
+    end = np.minimum(begin + own[sequence], lengths[sequence])
+    return Items(sequence, begin, end, first, parts[sequence])
+
+
+def _part_length(seen: _Numbers, room: Room) -> int:
+    """The longest part that a sequence of seen keys should have, a multiple of SMALLEST_PART.
+
+    All items together should fill whole waves of thread blocks. The time of a wave is that of its longest item.
+    """
+    count, total, longest = len(seen), int(seen.sum()), int(seen.max())
+    if count > room.wave:
+        # Only a sequence that is much longer than the others is worth being split.
+        return max(SMALLEST_PART, _rounded(-(-total // room.spare)))
+    best, least, before = SMALLEST_PART, math.inf, 0
+    for waves in range(1, _MOST_WAVES + 1):
+        limit = min(waves * room.wave, count + room.spare)
+        # No parts are shorter than an equal share of all keys.
+        if limit > before and waves * (total / limit + SMALLEST_PART) < least:
+            length = _least_length(seen, limit, total, longest)
+            cost = waves * (int(_parts(seen, length)[1].max()) + SMALLEST_PART)
+            if cost < least:
+                best, least = length, cost
+        before = limit
+    return best
+
+
+def _least_length(seen: _Numbers, limit: int, total: int, longest: int) -> int:
+    """The least multiple of SMALLEST_PART by which there are at most limit items, at least one for each sequence."""
+    # Items become fewer as parts become longer, and they are at least total / (1.25 * length).
+    low, high = max(1, 4 * total // (5 * limit * SMALLEST_PART)), max(1, -(-longest // SMALLEST_PART))
+    while low < high:
+        middle = (low + high) // 2
+        if int(_parts(seen, middle * SMALLEST_PART)[0].sum()) <= limit:
+            high = middle
         else:
-            own = count
-        for begin in range(length - count, length, own):
-            items.append((sequence, begin, min(begin + own, length), first, parts))
-    return items
+            low = middle + 1
+    return low * SMALLEST_PART
 
 
-def _rounded(count: int) -> int:
-    return -(-count // _PART_MULTIPLE) * _PART_MULTIPLE
+def _parts(seen: _Numbers, most: int) -> tuple[_Numbers, _Numbers]:
+    """Each sequence's number of parts and the keys of one, where parts should have at most that many keys."""
+    # A sequence is split only if it is longer than a part by more than a quarter.
+    own = np.where(4 * seen > 5 * most, _rounded(-(-seen // -(-seen // most))), seen)
+    return -(-seen // own), own
 
 
-def layout(spans: Sequence[Span], windows: Sequence[int | None], spare: int) -> list[int]:
-    """A step of one-token sequences as the kernel reads it: a header, each window's items, all sequences' KV blocks.
+_Count = TypeVar("_Count", int, _Numbers)
 
-    The header says where the KV blocks begin and then, for each window, how many items there are. Each window has room
-    for len(spans) + spare items, but for the last one, whose room ends with its items. An item is a part of a sequence's
-    keys: sequence, first key, key behind the last, newest key, the sequence's first item, its number of items, its first
-    KV block's index among all KV blocks, 0.
+
+def _rounded(count: _Count) -> _Count:
+    return -(-count // SMALLEST_PART) * SMALLEST_PART
+
+
+def layout(
+    lengths: _Numbers, rows: _Numbers, windows: Sequence[int | None], rooms: Sequence[Room]
+) -> npt.NDArray[np.int32]:
+    """A step of one-token sequences as the kernel reads it: a header, and each window's items; int32.
+
+    lengths: int64 [sequences], each sequence's keys; rows: its row of the block tables. The header says how many items
+    each window has. Each window has room for its room's spare items more than there are sequences, but for the last one,
+    whose room ends with its items. An item is a part of a sequence's keys: sequence, first key, key behind the last,
+    newest key, the sequence's first item, its number of items, its row of the block tables, 0.
     """
-    lengths = [span.end for span in spans]
-    starts, blocks = list[int](), list[int]()
-    for span in spans:
-        starts.append(len(blocks))
-        blocks += span.blocks
-    header, items = [0] * HEADER, list[int]()
-    for place, window in enumerate(windows):
-        items += [0] * (place * (len(spans) + spare) * FIELDS - len(items))
-        found = split_keys(lengths, spare, window)
-        header[1 + place] = len(found)
-        for sequence, begin, end, first, parts in found:
-            items += (sequence, begin, end, lengths[sequence] - 1, first, parts, starts[sequence], 0)
-    header[0] = HEADER + len(items)
-    return header + items + blocks
+    found = [split_keys(lengths, room, window) for window, room in zip(windows, rooms, strict=True)]
+    places = item_places(len(lengths), rooms)
+    numbers = np.zeros(places[-1] + len(found[-1].parts) * FIELDS, np.int32)
+    for window, (place, items) in enumerate(zip(places, found, strict=True)):
+        count, sequence = len(items.parts), items.sequence
+        numbers[window] = count
+        columns = numbers[place : place + count * FIELDS].reshape(count, FIELDS)
+        columns[:, 0] = sequence
+        columns[:, 1] = items.begin
+        columns[:, 2] = items.end
+        columns[:, 3] = lengths[sequence] - 1
+        columns[:, 4] = items.first
+        columns[:, 5] = items.parts
+        columns[:, 6] = rows[sequence]
+    return numbers
+
+
+def item_places(sequences: int, rooms: Sequence[Room]) -> list[int]:
+    """Where each window's items begin in the layout of a step of that many sequences."""
+    sizes = [(sequences + room.spare) * FIELDS for room in rooms]
+    return [HEADER + sum(sizes[:window]) for window in range(len(sizes))]
 
 
 class DecodeAttention:
@@ -85,21 +171,27 @@ class DecodeAttention:
         kinds: Collection[Kind],
         largest: int,
         most_blocks: int,
+        scratch_block: int,
         device: torch.device,
     ) -> None:
-        """kinds: the layers'. largest: sequences that a step may have; most_blocks: KV blocks that each may have."""
+        """kinds: the layers'. largest: sequences that a step may have; most_blocks: KV blocks that each may have.
+
+        scratch_block: the KV block of padding.
+        """
         # Triton is not installed without CUDA.
         from server.engine.runtime.attention.decode_kernel import Partials, attend_newest
 
         self._attend: Callable[..., torch.Tensor] = attend_newest
         self._windows = list(dict.fromkeys(kind.options.window for kind in kinds))
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._spare = -(-_SPARE * processors // min(kind.kv_heads for kind in kinds))
-        if len(self._windows) >= HEADER:
+        if len(self._windows) > HEADER:
             raise ValueError(f"layers have {len(self._windows)} different windows")
-        items = largest + self._spare
-        size = HEADER + len(self._windows) * items * FIELDS + largest * most_blocks
-        self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        heads = [max(kind.kv_heads for kind in kinds if kind.options.window == window) for window in self._windows]
+        self._rooms = [Room.of(processors, own) for own in heads]
+        sequences = max(largest, _TRIAL_SEQUENCES)
+        items = sequences + max(room.spare for room in self._rooms)
+        self._numbers = torch.zeros(HEADER + len(self._windows) * items * FIELDS, dtype=torch.int32, device=device)
+        self._tables = DeviceTables(sequences, max(most_blocks, _TRIAL_BLOCKS), scratch_block, device)
         self._partials = Partials(
             items,
             max(kind.kv_heads for kind in kinds),
@@ -108,11 +200,15 @@ class DecodeAttention:
             device,
         )
 
-    def plan(self, spans: Sequence[Span]) -> None:
-        """Lay out a step; spans are as many as the graph's sequences."""
+    def plan(self, spans: Spans, size: int) -> None:
+        """Lay out a step for the graph of size sequences; those beyond spans are padding, a token each."""
+        padding = size - len(spans)
+        lengths = np.append(spans.ends, np.ones(padding, np.int64))
+        rows = np.append(spans.rows, np.full(padding, self._tables.padding_row))
         # A copy from memory that is not pinned would wait for the step that is running.
-        numbers = torch.tensor(layout(spans, self._windows, self._spare), dtype=torch.int32, pin_memory=True)
+        numbers = torch.from_numpy(layout(lengths, rows, self._windows, self._rooms)).pin_memory()
         self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+        self._tables.update(spans)
 
     def attend(
         self,
@@ -125,9 +221,9 @@ class DecodeAttention:
         tile: int = 0,
     ) -> torch.Tensor:
         """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest()."""
-        place, items = self._windows.index(options.window), query.shape[0] + self._spare
-        first = HEADER + place * items * FIELDS
-        step = self._numbers, first, 1 + place, items
+        window, sequences = self._windows.index(options.window), query.shape[0]
+        first = item_places(sequences, self._rooms)[window]
+        step = self._numbers, first, window, sequences + self._rooms[window].spare, self._tables.blocks
         return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile)
 
 
@@ -148,21 +244,22 @@ def disagreement(
     block_size, kv_heads, dim], which is left filled with zeros; its last block is not used.
     """
     block_size, room = cache.shape[2], cache.shape[0] - 1
-    spans: list[Span] = []
+    made_spans: list[Span] = []
     used = 0
     for length in (1, block_size + 1, 2 * SMALLEST_PART + 3):
         own = range(used, min(used + -(-length // block_size), room))
         if own:
             end = min(length, len(own) * block_size)
-            spans.append(Span(len(spans), end - 1, 1, tuple(own)))
+            made_spans.append(Span(len(made_spans), end - 1, 1, own))
             used = own.stop
+    spans = Spans.of(made_spans)
 
     def made(heads: int) -> torch.Tensor:
         return torch.randn(len(spans), heads, kind.dim, dtype=cache.dtype, device=cache.device)
 
-    slots = torch.tensor([s.blocks[-1] * block_size + s.start % block_size for s in spans], device=cache.device)
-    decode.plan(spans)
-    reference.begin(Batch(slots, slots, slots, slots, tuple(spans), len(spans)))
+    slots = torch.tensor([s.blocks[-1] * block_size + s.start % block_size for s in made_spans], device=cache.device)
+    decode.plan(spans, len(spans))
+    reference.begin(Batch(slots, slots, slots, slots, spans, len(spans)))
     for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim))):
         query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
         cache[:used].normal_()

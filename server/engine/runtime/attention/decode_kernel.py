@@ -34,6 +34,7 @@ def attend_newest(
     first: int,
     counted: int,
     items: int,
+    tables: torch.Tensor,
     partials: Partials,
     options: AttentionOptions,
     rotary: RotaryEmbedding | None,
@@ -43,7 +44,8 @@ def attend_newest(
 
     cache [blocks, 2, block_size, kv_heads, dim], contiguous; query [T, heads, dim], key and value [T, kv_heads, dim] of
     its dtype, any strides with a contiguous last dimension; numbers int32, decode.layout(): from first on lie the items,
-    at most that many; their number is at counted. query and key get rotary first.
+    at most that many; their number is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that
+    items name. query and key get rotary first.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
@@ -59,6 +61,7 @@ def attend_newest(
         out,
         numbers,
         numbers[first:],
+        tables,
         partials.sums,
         partials.weights,
         partials.arrived,
@@ -72,6 +75,7 @@ def attend_newest(
         rotary is not None,
         turned.norms is not None,
         counted,
+        tables.shape[1],
         kv_heads,
         heads // kv_heads,
         max(16, triton.next_power_of_2(heads // kv_heads)),
@@ -101,6 +105,7 @@ def _attend(  # type: ignore[no-untyped-def]
     out,
     numbers,
     items,
+    tables,
     sums,
     weights,
     arrived,
@@ -120,6 +125,7 @@ def _attend(  # type: ignore[no-untyped-def]
     has_rotary: tl.constexpr,
     norms: tl.constexpr,
     counted: tl.constexpr,
+    pitch: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     rows: tl.constexpr,
@@ -138,7 +144,6 @@ def _attend(  # type: ignore[no-untyped-def]
     item, head = tl.program_id(0), tl.program_id(1)
     row, begin, end, newest = _four(items + item * 8)
     first, parts, blocks, _ = _four(items + item * 8 + 4)
-    blocks += tl.load(numbers)
     if item >= tl.load(numbers + counted):
         return
     # The newest key may not be in the cache yet.
@@ -146,7 +151,7 @@ def _attend(  # type: ignore[no-untyped-def]
     column = tl.arange(0, dim)
     width: tl.constexpr = kv_heads * dim
     pages = cache + head * dim
-    table = numbers + blocks
+    table = tables + blocks.to(tl.int64) * pitch
     # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
     k, v, inside = _tile(pages, table, begin, old, width, dim, block_size, tile)
     q_weight, q_weight_other = _weights(query_norm, offset, dim, norms)

@@ -14,7 +14,7 @@ from server.engine.runtime.attention.base import AttentionBackend, AttentionOpti
 from server.engine.runtime.attention.compiler import missing_compiler, prepare_compiler
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend, paged_cpu_error
 from server.engine.runtime.attention.sdpa import SdpaBackend
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ def try_layers(
 ) -> None:
     """Run tokens that begin in block 0 through one layer of each kind, which compiles what the kind needs."""
     places = torch.arange(tokens, device=device)
-    span = Span(0, 0, tokens, tuple(range(-(-tokens // block_size))))
-    backend.begin(Batch(torch.zeros_like(places), places, places, places[-1:], (span,), int(tokens == 1)))
+    spans = Spans.of([Span(0, 0, tokens, range(-(-tokens // block_size)))])
+    backend.begin(Batch(torch.zeros_like(places), places, places, places[-1:], spans, int(tokens == 1)))
     for shape, option in dict.fromkeys(zip(shapes, options, strict=True)):
         layer = next(i for i, kind in enumerate(zip(shapes, options, strict=True)) if kind == (shape, option))
         query = torch.zeros(tokens, shape.heads, shape.key_dim, dtype=dtype, device=device)

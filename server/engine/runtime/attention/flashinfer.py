@@ -23,9 +23,9 @@ from server.engine.runtime.attention.flashinfer_graphs import (
     partial_bytes,
     workspace,
 )
-from server.engine.runtime.attention.page_tables import PageTables, page_tables
+from server.engine.runtime.attention.page_tables import Padding, PageTables, page_tables
 from server.engine.runtime.attention.rotary import RotaryEmbedding
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class FlashInferBackend(GraphBackend):
 
         @functools.cache
         def tables(first: int, last: int) -> PageTables:
-            return page_tables(batch.spans[first:last], self._block_size)
+            return page_tables(batch.spans, self._block_size, slice(first, last))
 
         long = batch.num_tokens - singles >= LONG_CHUNKS
         self._parts = {}
@@ -155,7 +155,7 @@ class FlashInferBackend(GraphBackend):
 
     def _load_decode(self, sequences: int, most_blocks: int) -> None:
         """Use our own kernel for graphs; raises what it raises, and ValueError if it computes something else."""
-        decode = DecodeAttention(self._mixed, sequences, most_blocks, self._device)
+        decode = DecodeAttention(self._mixed, sequences, most_blocks, self.scratch_block, self._device)
         for kind in self._mixed:
             layer = self._kinds.index(kind)
             wrong = disagreement(decode, self, self._cache[layer], layer, kind)
@@ -177,7 +177,7 @@ class FlashInferBackend(GraphBackend):
     def _attend_by(self, wrappers: dict[Kind, Any]) -> None:
         self._parts = {kind: [(slice(None), wrapper)] for kind, wrapper in wrappers.items()}
 
-    def plan_mixed_graph(self, spans: list[Span], size: int, sequences: int) -> dict[Kind, Any]:
+    def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> dict[Kind, Any]:
         tables = self._padded_tables(spans, sequences, 0)
         tables.rows = tables.rows.pin_memory()
         wrappers = self._mixed_graphs.of(size, sequences)
@@ -185,20 +185,18 @@ class FlashInferBackend(GraphBackend):
             self._plan_chunks(kind, wrapper, tables, split_keys=False)
         return wrappers
 
-    def plan_decode_graph(self, spans: list[Span], size: int) -> None:
+    def plan_decode_graph(self, spans: Spans, size: int) -> None:
         if self._decode is not None:
-            self._decode.plan(self._padded(spans, size, 1))
+            self._decode.plan(spans, size)
             return
         tables = self._padded_tables(spans, size, 1)
         for kind, wrapper in self._decode_graphs.of(size).items():
             self._plan(kind, wrapper, (tables.starts, tables.blocks, tables.last), self._split_keys)
 
-    def _padded(self, spans: list[Span], sequences: int, tokens: int) -> list[Span]:
-        """spans, filled up to that many sequences by ones of that many tokens in the scratch block."""
-        return spans + [Span(0, 0, tokens, (self.scratch_block,))] * (sequences - len(spans))
-
-    def _padded_tables(self, spans: list[Span], sequences: int, tokens: int) -> PageTables:
-        tables = page_tables(self._padded(spans, sequences, tokens), self._block_size)
+    def _padded_tables(self, spans: Spans, sequences: int, tokens: int) -> PageTables:
+        """The tables of spans, filled up to that many sequences by ones of that many tokens in the scratch block."""
+        padding = Padding(sequences - len(spans), tokens, self.scratch_block)
+        tables = page_tables(spans, self._block_size, padding=padding)
         # Copies from memory that is not pinned, which FlashInfer would make, wait for the step that is running.
         tables.starts, tables.last = tables.starts.pin_memory(), tables.last.pin_memory()
         tables.blocks = tables.blocks.pin_memory().to(self._device, non_blocking=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from server.engine.runtime.batch import Span
+from server.engine.runtime.batch import Spans
 
 
 @dataclass
@@ -24,15 +24,26 @@ class PageTables:
     """[sequences]: tokens in each sequence's last block."""
 
 
-def page_tables(spans: Sequence[Span], block_size: int) -> PageTables:
-    """The tables of a step's spans."""
-    rows, starts = [0], [0]
-    blocks: list[int] = []
-    last: list[int] = []
-    for span in spans:
-        rows.append(rows[-1] + span.length)
-        blocks.extend(span.blocks)
-        starts.append(len(blocks))
-        last.append((span.end - 1) % block_size + 1)
-    tensors = (torch.tensor(values, dtype=torch.int32) for values in (rows, starts, blocks, last))
-    return PageTables(*tensors)
+@dataclass(frozen=True)
+class Padding:
+    """Sequences behind a step's own, each in one KV block."""
+
+    sequences: int
+    tokens: int
+    """How many tokens each computes, 0 or 1."""
+    block: int
+
+
+def page_tables(spans: Spans, block_size: int, part: slice = slice(None), padding: Padding | None = None) -> PageTables:
+    """The tables of a part of a step's spans, and of padding behind them."""
+    lengths, counts, last = spans.lengths[part], spans.counts[part], (spans.ends[part] - 1) % block_size + 1
+    blocks = [spans.blocks_of(index) for index in range(*part.indices(len(spans)))]
+    if padding is not None:
+        own = padding.sequences
+        lengths = np.append(lengths, np.full(own, padding.tokens))
+        counts = np.append(counts, np.ones(own, np.int64))
+        last = np.append(last, np.full(own, padding.tokens or block_size))
+        blocks.append(np.full(own, padding.block, np.int32))
+    rows, starts = (np.append(0, column.cumsum()) for column in (lengths, counts))
+    columns = rows, starts, np.concatenate(blocks), last
+    return PageTables(*(torch.from_numpy(column.astype(np.int32)) for column in columns))

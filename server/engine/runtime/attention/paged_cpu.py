@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nf4_kernels import cpu
@@ -76,12 +77,10 @@ class PagedCpuBackend(SdpaBackend):
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        width = max((len(span.blocks) for span in batch.spans), default=0)
-        tables = torch.tensor(
-            [block for span in batch.spans for block in span.blocks + (0,) * (width - len(span.blocks))],
-            dtype=torch.int64,
-        )
-        spans = torch.tensor([(span.row, span.start, span.end) for span in batch.spans], dtype=torch.int64)
+        given = batch.spans
+        width = int(given.counts.max())
+        tables = torch.from_numpy(given.tables.blocks[given.rows, :width].astype(np.int64))
+        spans = torch.from_numpy(np.stack((given.first_rows, given.starts, given.ends), axis=1))
         self._kept = (batch.slots, tables, spans)
         call = self._call
         call.slots, call.tables, call.spans = (tensor.data_ptr() for tensor in self._kept)

@@ -63,8 +63,8 @@ class SdpaBackend(AttentionBackend):
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         if singles:
             out[:singles] = self._attend_singles(layer, query[:singles], options)
-        for span in batch.spans[singles:]:
-            self._attend_span(layer, span, query, key, value, out, options)
+        for index in range(singles, len(batch.spans)):
+            self._attend_span(layer, batch.spans[index], query, key, value, out, options)
         return out
 
     def _attend_span(
@@ -98,14 +98,15 @@ class SdpaBackend(AttentionBackend):
 
     def _locate_singles(self, window: int | None) -> _Singles:
         assert self._batch is not None
-        spans, size = self._batch.spans[: self._batch.num_single], self._block_size
-        firsts = [0 if window is None else max(0, span.end - window) // size for span in spans]
-        tables = [span.blocks[first:] for span, first in zip(spans, firsts, strict=True)]
-        ends = [span.end - first * size for span, first in zip(spans, firsts, strict=True)]
+        spans, size = self._batch.spans, self._block_size
+        lengths = spans.ends[: self._batch.num_single].tolist()
+        firsts = [0 if window is None else max(0, length - window) // size for length in lengths]
+        tables = [spans.blocks_of(index)[first:].tolist() for index, first in enumerate(firsts)]
+        ends = [length - first * size for length, first in zip(lengths, firsts, strict=True)]
         begins = [0 if window is None else max(0, end - window) for end in ends]
         longest = max(len(table) for table in tables)
         device = self._batch.ids.device
-        blocks = torch.tensor([b for table in tables for b in table + (0,) * (longest - len(table))], device=device)
+        blocks = torch.tensor([b for table in tables for b in table + [0] * (longest - len(table))], device=device)
         keys = max(ends)
         if min(ends) == keys and max(begins) == 0:
             return _Singles(blocks, None, keys)
@@ -116,7 +117,7 @@ class SdpaBackend(AttentionBackend):
 
     def _gather(self, layer: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [end, kv_heads, dim] of one sequence."""
-        blocks = torch.tensor(span.blocks, device=self._keys[layer].device)
+        blocks = torch.tensor(list(span.blocks), device=self._keys[layer].device)
         keys = self._keys[layer].index_select(0, blocks).flatten(0, 1)
         values = self._values[layer].index_select(0, blocks).flatten(0, 1)
         return keys[: span.end], values[: span.end]

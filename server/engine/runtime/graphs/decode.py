@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
-from server.engine.runtime.batch import Batch
+from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
@@ -120,12 +120,11 @@ class DecodeGraphs:
     def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
         size = min(s for s in self._graphs if s >= count)
-        adapted = any(span.adapter is not None for span in batch.spans)
-        captured = (self._adapted if adapted else self._graphs)[size]
+        captured = (self._adapted if batch.spans.adapted else self._graphs)[size]
         if captured.others is not None:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True
-        plan = partial(self._backend.plan_decode_graph, list(batch.spans), size)
+        plan = partial(self._backend.plan_decode_graph, batch.spans, size)
         self.pool.replay(captured.graph, plan, captured.inputs, (ids, batch.positions, batch.slots))
         return captured
 
@@ -135,7 +134,7 @@ class DecodeGraphs:
 
     def _capture_one(self, size: int, others: torch.Tensor | None, count: bool = False) -> _Graph:
         inputs = self.pool.new_inputs(size)
-        self._backend.plan_decode_graph([], size)
+        self._backend.plan_decode_graph(Spans.of([]), size)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             self._backend.begin_decode_graph(inputs[2])

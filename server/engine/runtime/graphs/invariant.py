@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Spans
 
 # A decode graph of this size takes little longer than one of a single token, and prefill goes through it, too.
 INVARIANT_ROWS = 32
@@ -19,15 +20,16 @@ INVARIANT_ROWS = 32
 
 def in_groups(batch: Batch, block_size: int, size: int = INVARIANT_ROWS) -> Iterator[tuple[int, Batch]]:
     """The batch's tokens in order, up to size at a time, each as a span of its own; with the first one's row."""
-    spans = [
-        Span(0, position, 1, span.blocks[: position // block_size + 1], span.adapter)
-        for span in batch.spans
-        for position in range(span.start, span.end)
-    ]
+    spans, count = batch.spans, batch.num_tokens
+    of = np.repeat(np.arange(len(spans)), spans.lengths)
+    positions = np.arange(count) - spans.first_rows[of] + spans.starts[of]
+    adapters = [spans.adapters[index] for index in of.tolist()]
     rows = torch.arange(size, device=batch.ids.device)
-    for first in range(0, len(spans), size):
-        own = tuple(spans[first : first + size])
-        cut = slice(first, first + len(own))
+    for first in range(0, count, size):
+        cut = slice(first, min(first + size, count))
+        starts = positions[cut]
+        counts = starts // block_size + 1
+        own = Spans(spans.tables, spans.rows[of[cut]], starts, np.ones_like(starts), counts, adapters[cut])
         yield (
             first,
             Batch(batch.ids[cut], batch.positions[cut], batch.slots[cut], rows[: len(own)], own, len(own)),

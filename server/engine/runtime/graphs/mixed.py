@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.decode import WARM_UPS
 from server.engine.runtime.graphs.pool import GraphPool, unowned
 from server.engine.runtime.model.lora import adding_masked
@@ -74,7 +74,8 @@ class MixedGraphs:
         return (
             len(batch.spans) <= sequences
             and batch.sampled_rows.shape[0] <= sequences
-            and all(span.end <= self._backend.longest_in_mixed_graph and span.adapter is None for span in batch.spans)
+            and int(batch.spans.ends.max()) <= self._backend.longest_in_mixed_graph
+            and not batch.spans.adapted
         )
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -83,7 +84,7 @@ class MixedGraphs:
         assert size is not None
         captured, wanted = self._graphs[size], batch.sampled_rows.shape[0]
         captured.wanted[:wanted].copy_(batch.sampled_rows)
-        plan = partial(self._backend.plan_mixed_graph, list(batch.spans), size, self._sequences(size))
+        plan = partial(self._backend.plan_mixed_graph, batch.spans, size, self._sequences(size))
         self._pool.replay(captured.graph, plan, captured.inputs, (batch.ids, batch.positions, batch.slots))
         return captured.logits[:wanted]
 
@@ -97,7 +98,7 @@ class MixedGraphs:
         inputs = self._pool.new_inputs(size)
         wanted = torch.zeros(self._sequences(size), dtype=torch.int64, device=self._model.device)
         scratch = (self._backend.scratch_block,) * -(-size // self._block_size)
-        plan = self._backend.plan_mixed_graph([Span(0, 0, size, scratch)], size, len(wanted))
+        plan = self._backend.plan_mixed_graph(Spans.of([Span(0, 0, size, scratch)]), size, len(wanted))
 
         def forward() -> torch.Tensor:
             self._backend.begin_mixed_graph(inputs[2], plan)

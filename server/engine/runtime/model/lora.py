@@ -168,8 +168,8 @@ class AdapterTable:
 @contextmanager
 def adding(batch: Batch, slots: int) -> Iterator[None]:
     """While entered, projections add the adapters of a batch's sequences; slots is how many adapters there may be."""
-    if slots and any(span.adapter is not None for span in batch.spans):
-        several = len({span.adapter for span in batch.spans} - {None}) > 1
+    if slots and batch.spans.adapted:
+        several = len({*batch.spans.adapters} - {None}) > 1
         few = several and batch.num_tokens * slots <= FEW
         _Active.others = others_of(batch, slots).to(batch.ids.device, non_blocking=True) if few else None
         _Active.rows = None if few else _rows_by_slot(batch)

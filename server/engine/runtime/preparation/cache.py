@@ -12,7 +12,7 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.attention.factory import create_backend
 from server.engine.runtime.attention.probe import probe_layers
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.limits import (
     CPU_CACHE_BYTES,
     EngineConfigError,
@@ -89,14 +89,14 @@ def run_largest_step(model: PreTrainedModel, paged_with: PagedWith, config: Engi
     for row in range(0, count, length):
         own = min(length, count - row)
         end = num_blocks + -(-own // block_size)
-        spans.append(Span(row, 0, own, tuple(range(num_blocks, end))))
+        spans.append(Span(row, 0, own, range(num_blocks, end)))
         num_blocks = end
     paged = paged_with(num_blocks)
     rows = torch.arange(count, device=device)
     positions = rows % length
     slots = rows // length * blocks_each * block_size + positions
     wanted = rows[-sequences:]
-    batch = Batch(rows % text.vocab_size, positions, slots, wanted, tuple(spans), int(count == 1))
+    batch = Batch(rows % text.vocab_size, positions, slots, wanted, Spans.of(spans), int(count == 1))
     # Sampling with top_p takes the most memory.
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
     filtered = Sequence(GenerateRequest("largest step", [0], params), seed=0)

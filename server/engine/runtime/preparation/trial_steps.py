@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from server.engine.runtime.batch import Batch, Span
+from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.trials import relative_error
@@ -35,8 +35,8 @@ class TrialSteps:
         rows = torch.arange(count, device=self._paged.device)
         # The first ids are often padding, whose embedding is zero.
         ids = (rows + 101) % self._paged.vocab_size
-        blocks = tuple(range(-(-count // self._paged.block_size)))
-        return Batch(ids, rows, rows, rows, (Span(0, 0, count, blocks),), int(count == 1))
+        blocks = range(-(-count // self._paged.block_size))
+        return Batch(ids, rows, rows, rows, Spans.of([Span(0, 0, count, blocks)]), int(count == 1))
 
     def difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
         """How logits of a step of count tokens differ from those expected by more than rounding, in words."""
@@ -61,6 +61,6 @@ def mixed_trial_steps(first_chunk: Callable[[int], Batch], block_size: int, limi
     positions[0] += 1
     positions[1:] -= 1
     slots = torch.cat((positions[:1], positions[1:] + block_size))
-    spans = Span(0, block_size + 1, 1, (0, 1)), Span(1, block_size, count, (0, 2))
+    spans = Spans.of([Span(0, block_size + 1, 1, (0, 1)), Span(1, block_size, count, (0, 2))])
     ids = (positions + 211) % limits.vocab_size
     yield Batch(ids, positions, slots, positions.new_tensor([0, count]), spans, 1)

@@ -1,0 +1,55 @@
+"""A copy of the block tables on the device, which gets what is new in them before each step."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from server.engine.runtime.batch import Spans, to_device
+from server.engine.scheduling.block_tables import BlockTables
+
+
+class DeviceTables:
+    """int32 [rows + 1, width] in memory that never moves; the last row is padding's, one scratch block."""
+
+    def __init__(self, rows: int, width: int, scratch_block: int, device: torch.device) -> None:
+        self.blocks = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+        self.blocks[rows] = scratch_block
+        self.padding_row = rows
+        # Of which tables the rows are copies, up to which block, and whose.
+        self._source: BlockTables | None = None
+        self._counts = np.zeros(rows, np.int64)
+        self._holders = np.zeros(rows, np.int64)
+
+    def update(self, spans: Spans) -> None:
+        """Make the rows of a step's sequences equal to their block tables, as far as the step needs them.
+
+        Nothing waits for the device: kernels launched earlier see the rows as they were, later ones as they are.
+        """
+        new = self.take_new(spans)
+        if not new.shape[1]:
+            return
+        try:
+            given = to_device(new, self.blocks.device)
+            self.blocks.view(-1).index_copy_(0, given[0], given[1].int())
+        except Exception:
+            self._source = None  # nothing counts as copied
+            raise
+
+    def take_new(self, spans: Spans) -> npt.NDArray[np.int64]:
+        """What the copy lacks: int64 [2, new], places in the flattened copy and the blocks there. It counts as copied."""
+        tables = spans.tables
+        if tables is not self._source:
+            self._source = tables
+            self._counts[:] = 0
+        rows = spans.rows
+        held = self._holders[rows] == tables.holders[rows]
+        had, has = np.where(held, self._counts[rows], 0), tables.counts[rows]
+        changed = np.flatnonzero(has > had)
+        self._holders[rows], self._counts[rows] = tables.holders[rows], has
+        width, places, blocks = self.blocks.shape[1], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+        for row, first, end in zip(rows[changed].tolist(), had[changed].tolist(), has[changed].tolist(), strict=True):
+            places.append(np.arange(row * width + first, row * width + end))
+            blocks.append(tables.blocks[row, first:end])
+        return np.stack((np.concatenate(places), np.concatenate(blocks)))
