@@ -22,8 +22,8 @@ from server.types import GenerateRequest, SamplingParams
 
 MODEL = Path(__file__).parents[2] / "bench" / "models" / "qwen3-8b"
 SMALL = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
-    "num_key_value_heads": 2, "vocab_size": 500, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 128,
+    "num_key_value_heads": 1, "vocab_size": 500, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 FEW, MANY = NF4Linear.EXPANDED_FROM - 1, NF4Linear.EXPANDED_FROM
 """The most tokens that are multiplied by the codes, the fewest by the copies."""

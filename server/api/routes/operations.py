@@ -18,12 +18,6 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.head("/", include_in_schema=False)
-async def reachable() -> Response:
-    """An empty 200; Claude Code asks for it before its first request."""
-    return Response()
-
-
 @router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Whether the server can generate", responses={503: {"description": "Not now"}})
 async def health(request: Request) -> Response:
