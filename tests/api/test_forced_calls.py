@@ -16,7 +16,13 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAME
 
 
 def ask(http: httpx.Client, **options: Any) -> httpx.Response:
-    body = {"model": MODEL, "messages": user("a"), "tools": [TOOL], "tool_choice": "required", "logit_bias": {"2": -100}}
+    body = {
+        "model": MODEL,
+        "messages": user("a"),
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "logit_bias": {"2": -100},
+    }
     answer = http.post(CHAT, json=body | options)
     assert answer.status_code == 200, answer.text
     return answer
