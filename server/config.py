@@ -56,6 +56,8 @@ class HttpConfig(_Section):
     """How long a client may leave a stream unread; then it counts as gone (Linux)."""
     unknown_options: Literal["warn", "refuse"] = "warn"
     """Fields of a request that the server does not know: named in X-Ignored-Options, or answered with 400."""
+    response_store: int = Field(default=0, ge=0)
+    """Answers of /v1/responses kept in memory for previous_response_id; 0: none."""
     any_model: bool = False
     """Whether the model answers under any name that is asked for; else an unknown one gets 404."""
 
