@@ -20,7 +20,18 @@ from server.api.http.errors import ApiError, answer_api_error, answer_http_excep
 from server.api.http.middleware import RequestLayer
 from server.api.openai.sampling_defaults import read_defaults
 from server.api.openapi import describe
-from server.api.routes import adapters, chat, completions, messages, operations, pages, responses, sglang, tokens
+from server.api.routes import (
+    adapters,
+    chat,
+    completions,
+    messages,
+    operations,
+    pages,
+    responses,
+    sglang,
+    stored_responses,
+    tokens,
+)
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config, ConfigError
@@ -66,7 +77,18 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
     app = FastAPI(title="NF4 server", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.openapi = describe(app)  # type: ignore[method-assign]
-    for module in (chat, completions, responses, messages, adapters, tokens, operations, sglang, pages):
+    for module in (
+        chat,
+        completions,
+        responses,
+        stored_responses,
+        messages,
+        adapters,
+        tokens,
+        operations,
+        sglang,
+        pages,
+    ):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
@@ -76,7 +98,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.http.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-ID", "Retry-After", "Server-Timing", "X-Ignored-Options"],
         )

@@ -72,6 +72,8 @@ class HttpConfig(_Section):
     """Under which names /metrics gives what vLLM has, too."""
     unknown_options: Literal["warn", "refuse"] = "warn"
     """Fields of a request that the server does not know: named in X-Ignored-Options, or answered with 400."""
+    response_store: int = Field(default=0, ge=0)
+    """Answers of /v1/responses kept in memory for previous_response_id; 0: none."""
     any_model: bool = False
     """Whether the model answers under any name that is asked for; else an unknown one gets 404."""
 

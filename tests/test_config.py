@@ -72,5 +72,17 @@ def test_adapters_can_be_named_in_a_variable(monkeypatch: pytest.MonkeyPatch) ->
     assert [(m.name, m.path) for m in modules] == [("sql", Path("/adapters/sql")), ("chat", Path.home() / "chat")]
 
 
+def test_a_model_may_have_several_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: m\nserved_model_name: [a, b]")
+    config = load_config(path)
+    assert (config.model_name, config.model_names) == ("a", ("a", "b"))
+    monkeypatch.setenv("NF4_SERVED_MODEL_NAME", "c, d")
+    assert load_config(path).model_names == ("c", "d")
+    assert load_config(None, {"served_model_name": "e"}).model_names == ("e",)
+    monkeypatch.delenv("NF4_SERVED_MODEL_NAME")
+    assert load_config(None, {"model": "m"}).model_names == ("m",)
+
+
 def test_home_is_expanded() -> None:
     assert load_config(None, {"cache_dir": "~/x"}).cache_dir == Path.home() / "x"

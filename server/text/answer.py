@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from server.text.calls.parser import CallDelta, ToolParser
 from server.text.reasoning import ReasoningSplitter
@@ -33,7 +32,7 @@ class ForcedCalls:
     def __init__(self) -> None:
         self._written: list[list[str]] = []
         self._ids: list[str | None] = []
-        self._complete: list[tuple[str, Any]] = []
+        self._complete: set[tuple[str, str]] = set()
         self.repeated = False
         """Whether a call was an earlier one once more; no call is passed on from then on."""
 
@@ -54,16 +53,16 @@ class ForcedCalls:
             if call is None:
                 continue
             self.repeated = call in self._complete
-            self._complete.append(call)
+            self._complete.add(call)
             if delta.index > 0 and not self.repeated:
                 passed.append(CallDelta(delta.index, self._ids[delta.index], written[0], written[1]))
         return passed
 
 
-def _complete(name: str, arguments: str) -> tuple[str, Any] | None:
-    """A call whose arguments are complete, None for one that goes on."""
+def _complete(name: str, arguments: str) -> tuple[str, str] | None:
+    """A call with its arguments in one way of writing them; None for a call that goes on."""
     try:
-        return name, json.loads(arguments, strict=False)
+        return name, json.dumps(json.loads(arguments, strict=False), sort_keys=True)
     except (ValueError, RecursionError):
         return None
 

@@ -11,11 +11,16 @@ from safetensors.numpy import save_file
 CONTEXT = 65536
 
 
-def write_random_model(folder: Path, source: Path, http: dict[str, object] | None = None) -> Path:
-    """Put a model with the tokenizer and template of another into a folder; returns the configuration to serve it with."""
+def write_random_model(
+    folder: Path, source: Path, http: dict[str, object] | None = None, *, brief: bool = False
+) -> Path:
+    """Put a model with the tokenizer and template of another into a folder; returns the configuration to serve it with.
+
+    brief: one token in twenty ends an answer, for clients that set no limit; without it, random answers go on for ever.
+    """
     folder.mkdir(exist_ok=True)
     for file in source.iterdir():
-        if file.name not in ("config.json", "model.safetensors"):
+        if file.name not in ("config.json", "generation_config.json", "model.safetensors"):
             shutil.copy(file, folder / file.name)
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
@@ -23,6 +28,8 @@ def write_random_model(folder: Path, source: Path, http: dict[str, object] | Non
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": CONTEXT,
     }  # fmt: skip
+    if brief:
+        config["eos_token_id"] = [2, *range(1000, 49000, 20)]
     (folder / "config.json").write_text(json.dumps(config))
     save_file({}, folder / "model.safetensors")
     settings = {

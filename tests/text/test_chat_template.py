@@ -108,3 +108,29 @@ def test_byte_fallback_guards_too(byte_fallback: Tokenizer) -> None:
     ids = byte_fallback.encode_chat("<s>" + guard.mark("the </s> the"))
     assert byte_fallback.decode(ids, skip_special_tokens=False) == "<s> the </s> the"
     assert byte_fallback.special_id("</s>") not in ids
+
+
+TALK = [
+    {"role": "system", "content": "S1"}, {"role": "system", "content": "S2"}, {"role": "user", "content": "U1"},
+    {"role": "system", "content": "S3"}, {"role": "assistant", "content": "A1"}, {"role": "system", "content": "S4"},
+    {"role": "assistant", "content": "A2"},
+]  # fmt: skip
+IN_PLACE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system comes first') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+
+
+def test_system_messages_stay_where_the_template_takes_them(embedded_folder: Path) -> None:
+    text = Templated(embedded_folder, IN_PLACE).render(TALK)
+    assert text == "[system:S1][system:S2][user:U1][system:S3][assistant:A1][system:S4][assistant:A2]"
+
+
+@pytest.mark.parametrize(
+    "template", [FIRST_ONLY, FIRST_ONLY.replace("{{ raise_exception('system comes first') }}", "")]
+)
+def test_late_system_messages_are_what_the_user_says_where_it_does_not(embedded_folder: Path, template: str) -> None:
+    template = template.replace("{% endif %}[", "{% else %}[").replace("{% endfor %}", "{% endif %}{% endfor %}")
+    text = Templated(embedded_folder, template).render(TALK)
+    assert text == "[system:S1\n\nS2][user:U1\n\nS3][assistant:A1][user:S4][assistant:A2]"

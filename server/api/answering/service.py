@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from starlette.requests import Request
 
+from server.api.answering.response_store import ResponseStore
 from server.api.http.admission import Admission
 from server.api.http.errors import ApiError, model_not_found, unavailable
 from server.api.openai.options import SamplingDefaults
@@ -46,6 +47,7 @@ class Service:
         self.grammars: Grammars | None = None
         self.engine: EngineClient | None = None
         self.sampling_defaults = SamplingDefaults()
+        self.responses = ResponseStore(config.http.response_store) if config.http.response_store else None
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
         """What is being done before there is an engine."""

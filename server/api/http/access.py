@@ -48,6 +48,7 @@ class AccessLayer:
             response = await answer_api_error(Request(scope), e)
             await response(scope, receive, send)
             return
+        scope.setdefault("state", {})["api_key"] = key
         self._under_way[key] += 1
         place = contextlib.ExitStack()
         place.callback(self._under_way.subtract, [key])

@@ -124,13 +124,13 @@ SERVER_TOOLS = (
 """Types of tools of /v1/responses that the provider's server runs; they are dropped and named tools[].TYPE."""
 
 
-def take_hints(endpoint: Endpoint, document: dict[str, Any]) -> None:
+def take_hints(endpoint: Endpoint, document: dict[str, Any], honoured: frozenset[str] = frozenset()) -> None:
     """Take an endpoint's hints out of a request's document and note them; those whose type is checked stay in it.
 
-    Raises ApiError (400) for a value that is no hint.
+    honoured: paths that are no hints with this configuration. Raises ApiError (400) for a value that is no hint.
     """
     for hint in HINTS:
-        if endpoint in hint.endpoints and not hint.unless_thinking:
+        if endpoint in hint.endpoints and not hint.unless_thinking and hint.path not in honoured:
             _take(hint, document, hint.path.split("."), "")
 
 

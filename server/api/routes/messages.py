@@ -42,7 +42,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Thinking(BaseModel):
-    """Says whether a reasoning model thinks. its budget_tokens and display are hints."""
+    """Says whether a reasoning model thinks. Its budget_tokens and display are hints."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,10 +1,11 @@
-"""POST /v1/responses: OpenAI's newer form of a chat, without memory: nothing is stored."""
+"""POST /v1/responses: OpenAI's newer form of a chat; responses are kept where the configuration says so."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answering.plan import new_id
+from server.api.answering.response_store import ResponseStore
 from server.api.answering.service import service_of
 from server.api.answering.turn import Turn, respond, start_turn
 from server.api.http.errors import ApiError, bad_request, renamed
@@ -29,7 +31,6 @@ from server.api.translate.responses import INPUT_SCHEMA, chat_document
 router = APIRouter()
 
 UNSUPPORTED_RESPONSE: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
     "conversation": (),
     "background": (False,),
     "prompt": (),
@@ -83,6 +84,7 @@ class ResponseRequest(BaseModel):
     reasoning: Reasoning | None = None
     stream: bool | None = None
     store: bool | None = None
+    previous_response_id: str | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     user: str | None = None
     safety_identifier: str | None = None
@@ -92,33 +94,58 @@ class ResponseRequest(BaseModel):
 
 @router.post("/v1/responses", summary="Answer, in OpenAI's newer form")
 async def responses(request: Request) -> Response:
-    """OpenAI's responses: text, function tools, structured text, reasoning; whole or as events. Nothing is stored."""
+    """OpenAI's responses: text, function tools, structured text, reasoning; whole or as events."""
     service = service_of(request)
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()
-    take_hints("responses", document)
+    store, key = service.responses, getattr(request.state, "api_key", None)
+    take_hints("responses", document, frozenset() if store is None else frozenset({"store"}))
     rename_options(_NAMES)
     asked = validate(ResponseRequest, document, UNSUPPORTED_RESPONSE)
     answer_id = new_id("resp_")
     try:
-        options = validate(ChatOptions, chat_document(given(ResponseRequest, document)), UNSUPPORTED_CHAT)
+        chat = given(ResponseRequest, document)
+        chat["input"] = _items(store, key, asked)
+        options = validate(ChatOptions, chat_document(chat), UNSUPPORTED_CHAT)
         turn = await start_turn(service, options, size, arrival, answer_id)
     except ApiError as e:
         raise renamed(e, _NAMES) from e
-    answer = _Answer(answer_id, asked, service.sampling_defaults)
+    keep = None
+    if store is not None and asked.store is not False:
+        keep = partial(store.keep, key, chat["input"])
+    answer = _Answer(answer_id, asked, service.sampling_defaults, keep)
     return await respond(request, turn, answer, bool(asked.stream))
 
 
-@router.get("/v1/responses/{name}", include_in_schema=False)
-async def stored_response(name: str) -> Response:
-    """Refuse: nothing is stored."""
-    raise bad_request("This server stores no responses.", None, "not_stored")
+def _items(store: ResponseStore | None, key: int | None, asked: ResponseRequest) -> Any:
+    """The request's input, after the items of the response that it goes on from. Raises ApiError (400)."""
+    name = asked.previous_response_id
+    if store is None:
+        if name is not None:
+            raise bad_request(
+                "'previous_response_id' is not supported by this server, which keeps no responses "
+                "(http.response_store); send the items of earlier turns instead.",
+                "previous_response_id",
+                "unsupported_parameter",
+            )
+        return asked.input
+    own = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+    if name is None or not isinstance(own, list):
+        return own
+    return [*store.find(key, name, "previous_response_id").items, *own]
 
 
 class _Answer:
     """One response, and how it is written whole and as events."""
 
-    def __init__(self, answer_id: str, asked: ResponseRequest, defaults: SamplingDefaults) -> None:
+    def __init__(
+        self,
+        answer_id: str,
+        asked: ResponseRequest,
+        defaults: SamplingDefaults,
+        keep: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
+        self._keep = keep
         self._id = answer_id
         self._asked = asked
         self._defaults = defaults
@@ -132,7 +159,7 @@ class _Answer:
             async for delta in deltas:
                 blocks.push(delta.part)
                 reason = delta.finish_reason or reason
-        return self._response(blocks, reason, turn)
+        return self._ended(blocks, reason, turn)
 
     async def events(self, turn: Turn) -> AsyncIterator[bytes]:
         blocks, reason = ContentBlocks(), "stop"
@@ -152,7 +179,14 @@ class _Answer:
         for happened in blocks.finish():
             yield self._block_event(happened, "incomplete" if reason == "length" else "completed")
         end = "response.incomplete" if reason == "length" else "response.completed"
-        yield self._event(end, response=self._response(blocks, reason, turn))
+        yield self._event(end, response=self._ended(blocks, reason, turn))
+
+    def _ended(self, blocks: ContentBlocks, reason: str, turn: Turn) -> dict[str, Any]:
+        """The response when it is complete, which may be kept."""
+        response = self._response(blocks, reason, turn)
+        if self._keep is not None:
+            self._keep(response)
+        return response
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         document = {"type": kind, "sequence_number": self._number, **fields}
@@ -233,9 +267,9 @@ class _Answer:
                 for b in blocks.all
             ],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": asked.previous_response_id,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
-            "store": False,
+            "store": self._keep is not None,
             "temperature": self._defaults.temperature if asked.temperature is None else asked.temperature,
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",

@@ -110,7 +110,7 @@ def _message(message: Any, where: str) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         _read_block(block, role, f"{where}.content[{i}]", made, results)
-    if len(made) == 1:
+    if role == "user" and len(made) == 1:
         return results
     return [*results, {"content": "", **made}]
 
@@ -124,7 +124,6 @@ def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results
             text = _document(block, param)
             made["content"] = f"{made['content']}\n{text}" if "content" in made else text
         case "assistant", {"type": "redacted_thinking"}:
-            made.setdefault("content", "")
             ignore(f"{param}.redacted_thinking", "only its provider can read it")
         case "assistant", {"type": "thinking", "thinking": str(text)}:
             made["reasoning_content"] = made.get("reasoning_content", "") + text

@@ -20,7 +20,7 @@ for (const useResponsesApi of [false, true]) {
   let text = "";
   for await (const chunk of await model.stream(question)) text += chunk.text;
   assert.ok(text.length > 0);
-  const called = await model.bindTools([weather], { tool_choice: "required" }).invoke("The weather in Rome?");
+  const called = await model.bindTools([weather], { tool_choice: "weather" }).invoke("The weather in Rome?");
   assert.equal(called.tool_calls[0].name, "weather");
   const results = await Promise.all(
     called.tool_calls.map(async (call) => new ToolMessage({ content: await weather.invoke(call.args), tool_call_id: call.id })),
