@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nf4_kernels.timing import KernelTimes
 from server.types import RequestTimings
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestClock:
     """One request's times so far, in seconds; moments are of time.perf_counter()."""
 
@@ -80,11 +80,11 @@ class StepClock:
         self._dequant = self.kernels.dequant - self._before.dequant
         self._linear = self.kernels.linear - self._before.linear
 
-    def share(self, taken: Mapping[str, tuple[int, bool]], clocks: Mapping[str, RequestClock]) -> None:
-        """Divide the step's kernel times among its requests: request id to (tokens, whether it was decoding)."""
-        tokens = sum(count for count, _ in taken.values())
-        for request_id, (count, decoding) in taken.items():
-            clock, share = clocks[request_id], count / tokens
+    def share(self, taken: Sequence[tuple[RequestClock, int, bool]]) -> None:
+        """Divide the step's kernel times among its requests: their clocks, tokens, and whether they were decoding."""
+        tokens = sum([count for _, count, _ in taken])
+        for clock, count, decoding in taken:
+            share = count / tokens
             if decoding:
                 clock.dequant_decode += self._dequant * share
                 clock.linear_decode += self._linear * share

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from server.engine.runtime.sampling.grammar_masks import apply_constraints, refused
@@ -14,8 +14,7 @@ from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """One sequence's next token, or why there is none."""
 
     token: int
