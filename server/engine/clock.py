@@ -17,7 +17,6 @@ class RequestClock:
     arrived: float
     scheduled: float | None = None
     first_token: float | None = None
-    last_token: float | None = None
     dequant_prefill: float = 0.0
     dequant_decode: float = 0.0
     linear_prefill: float = 0.0
@@ -28,25 +27,21 @@ class RequestClock:
         if self.scheduled is None:
             self.scheduled = now
 
-    def token(self, now: float) -> None:
-        """Note that the request got a token."""
-        if self.first_token is None:
-            self.first_token = now
-        self.last_token = now
-
-    def timings(self) -> RequestTimings:
-        """The totals, for a request that got at least one token."""
-        scheduled = self.arrived if self.scheduled is None else self.scheduled
-        first = scheduled if self.first_token is None else self.first_token
-        last = first if self.last_token is None else self.last_token
+    def token(self, now: float) -> RequestTimings:
+        """Note that the request got a token; the totals."""
+        first, scheduled = self.first_token, self.scheduled
+        if first is None:
+            first = self.first_token = now
+        if scheduled is None:
+            scheduled = self.arrived
         return RequestTimings(
-            queue=scheduled - self.arrived,
-            prefill=first - scheduled,
-            decode=last - first,
-            dequant_prefill=self.dequant_prefill,
-            dequant_decode=self.dequant_decode,
-            linear_prefill=self.linear_prefill,
-            linear_decode=self.linear_decode,
+            scheduled - self.arrived,
+            first - scheduled,
+            now - first,
+            self.dequant_prefill,
+            self.dequant_decode,
+            self.linear_prefill,
+            self.linear_decode,
         )
 
 

@@ -239,7 +239,7 @@ class Engine:
     def _output(self, chunk: Chunk, result: Sampled) -> RequestOutput:
         sequence = chunk.sequence
         clock = self._clocks[sequence.request_id]
-        clock.token(self._step_clock.stopped)
+        timings = clock.token(self._step_clock.stopped)
         finish_reason: FinishReason | None = sequence.finish_reason
         if finish_reason is not None:
             del self._clocks[sequence.request_id]
@@ -251,7 +251,7 @@ class Engine:
             num_cached_tokens=sequence.num_cached,
             logprobs=None if result.logprob is None else [result.logprob],
             prompt_logprobs=_prompt_logprobs(sequence),
-            timings=clock.timings(),
+            timings=timings,
         )
 
 

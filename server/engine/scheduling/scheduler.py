@@ -16,7 +16,8 @@ MOST_SCORED = 256
 """Prompt tokens in one step whose logits are kept: each is a row as wide as the vocabulary."""
 
 
-class Chunk(msgspec.Struct, frozen=True):
+# Thousands of chunks a second are made, and none is part of a cycle.
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, start + length) of a sequence, to be computed in one step."""
 
     sequence: Sequence

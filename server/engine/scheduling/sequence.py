@@ -113,6 +113,8 @@ class Sequence:
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         )
         """Whether its next token's logits depend on the tokens that it has."""
+        self.is_plain = not (self.is_penalized or sampling.logit_bias or sampling.logprobs is not None)
+        """Whether it wants neither its logits changed, but for min_tokens and a grammar, nor log-probabilities."""
         self.constraint: Constraint | None = None
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
@@ -177,7 +179,8 @@ class Sequence:
     def resolve(self, token: int, max_model_len: int) -> None:
         """Put the sampled token in the place of the placeholder, with append()'s effects."""
         self.tokens[-1] = token
-        self._note_newest(token, max_model_len)
+        if self.constraint is not None or token in self.stop_ids or self.ends_by_length(max_model_len):
+            self._note_newest(token, max_model_len)
 
     def append(self, token: int, max_model_len: int) -> None:
         """Add a sampled token and set finish_reason if it is the last one."""
