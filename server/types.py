@@ -87,7 +87,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """The token's place among all by probability, from 1 on; known of prompt tokens only."""
 
 
-class RequestTimings(msgspec.Struct, frozen=True):
+class RequestTimings(msgspec.Struct, frozen=True, gc=False):
     """Where one request's time went, in seconds. Totals so far, sent with every output:
     a request that the API ends has them too.
 
@@ -104,7 +104,7 @@ class RequestTimings(msgspec.Struct, frozen=True):
     linear_decode: float = 0.0
 
 
-class RequestOutput(msgspec.Struct, frozen=True):
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """What a step, or several, produced for one request. The last output of a request has finish_reason set.
 
     An end-of-sequence or stop token that ended the request is included in new_token_ids.

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nf4_kernels.timing import KernelTimes
 from server.types import RequestTimings
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestClock:
     """One request's times so far, in seconds; moments are of time.perf_counter()."""
 
     arrived: float
     scheduled: float | None = None
     first_token: float | None = None
-    last_token: float | None = None
     dequant_prefill: float = 0.0
     dequant_decode: float = 0.0
     linear_prefill: float = 0.0
@@ -28,25 +27,21 @@ class RequestClock:
         if self.scheduled is None:
             self.scheduled = now
 
-    def token(self, now: float) -> None:
-        """Note that the request got a token."""
-        if self.first_token is None:
-            self.first_token = now
-        self.last_token = now
-
-    def timings(self) -> RequestTimings:
-        """The totals, for a request that got at least one token."""
-        scheduled = self.arrived if self.scheduled is None else self.scheduled
-        first = scheduled if self.first_token is None else self.first_token
-        last = first if self.last_token is None else self.last_token
+    def token(self, now: float) -> RequestTimings:
+        """Note that the request got a token; the totals."""
+        first, scheduled = self.first_token, self.scheduled
+        if first is None:
+            first = self.first_token = now
+        if scheduled is None:
+            scheduled = self.arrived
         return RequestTimings(
-            queue=scheduled - self.arrived,
-            prefill=first - scheduled,
-            decode=last - first,
-            dequant_prefill=self.dequant_prefill,
-            dequant_decode=self.dequant_decode,
-            linear_prefill=self.linear_prefill,
-            linear_decode=self.linear_decode,
+            scheduled - self.arrived,
+            first - scheduled,
+            now - first,
+            self.dequant_prefill,
+            self.dequant_decode,
+            self.linear_prefill,
+            self.linear_decode,
         )
 
 
@@ -80,11 +75,11 @@ class StepClock:
         self._dequant = self.kernels.dequant - self._before.dequant
         self._linear = self.kernels.linear - self._before.linear
 
-    def share(self, taken: Mapping[str, tuple[int, bool]], clocks: Mapping[str, RequestClock]) -> None:
-        """Divide the step's kernel times among its requests: request id to (tokens, whether it was decoding)."""
-        tokens = sum(count for count, _ in taken.values())
-        for request_id, (count, decoding) in taken.items():
-            clock, share = clocks[request_id], count / tokens
+    def share(self, taken: Sequence[tuple[RequestClock, int, bool]]) -> None:
+        """Divide the step's kernel times among its requests: their clocks, tokens, and whether they were decoding."""
+        tokens = sum([count for _, count, _ in taken])
+        for clock, count, decoding in taken:
+            share = count / tokens
             if decoding:
                 clock.dequant_decode += self._dequant * share
                 clock.linear_decode += self._linear * share

@@ -108,7 +108,8 @@ class Engine:
         if pending is None:
             self._step_clock.start()
         for chunk in step.chunks:
-            self._clocks[chunk.sequence.request_id].schedule(self._step_clock.started)
+            if not chunk.is_decode:
+                self._clocks[chunk.sequence.request_id].schedule(self._step_clock.started)
         ran = step
         if pending is not None:
             ran = pending.step
@@ -186,19 +187,20 @@ class Engine:
 
     def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
         """What each request got from a step that advance() was called for; requests that ended while it ran get nothing."""
-        results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
-        step = Step([chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED])
+        alive = [chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED]
+        if len(alive) < len(step.chunks):
+            results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
+            step = Step(alive)
         self._step_clock.stop()
-        self._step_clock.share(
-            {chunk.sequence.request_id: (chunk.length, chunk.is_decode) for chunk in step.chunks}, self._clocks
-        )
+        clocks = self._clocks
+        self._step_clock.share([(clocks[c.sequence.request_id], c.length, c.is_decode) for c in alive])
         sampled = step.sampled
         for chunk, result in zip(sampled, results, strict=True):
             if result.error is not None:
                 failures[chunk.sequence.request_id] = result.error
         for request_id in failures:
             self._scheduler.finish(request_id, "error")
-        for chunk in step.chunks:
+        for chunk in step.chunks if failures else ():
             if reason := failures.get(chunk.sequence.request_id):
                 origin = concerning(chunk.sequence.http_request_id)
                 logger.error("%s failed: %s", chunk.sequence.request_id, reason, extra=origin)
@@ -237,7 +239,7 @@ class Engine:
     def _output(self, chunk: Chunk, result: Sampled) -> RequestOutput:
         sequence = chunk.sequence
         clock = self._clocks[sequence.request_id]
-        clock.token(self._step_clock.stopped)
+        timings = clock.token(self._step_clock.stopped)
         finish_reason: FinishReason | None = sequence.finish_reason
         if finish_reason is not None:
             del self._clocks[sequence.request_id]
@@ -249,7 +251,7 @@ class Engine:
             num_cached_tokens=sequence.num_cached,
             logprobs=None if result.logprob is None else [result.logprob],
             prompt_logprobs=_prompt_logprobs(sequence),
-            timings=clock.timings(),
+            timings=timings,
         )
 
 

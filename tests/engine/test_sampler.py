@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from server.engine.runtime.sampling import sampler
-from server.engine.runtime.sampling.inverse_cdf import uniform
+from server.engine.runtime.sampling.inverse_cdf import uniform, uniforms
 from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
 from server.engine.runtime.sampling.sampler import sample
 from server.engine.scheduling.sequence import Sequence
@@ -102,6 +103,14 @@ def test_a_sampled_token_depends_on_seed_and_position_only() -> None:
     assert together == [next_token(row, s) for row, s in zip(logits, sequences, strict=True)]
     assert len({uniform(7, position) for position in range(1000)}) == 1000
     assert uniform(7, 3) == uniform(7, 3) != uniform(8, 3)
+
+
+def test_many_uniform_numbers_are_those_of_one_at_a_time() -> None:
+    rng = random.Random(0)
+    seeds = [0, -1, 2**64 + 3, *(rng.getrandbits(63) for _ in range(200))]
+    positions = [1 << 40, 0, 5, *(rng.randrange(1 << 41) for _ in range(200))]
+    expected = [uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    assert uniforms(seeds, positions).tolist() == expected
 
 
 def test_uniform_numbers_are_uniform() -> None:

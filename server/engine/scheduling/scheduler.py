@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
@@ -14,8 +16,8 @@ MOST_SCORED = 256
 """Prompt tokens in one step whose logits are kept: each is a row as wide as the vocabulary."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+# Thousands of chunks a second are made, and none is part of a cycle.
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, start + length) of a sequence, to be computed in one step."""
 
     sequence: Sequence
@@ -133,19 +135,19 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step, whose KV blocks are taken. advance() must follow, or finish() for each of its sequences."""
         step = Step()
-        budget = self._budget
-        for sequence in [s for s in self._running if s.num_pending == 1 and not self._is_ending(s)]:
-            if sequence.phase is Phase.RUNNING and self._make_room(sequence, step):
-                step.chunks.append(Chunk(sequence, sequence.num_computed, 1, samples=True))
-                budget -= 1
-        # A later sequence's growth may have preempted one that was scheduled before it.
-        step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
-        for sequence in self._running:
-            if sequence.num_pending > 1 and budget > 0:
+        prefilling = self._add_decoding(step)
+        budget = self._budget - len(step.chunks)
+        if step.preempted:
+            # A later sequence's growth may have preempted one that was scheduled before it.
+            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+        decoding = len(step.chunks)
+        for sequence in prefilling:
+            if budget > 0 and sequence.phase is Phase.RUNNING:
                 budget -= self._add_prefill(sequence, step, budget)
         while self._waiting and budget > 0 and not step.preempted and self._admit(self._waiting[0]):
             budget -= self._add_prefill(self._waiting.popleft(), step, budget)
-        step.chunks.sort(key=lambda chunk: chunk.length > 1)
+        if len(step.chunks) > decoding:
+            step.chunks.sort(key=lambda chunk: chunk.length > 1)
         return step
 
     def advance(self, step: Step) -> None:
@@ -165,14 +167,17 @@ class Scheduler:
         tokens has one for each of step.sampled, in its order. Sequences that this ends are finished here: their blocks
         are free and their finish_reason is set.
         """
+        finished, longest, block_size = Phase.FINISHED, self._max_model_len, self._blocks.block_size
         # Sequences that are not running ended while the step ran, or were preempted and wait.
         for chunk, token in zip(step.sampled, tokens, strict=True):
-            if chunk.sequence.phase is not Phase.FINISHED and chunk.sequence.has_placeholder:
-                chunk.sequence.resolve(token, self._max_model_len)
-        for sequence in (chunk.sequence for chunk in step.chunks):
-            if self._prefix_caching and sequence.phase is Phase.RUNNING:
+            sequence = chunk.sequence
+            if sequence.phase is not finished and sequence.tokens[-1] == PLACEHOLDER:
+                sequence.resolve(token, longest)
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if sequence.num_computed >= (sequence.num_named + 1) * block_size:
                 self._name_blocks(sequence)
-            if sequence.phase is not Phase.FINISHED and sequence.finish_reason is not None:
+            if sequence.finish_reason is not None and sequence.phase is not finished:
                 self._remove(sequence)
 
     def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
@@ -186,8 +191,23 @@ class Scheduler:
             self._remove(sequence)
         return sequence
 
-    def _is_ending(self, sequence: Sequence) -> bool:
-        return sequence.has_placeholder and sequence.ends_by_length(self._max_model_len)
+    def _add_decoding(self, step: Step) -> list[Sequence]:
+        """Add the sequences that have one token to compute, with the block that it needs; gives those that have more."""
+        decoding, prefilling, longest = list[Sequence](), list[Sequence](), self._max_model_len
+        for sequence in self._running:
+            tokens = sequence.tokens
+            pending = len(tokens) - sequence.num_computed
+            if pending > 1:
+                prefilling.append(sequence)
+            elif pending == 1 and (tokens[-1] != PLACEHOLDER or not sequence.ends_by_length(longest)):
+                decoding.append(sequence)
+        chunks, running, block_size = step.chunks, Phase.RUNNING, self._blocks.block_size
+        for sequence in decoding:
+            if sequence.phase is running and (
+                len(sequence.tokens) <= len(sequence.blocks) * block_size or self._make_room(sequence, step)
+            ):
+                chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
+        return prefilling
 
     def _admit(self, sequence: Sequence) -> bool:
         if len(self._running) >= self._max_num_seqs:
@@ -216,9 +236,9 @@ class Scheduler:
         return self._blocks.find(sequence.block_keys(self._blocks.block_size, len(sequence.tokens) - 1))
 
     def _name_blocks(self, sequence: Sequence) -> None:
-        """Let other sequences find the full blocks that are computed."""
-        named, full = sequence.num_named, sequence.num_computed // self._blocks.block_size
-        if full > named:
+        """Let other sequences find the full blocks of a running sequence that are computed."""
+        if self._prefix_caching and sequence.phase is Phase.RUNNING:
+            named, full = sequence.num_named, sequence.num_computed // self._blocks.block_size
             keys = sequence.block_keys(self._blocks.block_size, sequence.num_computed)
             for block, key in zip(sequence.blocks[named:full], keys[named:], strict=True):
                 self._blocks.name(block, key)
@@ -234,8 +254,6 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Take the block that the sequence's next token needs; False when the sequence itself had to be preempted."""
-        if len(sequence.tokens) <= len(sequence.blocks) * self._blocks.block_size:
-            return True
         while self._blocks.missing(sequence.blocks, len(sequence.tokens)) > self._blocks.num_free:
             newest = self._running[-1]
             self._preempt(newest)

@@ -107,11 +107,14 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         sampling = request.sampling
+        self._most_tokens = self.num_prompt + sampling.max_tokens
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.is_penalized = (
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         )
         """Whether its next token's logits depend on the tokens that it has."""
+        self.is_plain = not (self.is_penalized or sampling.logit_bias or sampling.logprobs is not None)
+        """Whether it wants neither its logits changed, but for min_tokens and a grammar, nor log-probabilities."""
         self.constraint: Constraint | None = None
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
@@ -170,16 +173,21 @@ class Sequence:
 
     def ends_by_length(self, max_model_len: int) -> bool:
         """Whether no token may follow the present last one, whatever that one is."""
-        return self.num_generated >= self.sampling.max_tokens or len(self.tokens) >= max_model_len
+        count = len(self.tokens)
+        return count >= self._most_tokens or count >= max_model_len
 
     def resolve(self, token: int, max_model_len: int) -> None:
         """Put the sampled token in the place of the placeholder, with append()'s effects."""
-        self.tokens.pop()
-        self.append(token, max_model_len)
+        self.tokens[-1] = token
+        if self.constraint is not None or token in self.stop_ids or self.ends_by_length(max_model_len):
+            self._note_newest(token, max_model_len)
 
     def append(self, token: int, max_model_len: int) -> None:
         """Add a sampled token and set finish_reason if it is the last one."""
         self.tokens.append(token)
+        self._note_newest(token, max_model_len)
+
+    def _note_newest(self, token: int, max_model_len: int) -> None:
         if self.constraint is not None and token not in self.stop_ids:
             self.constraint.accept(token)
         if token in self.stop_ids and self.num_generated > self.sampling.min_tokens:

@@ -98,14 +98,18 @@ class DecodeGraphs:
     def run_async(self, step: Step, batch: Batch, previous: AsyncStep | None) -> AsyncStep:
         """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids."""
         ids = batch.ids
+        sequences = [chunk.sequence for chunk in step.chunks]
         if previous is not None:
-            rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
-            source = torch.tensor([rows.get(id(chunk.sequence), 0) for chunk in step.chunks], pin_memory=True)
-            ids = torch.where(ids == PLACEHOLDER, previous.tokens[source.to(ids.device, non_blocking=True)], ids)
+            before = [chunk.sequence for chunk in previous.step.sampled]
+            newest = previous.tokens
+            if sequences != before:
+                rows = {id(sequence): row for row, sequence in enumerate(before)}
+                source = torch.tensor([rows.get(id(sequence), 0) for sequence in sequences], pin_memory=True)
+                newest = newest[source.to(ids.device, non_blocking=True)]
+            ids = torch.where(ids == PLACEHOLDER, newest, ids)
         captured = self._replay(batch, ids)
         count = len(batch.spans)
         best, tokens = captured.greedy[:, :count]
-        sequences = [chunk.sequence for chunk in step.chunks]
         tokens = sample_by_inversion(captured.logits[:count], sequences, tokens.long())
         copied = torch.empty(2, count, dtype=torch.float32, pin_memory=True)
         copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)

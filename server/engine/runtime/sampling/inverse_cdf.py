@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from server.engine.runtime.trials import failure
@@ -35,6 +37,18 @@ def uniform(seed: int, position: int) -> float:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
         state ^= state >> 31
     return (state >> 11) / 2**53
+
+
+def uniforms(seeds: list[int], positions: list[int]) -> npt.NDArray[np.float64]:
+    """uniform() of each seed and position."""
+    state = np.array([seed & _MASK64 for seed in seeds], np.uint64) * np.uint64(0xD1342543DE82EF95)
+    state += np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x2545F4914F6CDD1D)
+    for _ in range(2):
+        state += np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    return (state >> np.uint64(11)) / 2**53
 
 
 def sample_by_inversion(
@@ -118,21 +132,16 @@ def _table(
     """
     shift = _RESAMPLING_OFFSET if again else 0
     chosen = [sequences[row] for row in rows]
-    return torch.tensor(
-        [
-            [
-                row,
-                s.sampling.temperature,
-                uniform(s.seed, len(s.tokens) + shift),
-                s.sampling.top_k if 0 < s.sampling.top_k < vocabulary else vocabulary,
-                s.sampling.top_p,
-                s.sampling.min_p,
-            ]
-            for row, s in zip(rows, chosen, strict=True)
-        ],
-        dtype=torch.float64,
-        pin_memory=device.type == "cuda",
-    ).to(device, non_blocking=True)
+    given = [s.sampling for s in chosen]
+    table = np.empty((len(rows), 6), np.float64)
+    table[:, 0] = rows
+    table[:, 1] = [sampling.temperature for sampling in given]
+    table[:, 2] = uniforms([s.seed for s in chosen], [len(s.tokens) + shift for s in chosen])
+    table[:, 3] = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in given]
+    table[:, 4] = [sampling.top_p for sampling in given]
+    table[:, 5] = [sampling.min_p for sampling in given]
+    tensor = torch.from_numpy(table)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

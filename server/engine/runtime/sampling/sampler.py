@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from server.engine.runtime.sampling.grammar_masks import apply_constraints, refused
@@ -14,8 +14,7 @@ from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """One sequence's next token, or why there is none."""
 
     token: int
@@ -48,7 +47,9 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
 
 def is_sampled_from_raw_logits(sequence: Sequence) -> bool:
     """Whether the next token is sampled from the model's logits as they are, and nothing else is asked for."""
-    return sequence.sampling.logprobs is None and not _is_adjusted(sequence)
+    # Asked for every sequence of every step.
+    plain = sequence.is_plain and sequence.constraint is None
+    return plain and len(sequence.tokens) - sequence.num_prompt >= sequence.sampling.min_tokens
 
 
 def _is_adjusted(sequence: Sequence) -> bool:
