@@ -24,6 +24,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": tables.decode,
     "prefill": tables.prefill,
     "vllm": tables.vllm,
+    "busy": tables.busy,
     "paper": tables.paper,
     "http": tables.http,
     "fidelity": tables.fidelity,

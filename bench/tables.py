@@ -12,6 +12,7 @@ from bench.kernels.tables import LARGE, large
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KERNELS, E2E, CPU = "kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "cpu.json"
+BUSY = "busy-nvidia-h200.json"
 PEERS = {"H200": "peers-nvidia-h200.json", "H100": "peers-nvidia-h100.json"}
 NAMES = {
     "qwen3-8b": "Qwen3-8B",
@@ -144,6 +145,21 @@ def vllm() -> str:
         for engine, weights in (("nf4-server", "NF4"), ("vLLM", "AWQ"), ("vLLM", "bf16")):
             cells = [_speed(_peer(gpu, engine, weights, "llama-3.1-8b", *place)) for place in columns]
             lines.append([gpu, f"{engine}, {weights}", *cells])
+    return _table(heads, lines)
+
+
+def busy() -> str:
+    """Llama-3.1-8B's shape at large batches and long contexts, before and with expanded weights and split long contexts."""
+    result = load(BUSY)
+    columns = [(row["mode"], row["batch"], row["length"]) for row in result["before"]]
+    heads = ["commit", *(f"{'prefill ' * (mode == 'prefill')}{batch} x {length}" for mode, batch, length in columns)]
+    lines = []
+    for rows in (result["before"], result["rows"]):
+        found = {(row["mode"], row["batch"], row["length"]): row for row in rows}
+        commit = rows[0].get("commit", result["commit"])
+        lines.append([commit, *(_speed(found[column]["ours_tok_s"]) for column in columns)])
+        steps = [found[column].get("step_ms") for column in columns]
+        lines.append(["its median step, ms", *(f"{ms:.1f}" if ms else "" for ms in steps)])
     return _table(heads, lines)
 
 
