@@ -75,7 +75,7 @@ model: $(VENV)/.serve ## fetch and convert the embedded model
 test: $(VENV)/.dev $(HELM) kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-clients: $(VENV)/.dev kernels model ## openai, anthropic, langchain, lm-eval and others against the server (CLIENTS=)
+test-clients: $(VENV)/.dev kernels model ## coding agents, SDKs and others on their defaults against the server (CLIENTS=)
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 test-ray: $(VENV)/.dev $(VENV)/.ray kernels model ## two replicas on a real Ray: streams, a replica that is killed, one that cannot start

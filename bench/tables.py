@@ -51,8 +51,8 @@ def headline() -> str:
     cpu = load(CPU)["rows"][0]
     lines = [
         f"**Decode** of Qwen3-8B with 1 / 8 / 32 / 128 sequences on one H200, tokens per second: {_slashes(ours)}; vLLM 0.26"
-        f" with AWQ-Marlin {_slashes(awq)}, in bf16 {_slashes(bf16)}. vLLM is faster in prefill, and on an H200 from 200"
-        " sequences on.",
+        f" with AWQ-Marlin {_slashes(awq)}, in bf16 {_slashes(bf16)}. vLLM is faster in prefill, and with 512"
+        " sequences.",
         f"**Kernels** on the same GPU: a linear layer of {one['N']} x {one['K']} takes {one['ours_us']:.0f} us for one"
         f" token, with bitsandbytes {one['bnb_us']:.0f} and with bf16 cuBLAS {one['bf16_us']:.0f}. cuBLAS wins from 256"
         f" tokens on: at 2048 it takes {many['bf16_us'] / many['ours_us']:.2f} of our time, bitsandbytes"
