@@ -48,6 +48,7 @@ class Ingress:
         if scope["type"] != "http":
             return
         answer = Answer(send)
+        scope = _without_prefix(scope)
         try:
             if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
                 await Response(await self._metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
@@ -154,6 +155,13 @@ class _Merged(Collector):
                     sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
                 ]
         yield from families.values()
+
+
+def _without_prefix(scope: Scope) -> Scope:
+    """The scope as if the application's route prefix were "/", which is how a replica knows its paths."""
+    prefix = scope.get("root_path", "")
+    path, raw_path = scope["path"].removeprefix(prefix), scope["raw_path"].removeprefix(prefix.encode())
+    return {**scope, "root_path": "", "path": path or "/", "raw_path": raw_path or b"/"}
 
 
 def _portable(scope: Scope) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 import time
@@ -30,16 +31,22 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def http(embedded_folder: Path) -> Iterator[httpx.Client]:
+def cluster(embedded_folder: Path) -> Iterator[str]:
+    """Base URL of Ray's proxy."""
     assert embedded_folder
     port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build({"config": CONFIG, "replicas": 2, "imbalance": 4}), name="nf4", route_prefix="/")
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False) as client:
-        yield client
+    yield f"http://127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def http(cluster: str) -> Iterator[httpx.Client]:
+    serve.run(build({"config": CONFIG, "replicas": 2, "imbalance": 4}), name="nf4", route_prefix="/")
+    with httpx.Client(base_url=cluster, timeout=PATIENCE_S, trust_env=False) as client:
+        yield client
 
 
 def samples(http: httpx.Client, name: str) -> dict[str, float]:
@@ -77,6 +84,30 @@ def whole(lines: list[str]) -> bool:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] in ("replica_lost", "no_replica", "engine_error", "shutting_down")
     return False
+
+
+def cached_share(cluster: str, router: str) -> float:
+    """Share of prompt tokens found in the cache: rounds over beginnings of which a replica's cache holds a good half."""
+    config = {"engine": {"kv_cache_bytes": 110 << 20, "standby": False}, "http": CONFIG["http"]}
+    args = {"config": config, "replicas": 2, "cpus": 1, "router": router}
+    serve.run(build(args), name=router, route_prefix=f"/{router}")
+    beginnings = [" ".join(f"Rule {i}.{n}: never mention {i * 31 + n}." for n in range(16)) for i in range(20)]
+    try:
+        with httpx.Client(base_url=f"{cluster}/{router}", timeout=PATIENCE_S, trust_env=False) as client:
+            for i in range(4):
+                for beginning in random.sample(beginnings, len(beginnings)):
+                    body = chat_body(messages=user(f"{beginning} {i}"), max_tokens=1)
+                    assert client.post(CHAT, json=body).status_code == 200
+            found = sum(samples(client, "nf4_prompt_tokens_cached_total").values())
+            return found / sum(samples(client, "nf4_prompt_tokens_total").values())
+    finally:
+        serve.delete(router)
+
+
+def test_affinity_beside_power_of_two(cluster: str) -> None:
+    affine, random_choice = (cached_share(cluster, router) for router in ("prefix_affinity", "power_of_two"))
+    print(f"cached prompt tokens: {affine:.2f} with affinity, {random_choice:.2f} without")
+    assert affine > 1.5 * random_choice
 
 
 def test_streams_go_through_both_replicas(http: httpx.Client) -> None:
