@@ -18,13 +18,12 @@ from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.scheduler import Chunk, Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
 from server.logs import concerning
 from server.types import (
     AdapterResult,
     EngineStats,
-    FinishReason,
     GenerateRequest,
     RequestOutput,
     StepOutputs,
@@ -107,9 +106,8 @@ class Engine:
         launched = self._runner.execute_async(step, pending) if step.chunks else None
         if pending is None:
             self._step_clock.start()
-        for chunk in step.chunks:
-            if not chunk.is_decode:
-                self._clocks[chunk.sequence.request_id].schedule(self._step_clock.started)
+        for sequence in step.admitted:
+            self._clocks[sequence.request_id].schedule(self._step_clock.started)
         ran = step
         if pending is not None:
             ran = pending.step
@@ -137,7 +135,7 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             step_seconds=clock.seconds if step else 0.0,
             step_tokens=step.num_tokens if step else 0,
-            step_prefill_tokens=sum(c.length for c in step.chunks if not c.is_decode) if step else 0,
+            step_prefill_tokens=sum([c.length for c in step.chunks if not c.is_decode]) if step else 0,
             step_batch=len(step.chunks) if step else 0,
             dequant_seconds_total=clock.kernels.dequant,
             linear_seconds_total=clock.kernels.linear,
@@ -195,9 +193,8 @@ class Engine:
         clocks = self._clocks
         self._step_clock.share([(clocks[c.sequence.request_id], c.length, c.is_decode) for c in alive])
         sampled = step.sampled
-        for chunk, result in zip(sampled, results, strict=True):
-            if result.error is not None:
-                failures[chunk.sequence.request_id] = result.error
+        wrong = [(c.sequence, r.error) for c, r in zip(sampled, results, strict=True) if r.error is not None]
+        failures.update((sequence.request_id, error) for sequence, error in wrong)
         for request_id in failures:
             self._scheduler.finish(request_id, "error")
         for chunk in step.chunks if failures else ():
@@ -207,8 +204,8 @@ class Engine:
         self._scheduler.resolve(step, [result.token for result in results])
         outputs = [self._failed(request_id, reason) for request_id, reason in failures.items()]
         for chunk, result in zip(sampled, results, strict=True):
-            if chunk.sequence.request_id not in failures:
-                outputs.append(self._output(chunk, result))
+            if not failures or chunk.sequence.request_id not in failures:
+                outputs.append(self._output(chunk.sequence, result))
         return outputs
 
     def _execute(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
@@ -236,27 +233,26 @@ class Engine:
         self._clocks.pop(request_id, None)
         return RequestOutput(request_id, [], finish_reason="error", error=reason)
 
-    def _output(self, chunk: Chunk, result: Sampled) -> RequestOutput:
-        sequence = chunk.sequence
-        clock = self._clocks[sequence.request_id]
-        timings = clock.token(self._step_clock.stopped)
-        finish_reason: FinishReason | None = sequence.finish_reason
+    def _output(self, sequence: Sequence, result: Sampled) -> RequestOutput:
+        request_id, finish_reason, logprob = sequence.request_id, sequence.finish_reason, result.logprob
+        timings = self._clocks[request_id].token(self._step_clock.stopped)
         if finish_reason is not None:
-            del self._clocks[sequence.request_id]
+            del self._clocks[request_id]
         return RequestOutput(
-            sequence.request_id,
+            request_id,
             [result.token],
-            finish_reason=finish_reason,
-            stop_token_id=sequence.stop_token_id,
-            num_cached_tokens=sequence.num_cached,
-            logprobs=None if result.logprob is None else [result.logprob],
-            prompt_logprobs=_prompt_logprobs(sequence),
-            timings=timings,
+            finish_reason,
+            sequence.stop_token_id,
+            None,
+            sequence.num_cached,
+            None if logprob is None else [logprob],
+            None if sequence.sampling.prompt_logprobs is None else _prompt_logprobs(sequence),
+            timings,
         )
 
 
 def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprob] | None:
     """Those of a prompt that was scored, once: with the first token."""
-    if sequence.sampling.prompt_logprobs is None or sequence.num_generated != 1:
+    if sequence.num_generated != 1:
         return None
     return [sequence.prompt_scores[position] for position in range(1, sequence.num_prompt)]

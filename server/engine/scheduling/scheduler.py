@@ -45,11 +45,13 @@ class Step:
 
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    """Sequences that were waiting before this step."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the forward pass."""
-        return sum(chunk.length for chunk in self.chunks)
+        return sum([chunk.length for chunk in self.chunks])
 
     @property
     def sampled(self) -> list[Chunk]:
@@ -145,7 +147,8 @@ class Scheduler:
             if budget > 0 and sequence.phase is Phase.RUNNING:
                 budget -= self._add_prefill(sequence, step, budget)
         while self._waiting and budget > 0 and not step.preempted and self._admit(self._waiting[0]):
-            budget -= self._add_prefill(self._waiting.popleft(), step, budget)
+            step.admitted.append(self._waiting.popleft())
+            budget -= self._add_prefill(step.admitted[-1], step, budget)
         if len(step.chunks) > decoding:
             step.chunks.sort(key=lambda chunk: chunk.length > 1)
         return step
