@@ -1,4 +1,4 @@
-/* The exported functions that are not products: dequantizing, the choice of instruction set, the clocks. */
+/* The exported functions that are not GEMMs: dequantizing, the choice of instruction set, the clocks. */
 #include <omp.h>
 #include <string.h>
 

@@ -94,7 +94,7 @@ static inline void reduce4(const __m512 v[4], __m128* low, __m128* high) {
   *high = _mm_add_ps(_mm512_extractf32x4_ps(sum, 2), _mm512_extractf32x4_ps(sum, 3));
 }
 
-/* The products: rows_avx512.cpp, dot_avx512.cpp. */
+/* The GEMMs: rows_avx512.cpp, dot_avx512.cpp. */
 void fused_order_avx512(const Prepared* x, float* order);
 void fused_avx512(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, float* sums);
 void bf16_order_avx512(const Prepared* x, float* order);

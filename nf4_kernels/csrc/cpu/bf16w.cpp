@@ -8,7 +8,7 @@
 namespace nf4 {
 namespace {
 
-struct Product {
+struct Gemm {
   const Kernels* kernels;
   const uint16_t* w;
   const float* bias;
@@ -17,12 +17,12 @@ struct Product {
   const Prepared* x;
 };
 
-void emit(const Product& p, const float* sums, int64_t m0, int count, int64_t row0, int rows) {
+void emit(const Gemm& p, const float* sums, int64_t m0, int count, int64_t row0, int rows) {
   p.kernels->emit(sums, p.bias, p.out, NF4_FLOAT32, p.n, m0, count, row0, rows);
 }
 
 /* Widened to float32 rows, which all rows of x use from L1. */
-void run_panel(const Product& p, int64_t row0, int rows, int64_t m_begin, int64_t m_end, ThreadScratch& scratch) {
+void run_panel(const Gemm& p, int64_t row0, int rows, int64_t m_begin, int64_t m_end, ThreadScratch& scratch) {
   alignas(64) float sums[kDotRows * kUnit];
   const int64_t stride = p.x->stride;
   float* panel = scratch.panel.floats((size_t)(kPanelRows * stride));
@@ -40,7 +40,7 @@ void run_panel(const Product& p, int64_t row0, int rows, int64_t m_begin, int64_
 }
 
 /* Widened in registers, eight rows of x at a time: the weights come from memory once and from L1 after that. */
-void run_rows(const Product& p, int64_t row0, int rows, int64_t m_begin, int64_t m_end) {
+void run_rows(const Gemm& p, int64_t row0, int rows, int64_t m_begin, int64_t m_end) {
   alignas(64) float sums[8 * kUnit];
   for (int64_t m0 = m_begin; m0 < m_end; m0 += 8) {
     int count = (int)(m_end - m0 < 8 ? m_end - m0 : 8);
@@ -50,7 +50,7 @@ void run_rows(const Product& p, int64_t row0, int rows, int64_t m_begin, int64_t
 }
 
 /* Whole units are matrix tiles as they lie in memory. */
-void run_tiles(const Product& p, int64_t row0, int64_t m_begin, int64_t m_end) {
+void run_tiles(const Gemm& p, int64_t row0, int64_t m_begin, int64_t m_end) {
   alignas(64) float sums[kTileRows * kUnit];
   for (int64_t m0 = m_begin; m0 < m_end; m0 += kTileRows) {
     int count = (int)(m_end - m0 < kTileRows ? m_end - m0 : kTileRows);
@@ -59,7 +59,7 @@ void run_tiles(const Product& p, int64_t row0, int64_t m_begin, int64_t m_end) {
   }
 }
 
-void linear_bf16w(Product p, Path path, const float* from, int64_t m, int64_t k, int threads) {
+void linear_bf16w(Gemm p, Path path, const float* from, int64_t m, int64_t k, int threads) {
   Tasks tasks(round_up(p.n, kUnit) / kUnit, m, threads, k * 4);
   if (threads > tasks.count()) threads = (int)tasks.count();
   ThreadScratch& shared = ThreadScratch::mine();
@@ -109,6 +109,6 @@ extern "C" int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const flo
   Path path = Path::kPanel;
   if (k % 32 == 0 && kernels->bf16_rows) path = Path::kFused;
   if (k % 32 == 0 && kernels->bf16_tiles_from && m >= kernels->bf16_tiles_from) path = Path::kTiles;
-  linear_bf16w(Product{kernels, w, bias, out, n, nullptr}, path, x, m, k, threads < 1 ? 1 : threads);
+  linear_bf16w(Gemm{kernels, w, bias, out, n, nullptr}, path, x, m, k, threads < 1 ? 1 : threads);
   return 0;
 }

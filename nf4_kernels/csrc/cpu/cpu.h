@@ -12,10 +12,10 @@ NF4_EXPORT int nf4_cpu_dequantize(const Nf4Weight* w, void* out, int32_t dtype, 
 
 NF4_EXPORT int nf4_cpu_linear(const Nf4Linear* p, int32_t threads);
 
-/* Products that share x, m, k and dtype, in one threaded region: x is prepared once. */
+/* GEMMs that share x, m, k and dtype, in one threaded region: x is prepared once. */
 NF4_EXPORT int nf4_cpu_linear_group(const Nf4Linear* ps, int32_t count, int32_t threads);
 
-/* One product with what changes from call to call beside the weight: nothing that two callers share is written. */
+/* One GEMM with what changes from call to call beside the weight: nothing that two callers share is written. */
 NF4_EXPORT int nf4_cpu_linear_at(const Nf4Weight* w, const void* bias, const void* x, void* out, int64_t m,
                                  int32_t dtype, int32_t threads);
 

@@ -1,4 +1,4 @@
-/* Products with float32 panels and with bfloat16 weights, AVX-512: lanes run along the columns. */
+/* GEMMs with float32 panels and with bfloat16 weights, AVX-512: lanes run along the columns. */
 #include "avx512.h"
 
 namespace nf4 {

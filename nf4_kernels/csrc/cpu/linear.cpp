@@ -1,4 +1,4 @@
-/* Products with NF4 weights: the choice of path, the preparation of x and the loop over row blocks. */
+/* GEMMs with NF4 weights: the choice of path, the preparation of x and the loop over row blocks. */
 #include "linear.h"
 
 #include <omp.h>
@@ -61,7 +61,7 @@ Path choose_path(const Kernels* kernels, const Nf4Linear* ps, int count) {
   return Path::kPanel;
 }
 
-/* One unit of rows of one product, for rows [m_begin, m_end) of x. */
+/* One unit of weight rows of one GEMM, for tokens [m_begin, m_end) of x. */
 struct Unit {
   const Nf4Linear* p;
   int64_t row0;
@@ -155,7 +155,7 @@ void run_tasks(const Kernels* kernels, Path path, const Nf4Linear* ps, const Pre
   for (int64_t t = share.begin; t < share.end; ++t) {
     const int64_t unit = tasks.unit(t);
     const Nf4Linear* p = ps;
-    int64_t first_unit = 0; /* of product p */
+    int64_t first_unit = 0; /* of GEMM p */
     for (int64_t units; unit >= first_unit + (units = round_up(p->weight.n, kUnit) / kUnit); ++p) first_unit += units;
     int64_t row0 = (unit - first_unit) * kUnit;
     int64_t left = p->weight.n - row0;

@@ -1,4 +1,4 @@
-/* What the drivers of the products share: argument checks, the prepared x and the cutting of work into tasks. */
+/* What the drivers of the GEMMs share: argument checks, the prepared x and the cutting of work into tasks. */
 #pragma once
 
 #include "kernels.h"
@@ -6,14 +6,14 @@
 
 namespace nf4 {
 
-/* How a product runs: decoded in registers, through float32 panels in L1, or through bfloat16 matrix tiles. */
+/* How a GEMM runs: decoded in registers, through float32 panels in L1, or through bfloat16 matrix tiles. */
 enum class Path { kFused, kPanel, kTiles };
 
 bool valid_weight(const Nf4Weight* w);
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-/* Scratch memory of the calling thread: `shared` is what it prepares for all threads of a product. */
+/* Scratch memory of the calling thread: `shared` is what it prepares for all threads of a GEMM. */
 struct ThreadScratch {
   Scratch x, order;
   Scratch panel, small;

@@ -1,4 +1,4 @@
-/* Products for few rows of x with AVX-512: the weights are decoded in registers, right before they are multiplied.
+/* GEMMs of few tokens with AVX-512: the weights are decoded in registers, right before they are multiplied.
  *
  * Sixteen 32-bit lanes hold 32 packed bytes of each of two rows, A in lanes 0..7 and B in lanes 8..15. Nibble j of a
  * lane is a code: vpermps looks it up by the lane's low four bits, and a shift by four brings the next one there, so

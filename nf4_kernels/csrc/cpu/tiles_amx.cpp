@@ -1,8 +1,8 @@
-/* Products for many rows of x with AMX bfloat16 tiles.
+/* GEMMs for many tokens with AMX bfloat16 tiles.
  *
  * float32 operands are kept as two bfloat16 parts, high = bf16(v) and low = bf16(v - high), which hold 16 bits of the
  * significand; high * high + high * low + low * high, summed in float32, misses the product by about 2^-17. With
- * bfloat16 x one product of the high parts is enough.
+ * bfloat16 x one GEMM of the high parts is enough.
  *
  * The weights are the left operand, because a tile of those is plain rows: 16 rows of w by 32 columns. x is the right
  * one: 16 pairs of columns by 16 rows of x, ordered once per call. The result is out transposed.

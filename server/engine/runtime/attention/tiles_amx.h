@@ -1,4 +1,4 @@
-// Products of float32 numbers on AMX: bfloat16 tiles and how numbers become such.
+// GEMMs of float32 numbers on AMX: bfloat16 tiles and how numbers become such.
 //
 // float32 operands are kept as two bfloat16 parts, high = bf16(v) and low = bf16(v - high); high * high + high * low +
 // low * high, summed in float32, misses a product by about 2^-17. Left operands are 16 rows by 32 columns, right ones 16
