@@ -4,6 +4,8 @@ They are looked for in the package's lib/ folder, where `python -m nf4_kernels.b
 cache: $XDG_CACHE_HOME/nf4-kernels, by default ~/.cache/nf4-kernels. First use compiles into lib/ in a checkout, into the
 cache in an installed package. Outside a checkout a folder's name is a digest of the sources, so that no library is used
 with another version of the package than its own.
+
+build.py is imported where it is called: `python -m nf4_kernels.build` imports this package before it runs that module.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from pathlib import Path
 
 import torch
 
-from nf4_kernels import build
-
 CPU, CUDA = "libnf4_cpu.so", "libnf4_cuda.so"
 
 
@@ -30,6 +30,8 @@ def cache_folder() -> Path:
 
 def install_folder() -> Path:
     """Where `python -m nf4_kernels.build` puts libraries: in the package if that can be written to, else in the cache."""
+    from nf4_kernels import build
+
     own = _own_folder()
     try:
         own.mkdir(parents=True, exist_ok=True)
@@ -41,11 +43,15 @@ def install_folder() -> Path:
 
 def cpu_library() -> Path | str:
     """libnf4_cpu.so, compiled if need be; or why there is none and what to do about it."""
+    from nf4_kernels import build
+
     return _find(CPU, "") or _compile(CPU, "", build.build_cpu)
 
 
 def cuda_library() -> Path | str:
     """libnf4_cuda.so, compiled for this machine's GPUs if need be; or why there is none and what to do about it."""
+    from nf4_kernels import build
+
     found = _find(CUDA, "")
     if found is not None:
         return found
@@ -64,10 +70,14 @@ def cuda_library() -> Path | str:
 
 
 def _own_folder() -> Path:
+    from nf4_kernels import build
+
     return build.LIBRARIES if build.IS_CHECKOUT else build.LIBRARIES / build.sources_digest()
 
 
 def _cached(archs: str) -> Path:
+    from nf4_kernels import build
+
     name = "-".join([build.sources_digest(), *archs.split(";")] if archs else [build.sources_digest()])
     return cache_folder() / name
 
@@ -78,6 +88,8 @@ def _find(name: str, archs: str) -> Path | None:
 
 
 def _compile(name: str, archs: str, compile_into: Callable[..., Path]) -> Path | str:
+    from nf4_kernels import build
+
     folder = install_folder() if build.IS_CHECKOUT else _cached(archs)
     print(f"nf4_kernels: compiling {name} for this machine, once, into {folder} ...", file=sys.stderr, flush=True)
     began = time.monotonic()
