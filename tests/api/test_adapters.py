@@ -194,8 +194,10 @@ def test_what_cannot_be_loaded(http: httpx.Client, adapters: Path, tmp_path: Pat
     assert "adapter_model.bin is a pickle" in load(http, "x", weights.parent).json()["error"]["message"]
     weights.with_suffix(".bin").unlink()
     assert "adapter_model.safetensors: missing" in load(http, "x", weights.parent).json()["error"]["message"]
-    for document in ({"lora_name": "x"}, {"lora_path": "y"}, {"lora_name": "x", "lora_path": "y", "lora_id": 1}, {}):
+    for document in ({"lora_name": "x"}, {"lora_path": "y"}, {}):
         assert http.post("/v1/load_lora_adapter", json=document).status_code == 400
+    unknown = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "y", "lora_id": 1})
+    assert (unknown.status_code, unknown.headers["X-Ignored-Options"]) == (404, "lora_id")
     assert unload(http, "nobody").status_code == 404
     assert list(models(http)) == [MODEL, FIXED]
 
