@@ -27,8 +27,8 @@ from tests.engine.test_tiled_inputs import SIZES, thirty_two
 def every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has every fused launch."""
     monkeypatch.setattr(ops, "can_fuse", always)
-    monkeypatch.setattr(ops, "gates", sixteen)
-    monkeypatch.setattr(ops, "tile_rows", thirty_two)
+    monkeypatch.setattr(ops, "can_gate", sixteen)
+    monkeypatch.setattr(ops, "token_tile", thirty_two)
 
 
 def counted(family: str, **sizes: Any) -> tuple[FusedLaunches | None, FusedLaunches]:
