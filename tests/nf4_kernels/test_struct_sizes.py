@@ -53,7 +53,7 @@ def test_a_cuda_library_of_another_size_is_refused_in_one_line(tmp_path: Path, m
     )
     compiler = [os.environ.get("CXX", "g++"), "-x", "c", "-shared", "-fPIC", str(source), "-o", str(library)]
     subprocess.run(compiler, check=True)
-    monkeypatch.setattr(cuda_library, "LIBRARY", library)
+    monkeypatch.setattr(cuda_library, "cuda_library", lambda: library)
     said = cuda_library.library.__wrapped__()
     size = ctypes.sizeof(cuda_library.Linear)
     assert isinstance(said, str)
