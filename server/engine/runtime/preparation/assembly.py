@@ -39,7 +39,7 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
     else:
         use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
     adapters = install_adapters(model, config)
-    spec = CacheSpec.of(model, config.block_size)
+    spec = CacheSpec.of(model, config)
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
 
     def paged_with(num_blocks: int) -> PagedModel:
