@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.paged_triton import TritonBackend
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
@@ -171,20 +170,3 @@ def test_without_splitting_a_sequence_has_the_same_bits_in_any_batch() -> None:
         results.append(tested.attend(0, *rows, PLAIN)[0])
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-def test_every_token_of_a_chunk_is_in_one_item() -> None:
-    import numpy as np
-
-    lengths, starts = np.array([1, 33, 64, 7]), np.array([500, 0, 31, 8000])
-    rows = lengths.cumsum() - lengths
-    numbers = chunk_items.layout(rows, lengths, starts, np.array([4, 3, 2, 1]), 32)
-    assert numbers[0, 0] == len(numbers) - 1 <= chunk_items.most_items(int(lengths.sum()), 4, 32)
-    found = sorted((row + i, start + i, table) for row, count, start, table in numbers[1:].tolist() for i in range(count))
-    expected = [
-        (row + i, start + i, table)
-        for row, count, start, table in zip(rows.tolist(), lengths.tolist(), starts.tolist(), [4, 3, 2, 1], strict=True)
-        for i in range(count)
-    ]
-    assert found == expected
-    assert numbers[1:, 2].tolist() == sorted(numbers[1:, 2].tolist(), reverse=True)

@@ -23,6 +23,8 @@ from server.engine.runtime.attention.rotary import RotaryEmbedding
 _TILE = 64
 _WARPS = 4
 _STAGES = 2
+# In 8 bits a tile of 64 keys would take 220 registers, and a multiprocessor would hold two thread blocks.
+_TILE_8_BITS, _STAGES_8_BITS = 32, 3
 
 
 class Partials:
@@ -66,7 +68,6 @@ def attend_newest(
     overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
     _attend[(items, kv_heads)](
         cache.data,
-        cache.data if cache.scales is None else cache.scales,
         query,
         key,
         value,
@@ -84,6 +85,7 @@ def attend_newest(
         *(turned.norms or (query, query)),
         turned.eps,
         turned.offset,
+        cache.data if cache.scales is None else cache.scales,
         rotary is not None,
         turned.norms is not None,
         counted,
@@ -95,8 +97,8 @@ def attend_newest(
         dim,
         block_size,
         0.0 if options.softcap is None else options.softcap * LOG2_E,
-        _TILE,
-        _STAGES,
+        _TILE if cache.scales is None else _TILE_8_BITS,
+        _STAGES if cache.scales is None else _STAGES_8_BITS,
         tile,
         overlap,
         quantization_limit(cache.data.dtype),
@@ -109,7 +111,6 @@ def attend_newest(
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     cache,
-    scales,
     query,
     key,
     value,
@@ -133,6 +134,7 @@ def _attend(  # type: ignore[no-untyped-def]
     key_norm,
     eps,
     offset,
+    scales,
     has_rotary: tl.constexpr,
     norms: tl.constexpr,
     counted: tl.constexpr,

@@ -64,12 +64,11 @@ def add_tile(  # type: ignore[no-untyped-def]
     higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e38)
     shrink = tl.exp2(best - higher)
     p = tl.exp2(scores - higher[:, None])
-    weight = weight * shrink + tl.sum(p, 1)
     if limit == 0:
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
     else:
         acc = tl.dot((p * v_scale[None, :]).to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
-    return acc, higher, weight
+    return acc, higher, weight * shrink + tl.sum(p, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
