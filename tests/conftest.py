@@ -17,6 +17,7 @@ import pytest
 from bench.processes import free_port, is_ready
 from server.checkpoint.source import resolve_checkpoint
 from server.config import EMBEDDED_MODEL, default_cache_dir
+from tests.reference import Reference
 
 READY_TIMEOUT_S = 180.0
 
@@ -37,6 +38,12 @@ def embedded_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def reference(embedded_folder: Path) -> Reference:
+    """transformers on the embedded model; what it has answered once it does not compute again."""
+    return Reference(embedded_folder)
+
+
+@pytest.fixture(scope="session")
 def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server process with the embedded model on a free port, ready to answer."""
     log = tmp_path_factory.mktemp("server") / "log"
@@ -45,7 +52,10 @@ def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 class start_server:  # noqa: N801 - used as a function
-    """Start `python -m server` with arguments on a free port; entering waits until /health is 200."""
+    """Start `python -m server` with arguments on a free port; entering waits until /health is 200.
+
+    Without a process that stands by for the engine: its imports are seconds of a core. tests/engine/test_client.py has one.
+    """
 
     def __init__(self, log: Path, *arguments: str) -> None:
         self._log = log
@@ -55,7 +65,7 @@ class start_server:  # noqa: N801 - used as a function
         port = free_port()
         command = [sys.executable, "-m", "server", "--port", str(port), *self._arguments]
         with self._log.open("wb") as output:
-            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+            environment = {"NF4_ENGINE__STANDBY": "false", **os.environ, "PYTHONUNBUFFERED": "1"}
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         base_url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + READY_TIMEOUT_S
