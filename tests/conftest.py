@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from bench.processes import free_port, is_ready
 from server.checkpoint.source import resolve_checkpoint
@@ -29,6 +30,19 @@ class RunningServer:
     base_url: str
     process: subprocess.Popen[bytes]
     log: Path
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread in a test, whatever an engine in this process has set.
+
+    On two cores tiny models run up to a hundred times longer with two: OpenMP's threads wait for one another in a loop,
+    which takes the core from the servers of other tests, and theirs from these. Servers have threads of their own.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

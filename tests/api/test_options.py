@@ -36,7 +36,7 @@ def thinking(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         if file.name != "chat_template.jinja":
             (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    http = {"api_keys": ["key"], "max_requests_per_key": 1, "request_timeout_s": 10}
+    http = {"api_keys": ["key"], "max_requests_per_key": 1, "request_timeout_s": 5}
     settings = {"model": str(folder), "served_model_name": MODEL, "http": http, "engine": {"enforce_eager": True}}
     (folder / "config.yaml").write_text(json.dumps(settings))
     with (
@@ -151,8 +151,7 @@ def test_older_names_of_forms(http: httpx.Client) -> None:
         assert re.fullmatch(pattern, text), (form, text)
 
 
-def test_logprobs_are_the_references_whatever_the_sampling(http: httpx.Client, embedded_folder: Path) -> None:
-    reference = Reference(embedded_folder)
+def test_logprobs_are_the_references_whatever_the_sampling(http: httpx.Client, reference: Reference) -> None:
     ids = reference.tokenizer("My favourite animal is")["input_ids"]
     body = {"model": MODEL, "prompt": ids, "max_tokens": 8, "logprobs": 20, "temperature": 1.3, "top_k": 5, "seed": 6}
     logprobs = http.post(TEXT, json=body).json()["choices"][0]["logprobs"]
@@ -166,9 +165,8 @@ def test_logprobs_are_the_references_whatever_the_sampling(http: httpx.Client, e
         assert best == pytest.approx(expected[place].topk(20).values.tolist(), abs=1e-2)
 
 
-def test_samplers_draw_from_the_distributions_they_say(http: httpx.Client, embedded_folder: Path) -> None:
+def test_samplers_draw_from_the_distributions_they_say(http: httpx.Client, reference: Reference) -> None:
     """First tokens of 512 answers, each sampler's frequencies against the reference's probabilities."""
-    reference = Reference(embedded_folder)
     ids = reference.tokenizer("My favourite animal is")["input_ids"]
     with torch.inference_mode():
         logits = reference.model(torch.tensor([ids])).logits[0, -1].double()

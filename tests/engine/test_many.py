@@ -1,4 +1,4 @@
-"""Many greedy requests of mixed lengths, some cancelled, many preempted, against each of them alone."""
+"""200 greedy requests of mixed lengths, some cancelled, many preempted, against each of them alone."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tests.engine.factories import make_request
 from tests.engine.models import tiny_model
 from tests.engine.test_cuda import MODELS, SMALL
 
-COUNT_ON_GPU = 200
+COUNT = 200
 STARTS = 6
 
 
-def make_requests(count: int, vocabulary: int, longest: int, most_answers: int) -> list[GenerateRequest]:
+def make_requests(vocabulary: int, longest: int, most_answers: int) -> list[GenerateRequest]:
     """Prompts of 1 to longest tokens, some of which begin alike."""
     rng = random.Random(5)
     starts = [[rng.randrange(3, vocabulary) for _ in range(longest // 2)] for _ in range(STARTS)]
     requests = []
-    for _ in range(count):
+    for _ in range(COUNT):
         own = [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, longest // 2))]
         prompt = rng.choice(starts) + own if rng.random() < 0.3 else own
         requests.append(make_request(prompt, max_tokens=rng.randint(1, most_answers), ignore_eos=True))
@@ -82,8 +82,7 @@ def check(
     return parted
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
-def test_many_requests_get_what_each_gets_alone(count: int) -> None:
+def test_many_requests_get_what_each_gets_alone() -> None:
     model = tiny_model("qwen3")
     # Keys and values of one token: 3 layers, 2 heads of 32, float32.
     block_bytes = 4 * 3 * 2 * 2 * 32 * 4
@@ -93,12 +92,12 @@ def test_many_requests_get_what_each_gets_alone(count: int) -> None:
     )  # fmt: skip
     # Less than the configuration lets a person ask for.
     config = config.model_copy(update={"kv_cache_bytes": 70 * block_bytes})
-    requests = make_requests(count, model.config.vocab_size, longest=60, most_answers=40)
+    requests = make_requests(model.config.vocab_size, longest=60, most_answers=40)
     engine = Engine(build_runner(copy.deepcopy(model), config), config)
     found, cancelled = run(engine, requests, cancel=True)
-    assert engine.stats().preemptions > count // 20
+    assert engine.stats().preemptions > 10
     assert engine.stats().kv_blocks_used == 0
-    assert len(cancelled) > count // 20
+    assert len(cancelled) > 10
     single = config.model_copy(update={"enable_prefix_caching": False})
     one = Engine(build_runner(copy.deepcopy(model), single), single)
     alone = {id_: answer for request in requests for id_, answer in run(one, [request], cancel=False)[0].items()}
@@ -120,7 +119,7 @@ def test_many_requests_get_what_each_gets_alone_on_a_gpu(invariant: bool, tmp_pa
         device="cuda", max_num_seqs=16, max_num_batched_tokens=128, max_model_len=256, kv_cache_bytes=24 * block_bytes,
         batch_invariant=invariant,
     )  # fmt: skip
-    requests = make_requests(COUNT_ON_GPU, settings["vocab_size"], longest=150, most_answers=60)
+    requests = make_requests(settings["vocab_size"], longest=150, most_answers=60)
     engines = []
     for weights, changes in ((model, {}), (other, {"enable_prefix_caching": False})):
         own = config.model_copy(update=changes)
@@ -130,4 +129,4 @@ def test_many_requests_get_what_each_gets_alone_on_a_gpu(invariant: bool, tmp_pa
     alone = {id_: answer for request in requests for id_, answer in run(engines[1], [request], cancel=False)[0].items()}
     # bfloat16: two sums of the same numbers in another order are up to two steps of 0.008 apart, both logits each.
     parted = check(requests, found, cancelled, alone, reference, near_tie=0.05)
-    assert parted == 0 if invariant else parted <= COUNT_ON_GPU // 4
+    assert parted == 0 if invariant else parted <= COUNT // 4
