@@ -14,7 +14,8 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from server.api.answering.service import VERSION, Service
+from server import __version__
+from server.api.answering.service import Service
 from server.api.http.access import AccessLayer
 from server.api.http.errors import ApiError, answer_api_error, answer_http_exception
 from server.api.http.middleware import RequestLayer
@@ -74,7 +75,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
-    app = FastAPI(title="NF4 server", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="NF4 server", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.openapi = describe(app)  # type: ignore[method-assign]
     for module in (

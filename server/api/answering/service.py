@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from starlette.requests import Request
 
@@ -19,7 +18,6 @@ from server.observability.metrics import Metrics
 from server.text.tokenizer import Tokenizer
 from server.types import EngineReady
 
-VERSION = version("nf4-server")
 PLACEHOLDER = "dummy"
 """What huggingface_hub's InferenceClient asks for where it was given a URL and no model."""
 
