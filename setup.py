@@ -10,7 +10,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 FOLDER, PACKAGE = "server", "nf4_server"
-IMPORT = re.compile(rf"^(\s*(?:from|import)) {FOLDER}\b", re.MULTILINE)
+IMPORT = re.compile(rf"(^\s*(?:from|import)|python -m) {FOLDER}\b", re.MULTILINE)
 
 
 class BuildPackage(build_py):
