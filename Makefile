@@ -79,7 +79,7 @@ test-slow: $(VENV)/.dev $(HELM) kernels model ## the tests that take minutes eac
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-wheel: $(VENV)/.dev model ## build both wheels, install them in a new environment and serve; twine check
-	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m pip install --quiet twine
 	$(BIN)/python -m pytest -m 'slow or not slow' tests/test_wheel.py tests/nf4_kernels/test_package.py
 
 test-clients: $(VENV)/.dev kernels model ## coding agents, SDKs and others on their defaults against the server (CLIENTS=)

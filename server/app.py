@@ -25,6 +25,7 @@ from server.api.routes import (
     adapters,
     chat,
     completions,
+    embeddings,
     messages,
     operations,
     pages,
@@ -34,6 +35,7 @@ from server.api.routes import (
     tokens,
 )
 from server.checkpoint.base import CheckpointError
+from server.checkpoint.embedding import embedding_kind
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config, ConfigError
 from server.engine.grammar import Grammars
@@ -84,6 +86,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
         responses,
         stored_responses,
         messages,
+        embeddings,
         adapters,
         tokens,
         operations,
@@ -151,6 +154,7 @@ async def _start(service: Service, on_status: StatusListener) -> None:
         service.grammars = Grammars(folder)
         if config.generation_config == "auto":
             service.sampling_defaults = read_defaults(folder)
+        service.embedding = embedding_kind(folder, config.engine)
         service.tokenizer = await _in_thread(lambda: Tokenizer.load(folder))
         # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
         gc.collect()

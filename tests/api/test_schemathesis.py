@@ -30,7 +30,7 @@ from tests.conftest import RunningServer, start_server
 CASES = int(os.environ.get("FUZZ_CASES", "150"))
 OPERATIONS = [
     *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")),
-    *(("POST", path) for path in ("/v1/messages/count_tokens", "/tokenize", "/detokenize")),
+    *(("POST", path) for path in ("/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")),
     *(("POST", path) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/{name}", "/health", "/ping", "/version", "/metrics")),
 ]

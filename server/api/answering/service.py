@@ -11,6 +11,7 @@ from server.api.answering.response_store import ResponseStore
 from server.api.http.admission import Admission
 from server.api.http.errors import ApiError, model_not_found, unavailable
 from server.api.openai.options import SamplingDefaults
+from server.checkpoint.embedding import EmbeddingModel
 from server.config import Config
 from server.engine.grammar import Grammars
 from server.engine.supervisor.client import EngineClient, EngineStatus
@@ -45,6 +46,8 @@ class Service:
         self.grammars: Grammars | None = None
         self.engine: EngineClient | None = None
         self.sampling_defaults = SamplingDefaults()
+        self.embedding: EmbeddingModel | str = "the model is loading"
+        """How embeddings are made, or why there are none."""
         self.responses = ResponseStore(config.http.response_store) if config.http.response_store else None
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
