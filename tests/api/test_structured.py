@@ -52,7 +52,7 @@ def test_a_hundred_schemas(http: httpx.Client, every: int) -> None:
 
 def test_json_object(http: httpx.Client) -> None:
     body = chat_body(messages=user("A JSON object with one short key."), response_format={"type": "json_object"})
-    choice = http.post(CHAT, json=body | {"max_tokens": 200}).json()["choices"][0]
+    choice = http.post(CHAT, json=body | {"max_tokens": 80}).json()["choices"][0]
     assert choice["message"]["content"].startswith("{")
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(choice["message"]["content"]), dict)
