@@ -150,6 +150,8 @@ class EngineConfig(_Section):
     """Skip compilation and CUDA graphs: a quick start, slower decoding."""
     batch_invariant: bool = False
     """CUDA: a sequence's logits are the same bits whatever else is in its batch. Slower, most of all prefill."""
+    embeddings: bool | None = None
+    """Whether /v1/embeddings answers. None: for embedding models, by sentence-transformers' files in their folders."""
     lora_modules: tuple[LoraModule, ...] = ()
     """Adapters that are served from the start."""
     max_loras: int | None = Field(default=None, ge=1, le=256)
@@ -172,6 +174,12 @@ class EngineConfig(_Section):
             return value
         pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
         return tuple({"name": name, "path": path} for name, _, path in pairs)
+
+    @model_validator(mode="after")
+    def _embeddings_vary(self) -> EngineConfig:
+        if self.embeddings and self.batch_invariant:
+            raise ValueError("embeddings do not keep to batch_invariant; one of both has to be off")
+        return self
 
     @model_validator(mode="after")
     def _enough_loras(self) -> EngineConfig:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from server.checkpoint.base import CheckpointError, Progress
+from server.checkpoint.embedding import MODULES
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     except (OSError, ValueError, RuntimeError, KeyError, AssertionError, ImportError) as e:
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise CheckpointError(f"{folder}: cannot be loaded: {reason}") from e
-    _check_complete(folder, report)
+    _check_complete(folder, _without_head(folder, model, report))
     _set_dtype(model, dtype)
     return model.eval().requires_grad_(False)
 
@@ -100,6 +101,19 @@ def _check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype
             f"{info.folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4,"
             f" {free / 2**30:.1f} GiB are free on {device}"
         )
+
+
+def _without_head(folder: Path, model: PreTrainedModel, report: dict[str, Any]) -> dict[str, Any]:
+    """The report of a load, without a missing head where the checkpoint is an embedding model, which needs none.
+
+    The input embeddings take its place, as in models that tie both.
+    """
+    missing = set(report.get("missing_keys") or [])
+    if missing != {"lm_head.weight"} or not (folder / MODULES).exists():
+        return report
+    logger.warning("%s: an embedding model without lm_head: what it generates means nothing", folder)
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return report | {"missing_keys": []}
 
 
 def _check_complete(folder: Path, report: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from server import PACKAGE
 from server.checkpoint.base import CheckpointError
 from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
@@ -41,7 +42,7 @@ from server.types import (
 if TYPE_CHECKING:
     from server.engine.runtime.runner import ModelRunner
 
-logger = logging.getLogger("server.engine.loop")
+logger = logging.getLogger(f"{PACKAGE}.engine.loop")
 
 IDLE_POLL_MS = 200
 # While a thread reads an adapter the loop polls, because no socket tells when the thread is done.
