@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, core_model_loading
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 
 from server.checkpoint.base import CheckpointError, Progress
+from server.checkpoint.classes import auto_class, is_of_tower, read_config
+from server.checkpoint.diagnosis import check_finite, first_line
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
+from server.checkpoint.quantizer import FileQuantizer, by_file
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +28,17 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     time. Raises CheckpointError for a checkpoint that is damaged, incomplete, unsupported or too large for the memory.
     """
     info = inspect_checkpoint(folder)
-    _check_supported(info)
+    config = read_config(folder)
+    loader = auto_class(info, config)
     _check_memory(info, device, dtype)
-    options: dict[str, Any] = {}
-    if info.quantization == "none":
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+    options = _quantization_options(info, config, dtype)
+    quantizers: list[FileQuantizer] = []
+    stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"):
-            model, report = AutoModelForCausalLM.from_pretrained(
+        with _reported(progress, stage), by_file(info) as quantizers:
+            model, report = loader.from_pretrained(
                 folder,
+                config=config,
                 dtype=dtype,
                 device_map={"": device},
                 local_files_only=True,
@@ -50,12 +49,32 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
             )
     except torch.OutOfMemoryError as e:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
-    except (OSError, ValueError, RuntimeError, KeyError, AssertionError, ImportError) as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise CheckpointError(f"{folder}: cannot be loaded: {reason}") from e
+    except (CheckpointError, torch.AcceleratorError):
+        raise
+    except Exception as e:
+        refused = next((quantizer.failed for quantizer in quantizers if quantizer.failed), None)
+        raise CheckpointError(f"{folder}: {refused or f'cannot be loaded: {first_line(e)}'}") from e
+    refused = next((quantizer.failed for quantizer in quantizers if quantizer.failed), None)
+    if refused is not None:
+        raise CheckpointError(f"{folder}: {refused}")
     _check_complete(folder, report)
     _set_dtype(model, dtype)
+    check_finite(folder, model)
     return model.eval().requires_grad_(False)
+
+
+def _quantization_options(info: CheckpointInfo, config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What transformers is told of quantization, in config or beside it: not what config.json says but what the files hold."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    if info.quantization == "none":
+        return {"quantization_config": settings}
+    config.quantization_config = settings.to_dict()
+    return {}
 
 
 def _set_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -87,11 +106,6 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def _check_supported(info: CheckpointInfo) -> None:
-    if info.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise CheckpointError(f"{info.folder}: {info.architecture} ({info.model_type}) is not a causal language model")
-
-
 def _check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype) -> None:
     needed = info.loaded_bytes(dtype.itemsize)
     free = available_bytes(device)
@@ -108,10 +122,8 @@ def _check_complete(folder: Path, report: dict[str, Any]) -> None:
         found = list(report.get(what) or [])
         if found:
             raise CheckpointError(f"{folder}: damaged: {what.replace('_', ' ')}: {found[0]} ({len(found)} in all)")
-    if unexpected := report.get("unexpected_keys"):
-        logger.warning(
-            "%s: %d tensors are not part of the model, %s first", folder, len(unexpected), next(iter(unexpected))
-        )
+    if unexpected := [name for name in report.get("unexpected_keys") or () if not is_of_tower(name)]:
+        logger.warning("%s: %d tensors are not part of the model, %s first", folder, len(unexpected), unexpected[0])
 
 
 @contextmanager
