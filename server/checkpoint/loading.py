@@ -14,9 +14,9 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import auto_class, is_of_tower, read_config
-from server.checkpoint.diagnosis import check_finite, first_line
+from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
-from server.checkpoint.quantizer import FileQuantizer, by_file
+from server.checkpoint.quantizer import TensorRefused, by_file
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,13 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     loader = auto_class(info, config)
     _check_memory(info, device, dtype)
     options = _quantization_options(info, config, dtype)
-    quantizers: list[FileQuantizer] = []
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, stage), by_file(info) as quantizers:
+        with _reported(progress, stage), by_file(info), _quiet():
             model, report = loader.from_pretrained(
                 folder,
                 config=config,
+                generation_config=end_tokens(folder),
                 dtype=dtype,
                 device_map={"": device},
                 local_files_only=True,
@@ -51,12 +51,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
     except (CheckpointError, torch.AcceleratorError):
         raise
+    except TensorRefused as e:
+        raise CheckpointError(f"{folder}: {e}") from e
     except Exception as e:
-        refused = next((quantizer.failed for quantizer in quantizers if quantizer.failed), None)
-        raise CheckpointError(f"{folder}: {refused or f'cannot be loaded: {first_line(e)}'}") from e
-    refused = next((quantizer.failed for quantizer in quantizers if quantizer.failed), None)
-    if refused is not None:
-        raise CheckpointError(f"{folder}: {refused}")
+        raise CheckpointError(f"{folder}: cannot be loaded: {first_line(e)}") from e
     _check_complete(folder, report)
     _set_dtype(model, dtype)
     check_finite(folder, model)
@@ -64,7 +62,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
 
 
 def _quantization_options(info: CheckpointInfo, config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What transformers is told of quantization, in config or beside it: not what config.json says but what the files hold."""
+    """What transformers is told of quantization, in config or beside it: what the files hold, not what config.json says."""
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
@@ -124,6 +122,21 @@ def _check_complete(folder: Path, report: dict[str, Any]) -> None:
             raise CheckpointError(f"{folder}: damaged: {what.replace('_', ' ')}: {found[0]} ({len(found)} in all)")
     if unexpected := [name for name in report.get("unexpected_keys") or () if not is_of_tower(name)]:
         logger.warning("%s: %d tensors are not part of the model, %s first", folder, len(unexpected), unexpected[0])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While entered, transformers does not log its table of what is missing; _check_complete says it in one line."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(is_no_report)
 
 
 @contextmanager

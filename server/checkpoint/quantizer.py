@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,10 @@ from server.checkpoint.packed import expand, read_state
 _REGISTERED = "bitsandbytes_4bit"
 
 
+class TensorRefused(BaseException):
+    """A tensor cannot be used; the message is CheckpointError's without the folder."""
+
+
 class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     """Makes a Linear4bit of exactly those linear layers whose weights the files have in NF4.
 
@@ -35,8 +40,10 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     def __init__(self, info: CheckpointInfo, quantization_config: BitsAndBytesConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self._info = info
-        self.failed: CheckpointError | None = None
-        """What a tensor was refused for while it was read."""
+
+    def __deepcopy__(self, _: Any) -> FileQuantizer:
+        # transformers copies it for every tensor, and the list of all tensors with it.
+        return self
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **options: Any) -> None:
         leave_out_towers(model)
@@ -75,8 +82,7 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
                     f"damaged: {full_layer_name} is {list(state.shape)}, config.json says {list(expected)}"
                 )
         except CheckpointError as e:
-            self.hf_quantizer.failed = self.hf_quantizer.failed or e
-            raise
+            raise TensorRefused(str(e)) from e
         if isinstance(module, Linear4bit):
             done: dict[str, Any] = super().convert(tensors, model=model, full_layer_name=full_layer_name, **options)
             return done
@@ -85,18 +91,12 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
 
 
 @contextmanager
-def by_file(info: CheckpointInfo) -> Iterator[list[FileQuantizer]]:
-    """While entered, transformers quantizes by a FileQuantizer of this checkpoint; gives those that it has made."""
-    made: list[FileQuantizer] = []
-
-    def make(quantization_config: BitsAndBytesConfig, **options: Any) -> FileQuantizer:
-        made.append(FileQuantizer(info, quantization_config, **options))
-        return made[-1]
-
+def by_file(info: CheckpointInfo) -> Iterator[None]:
+    """While entered, transformers quantizes by a FileQuantizer of this checkpoint."""
     registered = quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED]
-    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = make
+    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info)
     try:
-        yield made
+        yield
     finally:
         quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = registered
 
@@ -116,7 +116,7 @@ def names_in_model(info: CheckpointInfo, model: PreTrainedModel) -> dict[str, st
 
 
 def check_shapes(info: CheckpointInfo, model: PreTrainedModel, names: Mapping[str, str]) -> None:
-    """Raise CheckpointError, by name, for a tensor of the files that is not packed and has another shape than the model's."""
+    """Raise CheckpointError, by name, for a tensor that is not packed and has another shape than the model's."""
     state = model.state_dict()
     for name, in_model in names.items():
         dtype, shape = info.tensors[name]
