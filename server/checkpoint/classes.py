@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ TOWERS = frozenset(
         "image_newline", "vision_embed_tokens",
     )
 )  # fmt: skip
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+# Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
+# the class, and how its names differ.
+_TEXT_CLASSES = {"gemma3n": {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}}
 # Layers whose state is no list of keys and values, by what the configuration calls them.
 _ATTENTION = ("full_attention", "sliding_attention")
 
@@ -38,8 +44,21 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{folder / 'config.json'}: transformers cannot read it: {reason[:300]}") from e
 
 
-def auto_class(info: CheckpointInfo, config: Any) -> Any:
-    """AutoModelForCausalLM, or AutoModelForImageTextToText for a class with towers. Raises CheckpointError."""
+@dataclass(frozen=True)
+class Loading:
+    """What transformers loads a checkpoint with."""
+
+    auto: Any
+    """AutoModelForCausalLM, or AutoModelForImageTextToText for a class with towers."""
+    config: Any
+    """The configuration: config.json's, or its text part."""
+    key_mapping: dict[str, str] | None = None
+    """Regular expressions of names in the files, and what the class calls them."""
+
+
+def loading_of(info: CheckpointInfo) -> Loading:
+    """The class for a checkpoint. Raises CheckpointError for what cannot be served, by name."""
+    config = read_config(info.folder)
     causal = info.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     images = info.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     if not causal and not images:
@@ -49,7 +68,10 @@ def auto_class(info: CheckpointInfo, config: Any) -> Any:
         MODEL_FOR_CAUSAL_LM_MAPPING if causal and (text_only or not images) else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     )
     _refuse_other_states(info, config, mapping[type(config)])
-    return AutoModelForCausalLM if mapping is MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    if info.model_type in _TEXT_CLASSES and not text_only:
+        return Loading(AutoModelForCausalLM, config.get_text_config(), _TEXT_CLASSES[info.model_type])
+    auto = AutoModelForCausalLM if mapping is MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    return Loading(auto, config)
 
 
 def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[PreTrainedModel]) -> None:
@@ -70,9 +92,33 @@ def is_of_tower(name: str) -> bool:
     return any(part in TOWERS for part in name.split(".")[:3])
 
 
-def leave_out_towers(model: nn.Module) -> None:
-    """Take the towers out of a model that has no weights yet: only text is served."""
-    for name, _ in list(model.named_modules()):
-        if name.rpartition(".")[2] in TOWERS and name.count(".") < 3 and is_of_tower(name):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], None)
+def is_left_out(name: str, config: Any) -> bool:
+    """Whether a tensor of that name in the files is only for images or sounds, and so not loaded."""
+    layer = _LAYER.search(name)
+    return is_of_tower(name) or (layer is not None and int(layer[1]) in _cross_attention_layers(config))
+
+
+def leave_out_towers(model: PreTrainedModel) -> None:
+    """Take the parts that only images and sounds go through out of a model that has no weights yet: only text is served.
+
+    Layers that attend to images keep their place in the list, so that the others keep their names, as nn.Identity().
+    """
+    for parent_name, parent in list(model.named_modules()):
+        if not is_of_tower(parent_name):
+            for name, _ in list(parent.named_children()):
+                if is_of_tower(f"{parent_name}.{name}"):
+                    setattr(parent, name, None)
+    crossing = _cross_attention_layers(model.config)
+    if crossing:
+        layers = model.get_decoder().layers
+        for index in crossing:
+            layers[index] = nn.Identity()
+        attending = [layer for layer in layers if not isinstance(layer, nn.Identity)]
+        for index, layer in enumerate(attending):
+            layer.self_attn.layer_idx = index
+        model.config.get_text_config().num_hidden_layers = len(attending)
+
+
+def _cross_attention_layers(config: Any) -> tuple[int, ...]:
+    """Numbers of the layers that attend to images (Mllama); text passes them by."""
+    return tuple(getattr(config.get_text_config(), "cross_attention_layers", None) or ())

@@ -6,8 +6,8 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,10 @@ class CheckpointInfo:
     def packed(self) -> dict[str, str]:
         """Tensors that bitsandbytes has packed to 4 bits, each with its table: nf4 or fp4. The files say so themselves."""
         return packed_tensors(self.tensors)
+
+    def without(self, left_out: Callable[[str], bool]) -> CheckpointInfo:
+        """The same with fewer tensors."""
+        return replace(self, tensors={name: kind for name, kind in self.tensors.items() if not left_out(name)})
 
     def loaded_bytes(self, item_bytes: int) -> int:
         """Bytes the weights take once loaded, with unquantized floats in item_bytes each."""

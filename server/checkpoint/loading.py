@@ -13,7 +13,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.classes import auto_class, is_of_tower, read_config
+from server.checkpoint.classes import is_left_out, loading_of
 from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
 from server.checkpoint.quantizer import TensorRefused, by_file
@@ -28,16 +28,16 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     time. Raises CheckpointError for a checkpoint that is damaged, incomplete, unsupported or too large for the memory.
     """
     info = inspect_checkpoint(folder)
-    config = read_config(folder)
-    loader = auto_class(info, config)
-    _check_memory(info, device, dtype)
-    options = _quantization_options(info, config, dtype)
+    chosen = loading_of(info)
+    _check_memory(info, chosen.config, device, dtype)
+    options = _quantization_options(info, chosen.config, dtype)
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, stage), by_file(info), _quiet():
-            model, report = loader.from_pretrained(
+        with _reported(progress, stage), by_file(info, chosen.key_mapping), _quiet():
+            model, report = chosen.auto.from_pretrained(
                 folder,
-                config=config,
+                config=chosen.config,
+                key_mapping=chosen.key_mapping,
                 generation_config=end_tokens(folder),
                 dtype=dtype,
                 device_map={"": device},
@@ -55,7 +55,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
         raise CheckpointError(f"{folder}: {e}") from e
     except Exception as e:
         raise CheckpointError(f"{folder}: cannot be loaded: {first_line(e)}") from e
-    _check_complete(folder, report)
+    _check_complete(folder, report, chosen.config)
     _set_dtype(model, dtype)
     check_finite(folder, model)
     return model.eval().requires_grad_(False)
@@ -104,8 +104,8 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def _check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype) -> None:
-    needed = info.loaded_bytes(dtype.itemsize)
+def _check_memory(info: CheckpointInfo, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    needed = info.without(lambda name: is_left_out(name, config)).loaded_bytes(dtype.itemsize)
     free = available_bytes(device)
     if needed > free:
         raise CheckpointError(
@@ -114,13 +114,17 @@ def _check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype
         )
 
 
-def _check_complete(folder: Path, report: dict[str, Any]) -> None:
+def _check_complete(folder: Path, report: dict[str, Any], config: Any) -> None:
     """transformers fills what a checkpoint lacks with random numbers; a server must not answer from those."""
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         found = list(report.get(what) or [])
         if found:
             raise CheckpointError(f"{folder}: damaged: {what.replace('_', ' ')}: {found[0]} ({len(found)} in all)")
-    if unexpected := [name for name in report.get("unexpected_keys") or () if not is_of_tower(name)]:
+    unexpected = list(report.get("unexpected_keys") or ())
+    left_out = [name for name in unexpected if is_left_out(name, config)]
+    if left_out:
+        logger.info("%s: only text is served: %d tensors for images and sounds are left out", folder, len(left_out))
+    if unexpected := sorted(set(unexpected) - set(left_out)):
         logger.warning("%s: %d tensors are not part of the model, %s first", folder, len(unexpected), unexpected[0])
 
 

@@ -37,9 +37,16 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
     nothing packed is quantized as transformers does it.
     """
 
-    def __init__(self, info: CheckpointInfo, quantization_config: BitsAndBytesConfig, **options: Any) -> None:
+    def __init__(
+        self,
+        info: CheckpointInfo,
+        key_mapping: Mapping[str, str] | None,
+        quantization_config: BitsAndBytesConfig,
+        **options: Any,
+    ) -> None:
         super().__init__(quantization_config, **options)
         self._info = info
+        self._key_mapping = key_mapping
 
     def __deepcopy__(self, _: Any) -> FileQuantizer:
         # transformers copies it for every tensor, and the list of all tensors with it.
@@ -47,7 +54,7 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **options: Any) -> None:
         leave_out_towers(model)
-        names = names_in_model(self._info, model)
+        names = names_in_model(self._info, model, self._key_mapping)
         check_shapes(self._info, model, names)
         if not self.pre_quantized:
             super()._process_model_before_weight_loading(model, device_map, **options)
@@ -91,20 +98,23 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
 
 
 @contextmanager
-def by_file(info: CheckpointInfo) -> Iterator[None]:
-    """While entered, transformers quantizes by a FileQuantizer of this checkpoint."""
+def by_file(info: CheckpointInfo, key_mapping: Mapping[str, str] | None) -> Iterator[None]:
+    """While entered, transformers quantizes by a FileQuantizer of this checkpoint; key_mapping as from_pretrained has it."""
     registered = quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED]
-    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info)
+    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info, key_mapping)
     try:
         yield
     finally:
         quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = registered
 
 
-def names_in_model(info: CheckpointInfo, model: PreTrainedModel) -> dict[str, str]:
+def names_in_model(
+    info: CheckpointInfo, model: PreTrainedModel, key_mapping: Mapping[str, str] | None
+) -> dict[str, str]:
     """By their names in the files, the names that the model has for the tensors that transformers only renames."""
     state = model.state_dict()
-    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    conversions = get_model_conversion_mapping(model, key_mapping)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     names = {}
     for name in info.tensors:
         found, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)

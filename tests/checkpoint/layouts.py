@@ -17,7 +17,7 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
 
 from nf4_kernels import reference
 from nf4_kernels.format import Weight
@@ -40,9 +40,7 @@ def silent(stage: str, fraction: float) -> None:
 def random_model(config: Any, seed: int = 0, size: float = 0.15) -> PreTrainedModel:
     """A random float32 model of a configuration; weights large enough that every part of it matters."""
     torch.manual_seed(seed)
-    auto = (
-        AutoModelForCausalLM if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
-    )
+    auto = AutoModelForImageTextToText if config.model_type in WITH_IMAGES else AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -114,8 +112,7 @@ def reference_model(folder: Path, target: Path) -> PreTrainedModel:
     (target / "config.json").write_text(json.dumps(settings))
     tensors = expanded(load_file(folder / "model.safetensors"))
     save_file({name: t.contiguous() for name, t in tensors.items()}, target / "model.safetensors", {"format": "pt"})
-    causal = settings["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    auto = AutoModelForImageTextToText if settings["model_type"] in WITH_IMAGES else AutoModelForCausalLM
     model, report = auto.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"], report
     return model.eval()

@@ -15,5 +15,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     for name in _NAMES:
         layers = getattr(decoder, name, None)
         if isinstance(layers, nn.ModuleList):
-            return list(layers)
+            # Layers that only images go through have been left out.
+            return [layer for layer in layers if not isinstance(layer, nn.Identity)]
     return []
