@@ -31,8 +31,11 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
 # the class, and how its names differ.
 _TEXT_CLASSES = {"gemma3n": {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}}
-# Layers whose state is no list of keys and values, by what the configuration calls them.
-_ATTENTION = ("full_attention", "sliding_attention")
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+"""Layers that keep keys and values and nothing else, by what configurations call them.
+
+Chunked attention is full attention within one chunk, to which the engine limits contexts.
+"""
 
 
 def read_config(folder: Path) -> Any:
@@ -78,8 +81,8 @@ def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[Pr
     """Raise CheckpointError for models that keep more than keys and values: linear attention, state-space layers."""
     text = config.get_text_config()
     kinds = {str(kind) for key in ("layer_types", "layers_block_type") for kind in getattr(text, key, None) or ()}
-    others = sorted(kind for kind in kinds if kind not in (*_ATTENTION, "attention"))
-    if others or model_class._is_stateful:
+    others = sorted(kind for kind in kinds if kind not in ATTENTION_KINDS)
+    if others or (model_class._is_stateful and not kinds):
         what = f"layers of the kind {', '.join(others)}" if others else "layers with a state of their own"
         raise CheckpointError(
             f"{info.folder}: {info.architecture} ({info.model_type}) has {what}, which the paged cache cannot serve;"

@@ -62,6 +62,12 @@ CLASSES: dict[str, dict[str, Any]] = {
         "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
         "audio_config": None,
     },
+    # Without experts, of which the tests of mixtures have all.
+    "llama4": {
+        "text_config": {**TEXT, "intermediate_size_mlp": 96, "moe_layers": [], "num_local_experts": 2,
+                        "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 64},
+        "vision_config": {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    },
     "mllama": {
         "text_config": {**TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3], "rope_parameters":
                         {"rope_type": "default", "rope_theta": 10000.0}},

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from server.checkpoint.loading import load_model
+from server.engine.runtime.preparation.assembly import build_runner
 from tests.checkpoint.layouts import (
+    CONFIG,
     CPU,
     PROMPTS,
     change_json,
@@ -140,3 +142,8 @@ def test_a_16_bit_checkpoint_is_quantized_while_loading(tmp_path: Path) -> None:
     loaded = load_model(tmp_path, CPU, torch.float32, silent)
     layer = loaded.get_decoder().layers[1]
     assert layer.mlp.up_proj.weight.dtype == layer.self_attn.q_proj.weight.dtype == torch.uint8
+
+
+def test_contexts_of_llama_4_are_of_one_chunk(tmp_path: Path) -> None:
+    folder = save_nf4(random_model(config_of("llama4", **CLASSES["llama4"])), tmp_path / "model")
+    assert build_runner(load_model(folder, CPU, torch.float32, silent), CONFIG).limits.max_model_len == 64
