@@ -152,6 +152,8 @@ class EngineConfig(_Section):
     """CUDA: a sequence's logits are the same bits whatever else is in its batch. Slower, most of all prefill."""
     embeddings: bool | None = None
     """Whether /v1/embeddings answers. None: for embedding models, by sentence-transformers' files in their folders."""
+    speculation: Literal["off", "lookup", "draft"] = "off"
+    """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer."""
     lora_modules: tuple[LoraModule, ...] = ()
     """Adapters that are served from the start."""
     max_loras: int | None = Field(default=None, ge=1, le=256)
@@ -174,6 +176,13 @@ class EngineConfig(_Section):
             return value
         pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
         return tuple({"name": name, "path": path} for name, _, path in pairs)
+
+    @field_validator("speculation")
+    @classmethod
+    def _offered_speculation(cls, value: str) -> str:
+        if value == "draft":
+            raise ValueError("draft models are not offered yet; speculation is off or lookup")
+        return value
 
     @model_validator(mode="after")
     def _embeddings_vary(self) -> EngineConfig:

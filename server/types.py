@@ -36,6 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The same for the prompt's tokens, from the second on; a prompt that is scored is not looked up in the cache."""
     embed: bool = False
     """The final hidden state of the prompt's last token is wanted, and no token; max_tokens is 1."""
+    speculation: bool = True
+    """Whether several tokens may be guessed and checked in a step, where the engine does; the answer is the same."""
     grammar: str | None = None
     """A grammar that the text has to match, in llguidance's JSON form."""
 
@@ -104,6 +106,10 @@ class RequestTimings(msgspec.Struct, frozen=True, gc=False):
     dequant_decode: float = 0.0
     linear_prefill: float = 0.0
     linear_decode: float = 0.0
+    draft_tokens: int = 0
+    """Guesses that were checked (speculation); not a time."""
+    accepted_tokens: int = 0
+    """Guesses that were accepted; not a time."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
@@ -165,6 +171,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Looked-up tokens that were found."""
+    drafts: int = 0
+    """Times that a sequence had guesses checked in a step (speculation)."""
+    draft_tokens: int = 0
+    """Guesses that were checked."""
+    accepted_by_place: list[int] = []
+    """Guesses that were accepted, by their place among the sequence's guesses of a step; empty without speculation."""
     graph_replays: int = 0
     """CUDA graphs replayed."""
     device_memory_used: int = 0

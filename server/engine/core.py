@@ -7,6 +7,7 @@ import math
 import random
 import time
 
+import msgspec
 import torch
 
 from server.config import EngineConfig
@@ -17,9 +18,12 @@ from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
+from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
+from server.engine.speculation.costs import StepCosts
+from server.engine.speculation.speculator import Speculator
 from server.logs import concerning
 from server.types import (
     AdapterResult,
@@ -54,6 +58,9 @@ class Engine:
         self._rejected: list[RequestOutput] = []
         self._pending: AsyncStep | None = None
         self._random = random.SystemRandom()
+        self._speculator: Speculator | None = None
+        if config.speculation == "lookup":
+            self._speculator = Speculator(StepCosts(runner.step_costs), limits.max_model_len)
 
     @property
     def has_work(self) -> bool:
@@ -100,10 +107,13 @@ class Engine:
     def step(self) -> StepOutputs:
         """Run one step. A sequence whose computation fails ends with finish_reason "error"; the others go on."""
         outputs, self._rejected = self._rejected, []
+        begun = time.perf_counter()
         # Async scheduling: where the runner can, this step is launched before the last one's tokens are read.
         pending, self._pending = self._pending, None
         step = self._scheduler.schedule()
-        launched = self._runner.execute_async(step, pending) if step.chunks else None
+        # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
+        guessing = self._speculator is not None and self._speculator.plan(step)
+        launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
         if pending is None:
             self._step_clock.start()
         for sequence in step.admitted:
@@ -113,19 +123,23 @@ class Engine:
             ran = pending.step
             outputs += self._account(ran, pending.read(), {})
             self._step_clock.start()
+        if launched is None:
+            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+            if guessing and not self._has_guesses(step, planned=pending is None):
+                launched = self._runner.execute_async(step, None) if step.chunks else None
         if launched is not None:
             self._scheduler.advance(step)
             self._pending = launched
-        else:
-            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
-            if step.chunks:
-                outputs += self._compute(step)
+        elif step.chunks:
+            outputs += self._compute(step)
+        if self._speculator is not None and (pending is None) == (launched is None):
+            self._speculator.note_time(step, time.perf_counter() - begun)
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
         clock = self._step_clock
-        adapters = self._runner.adapters
+        adapters, speculator = self._runner.adapters, self._speculator
         memory_used, memory_total = self._runner.memory.read()
         return EngineStats(
             running=self._scheduler.num_running,
@@ -142,6 +156,9 @@ class Engine:
             kernel_seconds=clock.kernels.by_kernel,
             prefix_cache_queries=self._scheduler.prefix_queries,
             prefix_cache_hits=self._scheduler.prefix_hits,
+            drafts=0 if speculator is None else speculator.drafts,
+            draft_tokens=0 if speculator is None else speculator.draft_tokens,
+            accepted_by_place=[] if speculator is None else speculator.accepted,
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,
@@ -183,7 +200,39 @@ class Engine:
         """Execute a scheduled step, account for it, and say what each of its requests got."""
         results, failures = self._execute(step)
         self._scheduler.advance(step)
+        if step.guesses:
+            return self._account_guesses(step, results)
         return self._account(step, results, failures)
+
+    def _has_guesses(self, step: Step, planned: bool) -> bool:
+        """Whether a step whose tokens are all known has guesses for which there are KV blocks, which are taken.
+
+        planned: whether the tokens were known already when the step was planned.
+        """
+        if planned or (self._speculator is not None and self._speculator.plan(step)):
+            self._scheduler.reserve(step)
+        return bool(step.guesses)
+
+    def _account_guesses(self, step: Step, results: list[Sampled]) -> list[RequestOutput]:
+        """_account() of a step with guesses, none of whose sequences failed as a whole."""
+        speculator = self._speculator
+        assert speculator is not None
+        firsts, others = accepted(step, results)
+        outputs = {output.request_id: output for output in self._account(step, firsts, {})}
+        for chunk in step.chunks:
+            request_id = chunk.sequence.request_id
+            found, clock = others.get(request_id), self._clocks.get(request_id)
+            if found is None:
+                continue
+            added = self._scheduler.follow(chunk.sequence, [result.token for result in found])
+            checked = len(step.guesses[request_id])
+            speculator.note_guesses(checked, added)
+            if clock is not None:  # it did not end with the step's first token
+                clock.draft_tokens += checked
+                clock.accepted_tokens += added
+            if added:
+                outputs[request_id] = outputs[request_id].followed_by(self._outputs(chunk.sequence, found[:added]))
+        return list(outputs.values())
 
     def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
         """What each request got from a step that advance() was called for; requests that ended while it ran get nothing."""
@@ -217,6 +266,7 @@ class Engine:
         except torch.AcceleratorError:
             raise  # the device's context is lost: only a new process helps
         except Exception:
+            step.guesses = {}
             logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
         # Computing a chunk again writes the same keys and values again, so sequences that are not at fault lose nothing.
         results: list[Sampled] = []
@@ -251,6 +301,15 @@ class Engine:
             None if sequence.sampling.prompt_logprobs is None else _prompt_logprobs(sequence),
             timings,
             result.embedding,
+        )
+
+    def _outputs(self, sequence: Sequence, results: list[Sampled]) -> RequestOutput:
+        """_output() of several tokens."""
+        logprobs = [result.logprob for result in results if result.logprob is not None]
+        return msgspec.structs.replace(
+            self._output(sequence, results[-1]),
+            new_token_ids=[result.token for result in results],
+            logprobs=logprobs or None,
         )
 
 

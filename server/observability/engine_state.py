@@ -53,6 +53,13 @@ class EngineCollector(Collector):
             ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("spec_decode_num_drafts", "Times that a sequence had guesses checked in a step.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Guesses that were checked.", stats.draft_tokens),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Guesses that were checked and right.",
+                sum(stats.accepted_by_place),
+            ),
             ("graph_replays", "CUDA graphs replayed since the engine started.", stats.graph_replays),
             ("engine_restarts", "How often the engine was restarted.", restarts),
             (
@@ -63,6 +70,8 @@ class EngineCollector(Collector):
             ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
         )
         yield self._kernels(stats.kernel_seconds)
+        if stats.accepted_by_place:
+            yield self._accepted(stats.accepted_by_place)
         if stats.lora_slots:
             yield self._adapters(stats)
 
@@ -86,6 +95,16 @@ class EngineCollector(Collector):
         )
         for kernel, value in sorted(seconds.items()):
             family.add_metric([self._model, *kind_and_variant(kernel)], value)
+        return family
+
+    def _accepted(self, by_place: list[int]) -> Metric:
+        family = CounterMetricFamily(
+            "nf4_spec_decode_num_accepted_tokens_per_pos",
+            "Guesses that were checked and right, by their place among a sequence's guesses of a step, from 0 on.",
+            labels=["model_name", "position"],
+        )
+        for place, count in enumerate(by_place):
+            family.add_metric([self._model, str(place)], count)
         return family
 
     def _adapters(self, stats: EngineStats) -> Metric:

@@ -147,6 +147,8 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
     assert tables is not None
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    if step.guesses:
+        lengths += np.array([len(step.guesses.get(sequence.request_id, ())) for sequence in sequences], np.int64)
     table_rows = np.array([sequence.row for sequence in sequences], np.int64)
     adapters = [sequence.adapter for sequence in sequences]
     spans = Spans(tables, table_rows, starts, lengths, -(-(starts + lengths) // block_size), adapters)
@@ -159,8 +161,10 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
     ids: list[int] = [s.tokens[start] for s, start in zip(sequences[:num_single], starts.tolist(), strict=False)]
     for chunk in chunks[num_single:]:
         ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
+        ids += step.guesses.get(chunk.sequence.request_id, ())
     sampled = np.array([chunk.samples for chunk in chunks], bool)
-    sampled_rows = (spans.first_rows + lengths - 1)[sampled]
+    # Behind each guess a token is sampled, as behind each newest token; a step with guesses has no other chunks.
+    sampled_rows = np.arange(count) if step.guesses else (spans.first_rows + lengths - 1)[sampled]
     scored_rows: list[int] = []
     if any(sequence.sampling.prompt_logprobs is not None for sequence in sequences):
         for row, chunk in zip(spans.first_rows.tolist(), chunks, strict=True):

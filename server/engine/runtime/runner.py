@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
+from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.scheduler import Step
 
 
@@ -44,9 +45,12 @@ class ModelRunner:
         limits: ModelLimits,
         adapters: AdapterRegistry | None = None,
         graphs: StepGraphs | None = None,
+        step_costs: Mapping[int, float] | None = None,
     ) -> None:
         self._paged = paged
         self._graphs = graphs or StepGraphs()
+        self.step_costs = step_costs or {}
+        """Seconds of decode steps by their tokens, where the configuration has speculation."""
         self.limits = limits
         """What the model and the cache allow."""
         self.adapters = adapters
@@ -94,15 +98,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
-        """Compute a step: one result for each of step.sampled, in order."""
+        """Compute a step: one result for each of step.sampled, in order; with guesses one for each token of the step."""
         if any(chunk.sequence.embeds for chunk in step.chunks):
             return self._execute_with_embeddings(step)
         logits = self.forward(step)
         sampled = step.sampled
-        if logits.shape[0] > len(sampled):
+        if logits.shape[0] > len(sampled) and not step.guesses:
             score_prompts(step, logits[len(sampled) :])
             logits = logits[: len(sampled)]
-        results = sample(logits, [chunk.sequence for chunk in sampled]) if sampled else []
+        sequences = sampled_sequences(step) if step.guesses else [chunk.sequence for chunk in sampled]
+        results = sample(logits, sequences) if sampled else []
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
         return results

@@ -47,11 +47,13 @@ class Step:
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     """Sequences that were waiting before this step."""
+    guesses: dict[str, list[int]] = field(default_factory=dict)
+    """By request id, guesses that the step checks behind a decode chunk (speculation). Their chunks come last."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the forward pass."""
-        return sum([chunk.length for chunk in self.chunks])
+        return sum([chunk.length for chunk in self.chunks]) + sum(map(len, self.guesses.values()))
 
     @property
     def sampled(self) -> list[Chunk]:
@@ -152,6 +154,48 @@ class Scheduler:
         if len(step.chunks) > decoding:
             step.chunks.sort(key=lambda chunk: chunk.length > 1)
         return step
+
+    def reserve(self, step: Step) -> None:
+        """Take the KV blocks for the guesses of a step; guesses without a free block are left out.
+
+        A block that guesses turn out not to need stays with its sequence, whose next tokens will.
+        """
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            guesses = step.guesses.get(sequence.request_id)
+            if guesses is None:
+                continue
+            wanted = len(sequence.tokens) + len(guesses)
+            # As in _admit(): guesses must not be what preempts a sequence.
+            if self._blocks.missing(sequence.blocks, wanted) <= self._blocks.num_free - len(self._running):
+                self._blocks.grow(sequence.blocks, wanted)
+                self._tables.extend(sequence.row, sequence.blocks)
+            else:
+                room = len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens)
+                del guesses[max(room, 0) :]
+                if not guesses:
+                    del step.guesses[sequence.request_id]
+        step.chunks.sort(key=lambda chunk: chunk.sequence.request_id in step.guesses)
+
+    def follow(self, sequence: Sequence, tokens: list[int]) -> int:
+        """Add accepted guesses, and the token behind them, to a sequence behind the token that resolve() has put there.
+
+        Gives how many of tokens were added: none follows the one that ends the sequence, which is finished then.
+        """
+        added = 0
+        if sequence.phase is not Phase.RUNNING:
+            return added
+        for token in tokens:
+            if sequence.finish_reason is not None:
+                break
+            sequence.num_computed += 1
+            sequence.append(token, self._max_model_len)
+            added += 1
+        if sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
+            self._name_blocks(sequence)
+        if sequence.finish_reason is not None:
+            self._remove(sequence)
+        return added
 
     def advance(self, step: Step) -> None:
         """Account for a step that was launched, so that the next one can be scheduled; resolve() has to follow.

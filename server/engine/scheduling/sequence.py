@@ -48,6 +48,27 @@ class Constraint(Protocol):
         ...
 
 
+class GuessSource(Protocol):
+    """What guesses a sequence's next tokens; see server.engine.speculation."""
+
+    @property
+    def known(self) -> int:
+        """Tokens that have been followed."""
+        ...
+
+    def follow(self, tokens: list[int], known: int, most: int) -> int:
+        """Follow tokens[:known], at most that many more; gives how many it were."""
+        ...
+
+    def survival(self, count: int) -> list[float]:
+        """How likely it is, for each of the next count guesses, that it and all before it are right."""
+        ...
+
+    def guesses(self, count: int) -> list[int]:
+        """The next count tokens, as far as there is a guess."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedAdapter:
     """A LoRA adapter on the device."""
@@ -120,6 +141,8 @@ class Sequence:
         )
         """Whether it wants a token, its logits unchanged, but for min_tokens and a grammar, and no log-probabilities."""
         self.constraint: Constraint | None = None
+        self.guesser: GuessSource | None = None
+        """What guesses its next tokens, once it has been asked."""
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
         if sampling.prompt_logprobs is not None:
@@ -174,6 +197,10 @@ class Sequence:
         count = num_tokens // block_size
         extend_keys(self._keys, self.tokens, block_size, count, self.cache_salt)
         return self._keys[:count]
+
+    def most_new_tokens(self, max_model_len: int) -> int:
+        """How many tokens may follow the present last one."""
+        return min(self._most_tokens, max_model_len) - len(self.tokens)
 
     def ends_by_length(self, max_model_len: int) -> bool:
         """Whether no token may follow the present last one, whatever that one is."""

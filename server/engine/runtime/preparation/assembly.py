@@ -19,6 +19,7 @@ from server.engine.runtime.preparation.cache import CacheSpec, cache_budget
 from server.engine.runtime.preparation.compilation import compile_with_trials
 from server.engine.runtime.preparation.expansion import expansion_budget
 from server.engine.runtime.preparation.graph_capture import capture_decode, capture_mixed
+from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 
@@ -51,7 +52,8 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
-    return ModelRunner(paged, limits, adapters, graphs)
+        costs = measure_steps(paged, limits) if config.speculation != "off" else None
+    return ModelRunner(paged, limits, adapters, graphs, costs)
 
 
 def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:
