@@ -1,14 +1,20 @@
-"""Grammars that bound what a sequence may generate: compiled by llguidance, cached, kept off the caller's thread."""
+"""Grammars that bound what a sequence may generate: compiled by llguidance in a thread, cached; masks of many at once."""
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from server.engine.scheduling.sequence import Constraint
 
 CACHED_GRAMMARS = 256
 
@@ -20,20 +26,13 @@ class GrammarError(Exception):
 class GrammarState:
     """One sequence's position in its grammar."""
 
-    def __init__(self, compiled: Future[LLMatcher], thread: ThreadPoolExecutor | None = None) -> None:
-        """thread: finds allowed() after each token, while the model computes the next one's logits."""
+    def __init__(self, compiled: Future[LLMatcher]) -> None:
         self._compiled = compiled
-        self._thread = thread
         self._matcher: LLMatcher | None = None
-        self._next: _Next | Future[_Next] | None = None
+        self._next: _Next | None = None
 
     def is_known(self) -> bool:
-        """Whether allowed() costs nothing now; if not, it costs a thousand times what permits() does.
-
-        A search for it that has not begun yet is given up.
-        """
-        if isinstance(self._next, Future) and self._next.cancel():
-            self._next = None
+        """Whether allowed() costs nothing now; if not, it costs a thousand times what permits() does."""
         return self._next is not None
 
     def allowed(self) -> bytes:
@@ -46,18 +45,17 @@ class GrammarState:
     def permits(self, token: int) -> bool:
         """Whether this token may come next. Raises GrammarError."""
         if self._next is not None:
-            mask = self._known().allowed
+            mask = self._next.allowed
             return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
-        matcher = self._own()
+        matcher = self.matcher()
         permitted = matcher.validate_tokens([token]) == 1
-        if matcher.is_error():
-            raise GrammarError(_line(matcher.get_error()))
+        check(matcher)
         return permitted
 
     @property
     def may_end(self) -> bool:
         """Whether what was generated so far is complete."""
-        return self._own().is_accepting() if self._next is None else self._known().may_end
+        return self.matcher().is_accepting() if self._next is None else self._next.may_end
 
     @property
     def done(self) -> bool:
@@ -66,27 +64,62 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """Take a generated token. One that the grammar forbids shows as GrammarError when the next one is asked for."""
-        if isinstance(self._next, Future):
-            wait([self._next])  # a matcher is used by one thread at a time
         self._next = None
-        self._own().consume_token(token)
+        self.matcher().consume_token(token)
 
-    def look_ahead(self) -> None:
-        """Begin to find allowed() in the thread, while the model computes the next token's logits."""
-        if self._next is None and self._thread is not None:
-            self._next = self._thread.submit(_look, self._own())
-
-    def _known(self) -> _Next:
-        if self._next is None:
-            self._next = _look(self._own())
-        elif isinstance(self._next, Future):
-            self._next = self._next.result()
-        return self._next
-
-    def _own(self) -> LLMatcher:
+    def matcher(self) -> LLMatcher:
+        """The sequence's own matcher. Raises GrammarError; waits until the grammar is compiled."""
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
         return self._matcher
+
+    def _known(self) -> _Next:
+        if self._next is None:
+            self._next = _look(self.matcher())
+        return self._next
+
+
+def fill_masks(constraints: Sequence[Constraint], masks: npt.NDArray[np.int32]) -> dict[int, GrammarError]:
+    """Write what each constraint allows next into its row of masks, all at once on several threads.
+
+    masks: int32 [constraints, ceil(vocabulary / 32)], contiguous; bit i of word i // 32 is token i. The errors of the
+    rows that could not be filled, which stay as they were.
+    """
+    matchers: list[tuple[LLMatcher, int]] = []
+    errors: dict[int, GrammarError] = {}
+    for row, constraint in enumerate(constraints):
+        assert isinstance(constraint, GrammarState)
+        try:
+            matcher = constraint.matcher()
+            check(matcher)
+        except GrammarError as e:
+            errors[row] = e
+            continue
+        matchers.append((matcher, row))
+    width = masks.shape[1] * masks.itemsize
+    if len(matchers) == 1:
+        ((matcher, row),) = matchers
+        matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * width, width)
+    elif matchers:
+        _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, width, masks.shape[0])
+    for matcher, row in matchers:
+        try:
+            check(matcher)
+        except GrammarError as e:
+            errors[row] = e
+    return errors
+
+
+def check(matcher: LLMatcher) -> None:
+    """Raise GrammarError where a matcher can go no further."""
+    if matcher.is_error():
+        raise GrammarError(_line(matcher.get_error()))
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    """The threads that find masks."""
+    return LLExecutor()
 
 
 class _Next(NamedTuple):
@@ -98,8 +131,7 @@ class _Next(NamedTuple):
 
 def _look(matcher: LLMatcher) -> _Next:
     mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        raise GrammarError(_line(matcher.get_error()))
+    check(matcher)
     return _Next(mask, matcher.is_accepting())
 
 
@@ -111,15 +143,9 @@ class Grammars:
         folder: Path,
         vocab_size: int | None = None,
         eos_token_id: int | None = None,
-        look_ahead: bool = False,
     ) -> None:
-        """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text.
-
-        look_ahead: find allowed() in a thread while the model computes. That is worth it where a GPU computes; on CPU the
-        thread would only take a core from the model.
-        """
+        """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="grammar-ahead") if look_ahead else None
         self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = Lock()
         # Large vocabularies take a second; the first request with a grammar should not wait for it.
@@ -138,19 +164,16 @@ class Grammars:
 
     def start(self, grammar: str) -> GrammarState:
         """A sequence's own state in a grammar."""
-        return GrammarState(self.compile(grammar), self._ahead)
+        return GrammarState(self.compile(grammar))
 
     def close(self) -> None:
-        """End the threads; work that they have not begun is dropped."""
-        for thread in (self._thread, self._ahead):
-            if thread is not None:
-                thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread; work that it has not begun is dropped."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> LLMatcher:
         # llguidance's limits bound time and memory of compilation and of each mask.
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if matcher.is_error():
-            raise GrammarError(_line(matcher.get_error()))
+        check(matcher)
         # A grammar may compile and have no text at all: definitions that only name each other, for one.
         matcher.compute_bitmask()
         if matcher.is_error():

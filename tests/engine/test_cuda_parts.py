@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.preparation.trial_steps import TRIAL_TOLERANCES
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling import inverse_cdf
+from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
 from server.engine.runtime.sampling.sampler import sample
 from server.types import GenerateRequest
@@ -76,17 +78,36 @@ def test_tokens_sampled_on_the_device_are_those_of_the_host(
     assert (found.cpu() == on_host).float().mean() > 0.9
 
 
-def test_penalties_on_the_device_are_those_of_the_host() -> None:
-    penalties = [{"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {}, {"frequency_penalty": 0.5}] * 10
-    sequences = [make_sequence(index + 1, **options) for index, options in enumerate(penalties)]
-    for _ in range(3):
+def test_options_on_the_device_are_those_of_the_host() -> None:
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "logprobs": 3},
+        {},
+        {"frequency_penalty": 0.5, "logit_bias": {7: 3.0, 9: -100.0}},
+        {"min_tokens": 2, "stop_token_ids": tuple(range(0, 2000, 2)), "logprobs": 0},
+    ]
+    sequences = [make_sequence(index % 7 + 1, **options[index % 5]) for index in range(40)]
+    on_device = DeviceSampler(2000, torch.device("cuda", 0))
+    newest: torch.Tensor | None = None
+    for step in range(5):
         logits = torch.randn(len(sequences), 2000)
-        on_host, on_device = (
-            [result.token for result in sample(x.clone(), sequences)] for x in (logits, logits.cuda())
-        )
-        assert on_host == on_device
-        for sequence, token in zip(sequences, on_host, strict=True):
-            sequence.append(token, 1000)
+        expected = sample(logits.clone(), sequences)
+        given = logits.cuda()
+        best, greedy = given.max(-1)
+        if step == 4:  # everything has been compiled and allocated
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = on_device.launch(ModelOutput(given, (best, greedy), newest), sequences)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        newest = launched.tokens
+        for sequence, one, other in zip(sequences, launched.read(), expected, strict=True):
+            assert one.token == other.token
+            assert (one.logprob is None) == (other.logprob is None)
+            if one.logprob is not None and other.logprob is not None:
+                assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
+                assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
+            sequence.append(other.token, 1000)
 
 
 def make_engine(folder: Path, **changes: object) -> tuple[Engine, ModelRunner]:

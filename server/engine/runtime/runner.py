@@ -20,8 +20,9 @@ from server.engine.runtime.model.expanded import expanded_bytes
 from server.engine.runtime.model.lora_registry import AdapterRegistry
 from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
-from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
+from server.engine.runtime.sampling.sampler import Sampled, sample
 from server.engine.scheduling.scheduler import Step
 
 
@@ -47,6 +48,7 @@ class ModelRunner:
     ) -> None:
         self._paged = paged
         self._graphs = graphs or StepGraphs()
+        self._sampler = None if paged.device.type == "cpu" else DeviceSampler(limits.vocab_size, paged.device)
         self.limits = limits
         """What the model and the cache allow."""
         self.adapters = adapters
@@ -100,7 +102,8 @@ class ModelRunner:
         if logits.shape[0] > len(sampled):
             score_prompts(step, logits[len(sampled) :])
             logits = logits[: len(sampled)]
-        results = sample(logits, [chunk.sequence for chunk in sampled]) if sampled else []
+        choose = sample if self._sampler is None else self._sampler.sample
+        results = choose(logits, [chunk.sequence for chunk in sampled]) if sampled else []
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
         return results
@@ -109,16 +112,14 @@ class ModelRunner:
     def execute_async(self, step: Step, previous: AsyncStep | None) -> AsyncStep | None:
         """Launch a step without waiting for its tokens, or None where that cannot be: it needs execute() then.
 
-        It can be for a decode step that fits a CUDA graph and whose tokens are all sampled from the model's raw logits.
-        previous is the step before it where that has not been read yet.
+        It can be for a decode step that fits a CUDA graph. previous is the step before it where that has not been read
+        yet. AsyncStep.complete() has to follow, once it has been.
         """
-        graphs = self._graphs.decode
-        if graphs is None or not all(
-            c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks
-        ):
+        graphs, sampler = self._graphs.decode, self._sampler
+        if graphs is None or sampler is None or not all([c.samples and c.length == 1 for c in step.chunks]):
             return None
         batch = self._batch(step)
-        return graphs.run_async(step, batch, previous) if graphs.fits(batch) else None
+        return graphs.run_async(step, batch, previous, sampler) if graphs.fits(batch) else None
 
     def _batch(self, step: Step) -> Batch:
         return build_batch(step, self._paged.block_size, self.device)
