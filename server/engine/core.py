@@ -123,7 +123,7 @@ class Engine:
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
 
     def _launch(self, step: Step, pending: AsyncStep | None) -> AsyncStep | None:
-        """Launch a step without waiting for it, where that is possible; what fails is executed, which says who is at fault."""
+        """Launch a step without waiting for it, where that can be. What fails is executed, which finds who is at fault."""
         try:
             return self._runner.execute_async(step, pending)
         except torch.AcceleratorError:

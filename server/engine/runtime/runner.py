@@ -116,7 +116,7 @@ class ModelRunner:
         yet. AsyncStep.complete() has to follow, once it has been.
         """
         graphs, sampler = self._graphs.decode, self._sampler
-        if graphs is None or sampler is None or not all([c.samples and c.length == 1 for c in step.chunks]):
+        if graphs is None or sampler is None or not all(c.samples and c.length == 1 for c in step.chunks):
             return None
         batch = self._batch(step)
         return graphs.run_async(step, batch, previous, sampler) if graphs.fits(batch) else None

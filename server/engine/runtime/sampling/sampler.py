@@ -13,7 +13,6 @@ from server.engine.runtime.sampling.penalties import HostPenalties
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
-
 _penalties = HostPenalties()
 
 
