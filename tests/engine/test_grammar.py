@@ -146,6 +146,21 @@ def test_sampled_tokens_depend_on_nothing_but_the_seed(grammars: Grammars, optio
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
+def test_each_of_many_is_bound_by_its_own_grammar(grammars: Grammars, choose: Choose) -> None:
+    bound = [
+        sequence(grammars, LLMatcher.grammar_from_regex(f"[{letters}]{{9}}"), seed, logprobs=2)
+        for seed, letters in enumerate(["a-z ", "bc", "d-y", "a-f", "0-9", "A-Z"])
+    ]
+    logits = torch.randn(len(bound), VOCABULARY) * 2
+    constraints = [s.constraint for s in bound if s.constraint is not None]
+    for row in (1, 3, 4):  # the first token that is tried is a permitted one in every other row
+        permitted = next(token for token in range(VOCABULARY) if constraints[row].permits(token))
+        logits[row, permitted] = 50.0
+    for constraint, result in zip(constraints, choose(logits, bound), strict=True):
+        assert result.logprob is not None
+        assert all(constraint.permits(token) for token in (result.token, *(t for t, _ in result.logprob.top)))
+
+
 def test_masks_of_many_are_those_of_each(grammars: Grammars) -> None:
     states = [grammars.start(LLMatcher.grammar_from_regex(f"[a-{letter}]+x?")) for letter in "bcdefgh"]
     masks = np.zeros((len(states), VOCABULARY // 32), np.int32)

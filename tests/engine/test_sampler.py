@@ -228,8 +228,7 @@ def test_the_penalty_table_has_a_row_for_each_living_sequence() -> None:
         sequences = [make_sequence([1, 2], repetition_penalty=2.0) for _ in range(9)]
         rows = table.rows_of(sequences)
         assert len(set(rows.rows.tolist())) == 9
-        logits = torch.ones(9, 10)
-        table.penalize(logits, rows, None)
+        logits = table.penalize(torch.ones(9, 10), torch.arange(9), rows, None)
         assert logits.tolist() == [[1.0, 0.5, 0.5, *[1.0] * 7]] * 9
         del rows, sequences
         gc.collect()

@@ -21,6 +21,7 @@ from server.engine.runtime.preparation.expansion import expansion_budget
 from server.engine.runtime.preparation.graph_capture import capture_decode, capture_mixed
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
+from server.engine.runtime.sampling.option_trials import use_device_options
 
 
 def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
@@ -38,6 +39,7 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
         use_cpu_kernels(model)
     else:
         use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
+        use_device_options(device, model.dtype, model.config.get_text_config().vocab_size)
     adapters = install_adapters(model, config)
     spec = CacheSpec.of(model, config.block_size)
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.sampling.grammar_masks import added_by_masks, find_masks, permitted_by_masks
+from server.engine.runtime.sampling.grammar_masks import find_masks, mask, permitted_by_masks
 from server.engine.runtime.sampling.penalties import PenaltyTable
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.sampling.step_plan import AdjustedRows, ScoredRows, StepPlan
@@ -122,12 +122,12 @@ class DeviceSampler:
         plan = self._plan_of(sequences)
         lengths = np.array([len(s.tokens) for s in sequences], np.int64) if plan.is_random else np.zeros(0, np.int64)
         adjusted, errors = plan.adjusted, dict[int, str]()
-        if adjusted is None or adjusted.rows_on_device is not None:
+        if adjusted is None or not adjusted.everything:
             best, tokens = output.greedy or output.logits.max(dim=-1)
             best, tokens = best.float(), plan.random.sample(output.logits, lengths, tokens)
         if adjusted is not None:
             logits, own_best, own_tokens = self._sample_adjusted(adjusted, output, lengths, errors)
-            if adjusted.rows_on_device is None:
+            if adjusted.everything:
                 best, tokens = own_best, own_tokens
             else:
                 best = best.index_copy(0, adjusted.rows_on_device, own_best)
@@ -153,14 +153,7 @@ class DeviceSampler:
         self, adjusted: AdjustedRows, output: ModelOutput, lengths: npt.NDArray[np.int64], errors: dict[int, str]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits float32 [A, vocabulary], largest ones and tokens [A] of the sequences whose logits are changed."""
-        rows = adjusted.rows_on_device
-        logits = output.logits if rows is None else output.logits.index_select(0, rows)
-        logits = logits.to(torch.float32, copy=rows is None)
-        if adjusted.penalized is not None and self._table is not None:
-            count, newest = len(adjusted.penalized.sequences), output.newest
-            if newest is not None and rows is not None:
-                newest = newest.index_select(0, rows[:count])
-            self._table.penalize(logits[:count], adjusted.penalized, newest if newest is None else newest[:count])
+        logits = self._penalized(adjusted, output)
         flat = logits.view(-1)
         if adjusted.bias is not None:
             places, values = adjusted.bias
@@ -173,6 +166,17 @@ class DeviceSampler:
             best, tokens = logits.max(dim=-1)
             return logits, best, adjusted.random.sample(logits, lengths, tokens)
         return logits, *self._sample_constrained(adjusted, logits, lengths, errors)
+
+    def _penalized(self, adjusted: AdjustedRows, output: ModelOutput) -> torch.Tensor:
+        """Logits of their own for the adjusted sequences, float32 [A, vocabulary], penalized where that is asked for."""
+        rows, logits = adjusted.rows_on_device, output.logits
+        if adjusted.penalized is None or self._table is None:
+            return logits.to(torch.float32, copy=True) if adjusted.everything else logits.index_select(0, rows).float()
+        count = len(adjusted.penalized.sequences)
+        penalized = self._table.penalize(logits, rows[:count], adjusted.penalized, output.newest)
+        if count == len(rows):
+            return penalized
+        return torch.cat((penalized, logits.index_select(0, rows[count:]).float()))
 
     def _sample_constrained(
         self, adjusted: AdjustedRows, logits: torch.Tensor, lengths: npt.NDArray[np.int64], errors: dict[int, str]
@@ -192,11 +196,7 @@ class DeviceSampler:
         if len(adjusted.tried):
             free_best, free_tokens = logits.max(dim=-1)
             free_tokens = adjusted.tried.sample(logits, lengths, free_tokens)
-        added = added_by_masks(masks_on_device, logits)
-        if adjusted.constrained_on_device is None:
-            logits += added
-        else:
-            logits.index_add_(0, adjusted.constrained_on_device, added)
+        mask(logits, adjusted.constrained_on_device, masks_on_device)
         best, tokens = logits.max(dim=-1)
         tokens = adjusted.random.sample(logits, lengths, tokens)
         if len(adjusted.tried):

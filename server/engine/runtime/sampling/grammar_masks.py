@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import embedding
 
 from server.engine.grammar import fill_masks
+from server.engine.runtime.sampling.device_options import DeviceOptions
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.sequence import Sequence
 
@@ -40,11 +41,7 @@ def apply_constraints(logits: torch.Tensor, rows: list[int], sequences: list[Seq
                     mask[token // 8] |= 1 << token % 8
         table += mask
     packed = torch.frombuffer(table, dtype=torch.uint8).view(len(rows), width).to(device)
-    added = added_by_masks(packed, logits)
-    if len(rows) == logits.shape[0]:
-        logits += added
-    else:
-        logits.index_add_(0, torch.tensor(rows, device=device), added)
+    mask_with_torch(logits, torch.tensor(rows, device=device), packed)
 
 
 def find_masks(sequences: list[Sequence], vocabulary: int) -> tuple[npt.NDArray[np.uint8], dict[int, str]]:
@@ -65,10 +62,18 @@ def find_masks(sequences: list[Sequence], vocabulary: int) -> tuple[npt.NDArray[
     return found, {row: f"the model failed: {type(e).__name__}: {first_line(e)}" for row, e in failed.items()}
 
 
-def added_by_masks(masks: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """What masks, uint8 [rows, bytes], add to logits [..., vocabulary] of their device: 0 or -inf, [rows, vocabulary]."""
-    added = embedding(masks.int(), _added(masks.device, logits.dtype))
-    return added.flatten(1)[:, : logits.shape[1]]
+def mask(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor) -> None:
+    """Set what masks, uint8 [N, bytes], forbid to -inf in N rows of float32 logits [rows, vocabulary], in place.
+
+    places: int64 [N], the rows, no row twice.
+    """
+    (DeviceOptions.mask_rows or mask_with_torch)(logits, places, masks)
+
+
+def mask_with_torch(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor) -> None:
+    """mask() in torch's operations; logits of any float type."""
+    added = embedding(masks.int(), _added(masks.device, logits.dtype)).flatten(1)[:, : logits.shape[1]]
+    logits.index_add_(0, places, added)
 
 
 @functools.cache

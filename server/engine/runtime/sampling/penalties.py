@@ -6,6 +6,7 @@ newest token is counted there, so that the host need not know it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.batch import to_device
+from server.engine.runtime.sampling.device_options import DeviceOptions
 from server.engine.scheduling.sequence import Sequence
 
 # Sequences penalized at a time: intermediate results take a few times the memory of their logits.
@@ -56,6 +58,11 @@ class HostPenalties:
         return history.counts
 
 
+@functools.cache
+def _none(count: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), -1, dtype=torch.int64, device=device)
+
+
 @dataclass(frozen=True)
 class PenalizedRows:
     """N penalized sequences of a step."""
@@ -94,24 +101,41 @@ class PenaltyTable:
         penalties = to_device(np.array(asked, np.float32), device)
         return PenalizedRows(sequences, rows, to_device(rows, device), prompts, penalties)
 
-    def penalize(self, logits: torch.Tensor, penalized: PenalizedRows, newest: torch.Tensor | None) -> None:
-        """Count what is new of the sequences' tokens, and penalize their logits, float32 [N, vocabulary], in place.
+    def penalize(
+        self, logits: torch.Tensor, rows: torch.Tensor, penalized: PenalizedRows, newest: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Count what is new of N sequences' tokens; their penalized logits, float32 [N, vocabulary].
 
-        newest: int64 [N], the sequences' newest tokens, where the host need not know them; None: it knows all tokens.
+        logits [S, vocabulary]; rows: int64 [N], the sequences' rows there. newest: int64 [S], each row's newest token,
+        where the host need not know them; None: it knows all tokens.
         """
-        rows, lengths = penalized.rows, np.array([len(sequence.tokens) for sequence in penalized.sequences], np.int64)
+        lengths = np.array([len(sequence.tokens) for sequence in penalized.sequences], np.int64)
         # A prompt's last token is none of the answer, and known.
-        left = (self._known[rows] < lengths) & (lengths > penalized.prompts) & (newest is not None)
+        left = (self._known[penalized.rows] < lengths) & (lengths > penalized.prompts) & (newest is not None)
         self._count_known(penalized, lengths - left)
-        self._known[rows] = lengths - left
-        if newest is not None and left.any():
-            places, tokens = penalized.rows_on_device, newest
+        self._known[penalized.rows] = lengths - left
+        if newest is None or not left.any():
+            own = _none(len(rows), rows.device)
+        else:
+            own = newest.index_select(0, rows)
             if not left.all():
-                chosen = to_device(np.flatnonzero(left), newest.device)
-                places, tokens = places[chosen], newest[chosen]
-            self._add(places * self.counts.shape[1] + tokens, 2)
-        self._known[rows] = lengths
-        for first in range(0, len(rows), _GROUP):
+                own = own.masked_fill(to_device(~left, rows.device), -1)
+        penalize_rows = DeviceOptions.penalize_rows
+        if penalize_rows is not None:
+            out = torch.empty(len(rows), logits.shape[1], device=logits.device)
+            penalize_rows(logits, rows, penalized.penalties, self.counts, penalized.rows_on_device, own, out)
+        else:
+            out = logits.index_select(0, rows).float()
+            if left.any():
+                chosen = to_device(np.flatnonzero(left), rows.device)
+                self._add(penalized.rows_on_device[chosen] * self.counts.shape[1] + own[chosen], 2)
+            self._penalize(out, penalized)
+        self._known[penalized.rows] = lengths
+        return out
+
+    def _penalize(self, logits: torch.Tensor, penalized: PenalizedRows) -> None:
+        """Penalize logits, float32 [N, vocabulary], in place, by what is counted."""
+        for first in range(0, len(logits), _GROUP):
             group = slice(first, first + _GROUP)
             repetition, presence, frequency = penalized.penalties[group].unsqueeze(2).unbind(1)
             scores, counted = logits[group], self.counts[penalized.rows_on_device[group]]

@@ -33,8 +33,10 @@ class AdjustedRows:
 
     rows: list[int]
     """[A]: their places in the step."""
-    rows_on_device: torch.Tensor | None
-    """int64 [A]: rows; None: all of the step, in order."""
+    rows_on_device: torch.Tensor
+    """int64 [A]: rows."""
+    everything: bool
+    """Whether they are all of the step, in order."""
     penalized: PenalizedRows | None
     """The first ones."""
     bias: tuple[torch.Tensor, torch.Tensor] | None
@@ -43,8 +45,8 @@ class AdjustedRows:
     """int64: places in the flattened logits that min_tokens bans."""
     constrained: list[int]
     """[C]: which of the A have a grammar."""
-    constrained_on_device: torch.Tensor | None
-    """int64 [C]: constrained; None: all A, in order."""
+    constrained_on_device: torch.Tensor
+    """int64 [C]: constrained."""
     random: RandomRows
     """Those whose tokens are sampled, once their logits are final."""
     tried: RandomRows
@@ -111,12 +113,13 @@ class StepPlan:
             bias = places, to_device(np.array([value for *_, value in biased], np.float32), self._device)
         return AdjustedRows(
             rows,
-            None if rows == list(range(len(self.sequences))) else self._integers(rows),
+            self._integers(rows),
+            rows == list(range(len(self.sequences))),
             table.rows_of(penalized) if penalized and table is not None else None,
             bias,
             self._integers(banned) if banned else None,
             constrained,
-            None if len(constrained) == len(rows) else self._integers(constrained),
+            self._integers(constrained),
             RandomRows([own[place] for place in others], vocabulary, others),
             RandomRows([own[place] for place in tried], vocabulary, tried),
             self._integers(tried),
