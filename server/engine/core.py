@@ -12,7 +12,7 @@ import torch
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
-from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.graphs.async_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
@@ -52,7 +52,7 @@ class Engine:
         self._clocks: dict[str, RequestClock] = {}
         self._step_clock = StepClock(self._runner.kernel_times)
         self._rejected: list[RequestOutput] = []
-        self._pending: AsyncStep | None = None
+        self._pending: LaunchedStep | None = None
         self._random = random.SystemRandom()
 
     @property
@@ -122,7 +122,7 @@ class Engine:
                 outputs += self._compute(step)
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
 
-    def _launch(self, step: Step, pending: AsyncStep | None) -> AsyncStep | None:
+    def _launch(self, step: Step, pending: LaunchedStep | None) -> LaunchedStep | None:
         """Launch a step without waiting for it, where that can be. What fails is executed, which finds who is at fault."""
         try:
             return self._runner.execute_async(step, pending)
@@ -132,7 +132,7 @@ class Engine:
             logger.exception("launching a step of %d sequences failed", len(step.chunks))
             return None
 
-    def _complete(self, launched: AsyncStep) -> bool:
+    def _complete(self, launched: LaunchedStep) -> bool:
         """Have a launched step's tokens sampled, now that those before are known; False where that failed."""
         try:
             launched.complete()

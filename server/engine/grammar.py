@@ -1,11 +1,11 @@
-"""Grammars that bound what a sequence may generate: compiled by llguidance in a thread, cached; masks of many at once."""
+"""Grammars that bound what a sequence may generate: compiled by llguidance, cached, kept off the caller's thread."""
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -26,13 +26,20 @@ class GrammarError(Exception):
 class GrammarState:
     """One sequence's position in its grammar."""
 
-    def __init__(self, compiled: Future[LLMatcher]) -> None:
+    def __init__(self, compiled: Future[LLMatcher], thread: ThreadPoolExecutor | None = None) -> None:
+        """thread: finds allowed() after each token, while the model computes the next one's logits."""
         self._compiled = compiled
+        self._thread = thread
         self._matcher: LLMatcher | None = None
-        self._next: _Next | None = None
+        self._next: _Next | Future[_Next] | None = None
 
     def is_known(self) -> bool:
-        """Whether allowed() costs nothing now; if not, it costs a thousand times what permits() does."""
+        """Whether allowed() costs nothing now; if not, it costs a thousand times what permits() does.
+
+        A search for it that has not begun yet is given up.
+        """
+        if isinstance(self._next, Future) and self._next.cancel():
+            self._next = None
         return self._next is not None
 
     def allowed(self) -> bytes:
@@ -45,7 +52,7 @@ class GrammarState:
     def permits(self, token: int) -> bool:
         """Whether this token may come next. Raises GrammarError."""
         if self._next is not None:
-            mask = self._next.allowed
+            mask = self._known().allowed
             return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
         matcher = self.matcher()
         permitted = matcher.validate_tokens([token]) == 1
@@ -55,7 +62,7 @@ class GrammarState:
     @property
     def may_end(self) -> bool:
         """Whether what was generated so far is complete."""
-        return self.matcher().is_accepting() if self._next is None else self._next.may_end
+        return self.matcher().is_accepting() if self._next is None else self._known().may_end
 
     @property
     def done(self) -> bool:
@@ -64,19 +71,29 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """Take a generated token. One that the grammar forbids shows as GrammarError when the next one is asked for."""
+        matcher = self.matcher()
         self._next = None
-        self.matcher().consume_token(token)
+        matcher.consume_token(token)
 
-    def matcher(self) -> LLMatcher:
-        """The sequence's own matcher. Raises GrammarError; waits until the grammar is compiled."""
-        if self._matcher is None:
-            self._matcher = self._compiled.result().deep_copy()
-        return self._matcher
+    def look_ahead(self) -> None:
+        """Begin to find allowed() in the thread, while the model computes the next token's logits."""
+        if self._next is None and self._thread is not None:
+            self._next = self._thread.submit(_look, self.matcher())
 
     def _known(self) -> _Next:
         if self._next is None:
             self._next = _look(self.matcher())
+        elif isinstance(self._next, Future):
+            self._next = self._next.result()
         return self._next
+
+    def matcher(self) -> LLMatcher:
+        """The sequence's own matcher. Raises GrammarError; waits until the grammar is compiled, and for look_ahead()."""
+        if isinstance(self._next, Future):
+            wait([self._next])  # a matcher is used by one thread at a time
+        if self._matcher is None:
+            self._matcher = self._compiled.result().deep_copy()
+        return self._matcher
 
 
 def fill_masks(constraints: Sequence[Constraint], masks: npt.NDArray[np.int32]) -> dict[int, GrammarError]:
@@ -143,9 +160,15 @@ class Grammars:
         folder: Path,
         vocab_size: int | None = None,
         eos_token_id: int | None = None,
+        look_ahead: bool = False,
     ) -> None:
-        """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text."""
+        """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text.
+
+        look_ahead: find allowed() in a thread while the model computes. That is worth it where a GPU computes; on CPU the
+        thread would only take a core from the model.
+        """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="grammar-ahead") if look_ahead else None
         self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = Lock()
         # Large vocabularies take a second; the first request with a grammar should not wait for it.
@@ -164,11 +187,13 @@ class Grammars:
 
     def start(self, grammar: str) -> GrammarState:
         """A sequence's own state in a grammar."""
-        return GrammarState(self.compile(grammar))
+        return GrammarState(self.compile(grammar), self._ahead)
 
     def close(self) -> None:
-        """End the thread; work that it has not begun is dropped."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads; work that they have not begun is dropped."""
+        for thread in (self._thread, self._ahead):
+            if thread is not None:
+                thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> LLMatcher:
         # llguidance's limits bound time and memory of compilation and of each mask.

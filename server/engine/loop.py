@@ -211,7 +211,8 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
     for adapter in setup.adapters:
         _restore_adapter(runner, adapter)
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
-    engine = Engine(runner, config, Grammars(Path(setup.checkpoint_folder), limits.vocab_size, end))
+    grammars = Grammars(Path(setup.checkpoint_folder), limits.vocab_size, end, runner.looks_ahead)
+    engine = Engine(runner, config, grammars)
     channel.send(
         EngineReady(
             max_model_len=limits.max_model_len,

@@ -17,7 +17,7 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
 from server.engine.runtime.batch import build_batch
-from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.graphs.async_step import LaunchedStep, OptionsStep
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
@@ -39,11 +39,10 @@ class AsyncRunner(ModelRunner):
     launched = 0
 
     def __init__(self, paged: PagedModel, limits: ModelLimits) -> None:
-        super().__init__(paged, limits)
-        self._sampler = DeviceSampler(limits.vocab_size, paged.device)
+        super().__init__(paged, limits, sampler=DeviceSampler(limits.vocab_size, paged.device))
 
     @torch.inference_mode()
-    def execute_async(self, step: Step, previous: AsyncStep | None) -> AsyncStep | None:
+    def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
         if not all(c.samples and c.length == 1 for c in step.chunks):
             return None
         batch = build_batch(step, self._paged.block_size, self.device)
@@ -59,7 +58,7 @@ class AsyncRunner(ModelRunner):
         logits = self._paged.run(batch)
         best, greedy = logits.max(-1)
         assert self._sampler is not None
-        return AsyncStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler, None)
+        return OptionsStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler, None)
 
 
 def make_engine(kind: type[ModelRunner], **changes: Any) -> tuple[Engine, Any]:
@@ -228,8 +227,8 @@ def test_what_fails_to_launch_is_executed(monkeypatch: pytest.MonkeyPatch) -> No
     engine, runner = make_engine(AsyncRunner)
     launch, steps = runner.execute_async, itertools.count()
 
-    def faulty(step: Step, previous: AsyncStep | None) -> AsyncStep | None:
-        launched: AsyncStep | None = launch(step, previous)
+    def faulty(step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
+        launched: LaunchedStep | None = launch(step, previous)
         if next(steps) % 7 == 3:
             raise RuntimeError("no memory")
         return launched

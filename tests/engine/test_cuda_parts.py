@@ -78,6 +78,19 @@ def test_tokens_sampled_on_the_device_are_those_of_the_host(
     assert (found.cpu() == on_host).float().mean() > 0.9
 
 
+def test_penalties_on_the_device_are_those_of_the_host() -> None:
+    penalties = [{"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {}, {"frequency_penalty": 0.5}] * 10
+    sequences = [make_sequence(index + 1, **options) for index, options in enumerate(penalties)]
+    for _ in range(3):
+        logits = torch.randn(len(sequences), 2000)
+        on_host, on_device = (
+            [result.token for result in sample(x.clone(), sequences)] for x in (logits, logits.cuda())
+        )
+        assert on_host == on_device
+        for sequence, token in zip(sequences, on_host, strict=True):
+            sequence.append(token, 1000)
+
+
 def test_options_on_the_device_are_those_of_the_host() -> None:
     options: list[dict[str, Any]] = [
         {"repetition_penalty": 1.5},

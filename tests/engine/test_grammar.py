@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,9 +31,9 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def grammars(embedded_folder: Path) -> Grammars:
-    return Grammars(embedded_folder, VOCABULARY, END)
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "looked-ahead"])
+def grammars(embedded_folder: Path, request: pytest.FixtureRequest) -> Grammars:
+    return Grammars(embedded_folder, VOCABULARY, END, look_ahead=request.param)
 
 
 @pytest.fixture(params=["tried", "masked"])
@@ -96,6 +97,7 @@ def test_single_tokens_are_permitted_as_the_mask_says(grammars: Grammars) -> Non
             state.accept(random.choice([token for token in permitted if token != END] or [END]))
             if state.done:
                 break
+            state.look_ahead()
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.999999}], ids=["tried first", "masked first"])
@@ -179,6 +181,30 @@ def test_a_sequence_that_leaves_its_grammar_ends_alone(grammars: Grammars) -> No
     assert good.constraint.permits(alone.token)
     assert failed.error is not None
     assert failed.error.startswith("the model failed: GrammarError: ")
+
+
+def test_a_search_that_has_not_begun_is_given_up(embedded_folder: Path) -> None:
+    grammars = Grammars(embedded_folder, VOCABULARY, END, look_ahead=True)
+    first, second = (grammars.start(LLMatcher.grammar_from_regex("[a-z]+")) for _ in range(2))
+    letter = next(token for token in range(VOCABULARY) if first.permits(token))
+    begun, go_on = threading.Event(), threading.Event()
+    assert grammars._ahead is not None
+
+    def busy() -> None:
+        begun.set()
+        go_on.wait()
+
+    grammars._ahead.submit(busy)
+    begun.wait()
+    second.accept(letter)
+    second.look_ahead()
+    assert not second.is_known()
+    assert second.permits(letter)
+    go_on.set()
+    first.accept(letter)
+    first.look_ahead()
+    assert first.allowed() == second.allowed()
+    assert first.is_known()
 
 
 def test_broken_grammar(grammars: Grammars) -> None:

@@ -6,20 +6,20 @@ import gc
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from server.engine.runtime.sampling import sampler
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import uniform, uniforms
-from server.engine.runtime.sampling.penalties import PenaltyTable
-from server.engine.runtime.sampling.sampler import Sampled, sample
+from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
+from server.engine.runtime.sampling.penalty_table import PenaltyTable
+from server.engine.runtime.sampling.sampler import sample
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from tests.engine.factories import make_sequence
-
-Choose = Callable[[torch.Tensor, list[Sequence]], list[Sampled]]
 
 
 def next_token(logits: list[float] | torch.Tensor, sequence: Sequence) -> int:
@@ -141,8 +141,11 @@ def test_penalties_are_openais_and_transformers() -> None:
     assert result.token == 2
 
 
-@pytest.mark.parametrize("choose", [sample, DeviceSampler(50, torch.device("cpu")).sample])
-def test_penalties_of_many_sequences_are_those_of_each(choose: Choose) -> None:
+@pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu")), None])
+def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = sample if kind is not None else DeviceSampler(50, torch.device("cpu")).sample
+    kept = kind() if kind is not None else None
+    monkeypatch.setattr(sampler, "penalties", lambda *_: kept)
     vocabulary, generator = 50, torch.Generator().manual_seed(2)
     options: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},

@@ -43,6 +43,10 @@ class Constraint(Protocol):
         """Take a generated token."""
         ...
 
+    def look_ahead(self) -> None:
+        """Begin to find allowed() in a thread, where that can be hidden behind the model's next step."""
+        ...
+
 
 @dataclass(frozen=True)
 class LoadedAdapter:
@@ -109,6 +113,8 @@ class Sequence:
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         )
         """Whether its next token's logits depend on the tokens that it has."""
+        self.is_plain = not (self.is_penalized or sampling.logit_bias or sampling.logprobs is not None)
+        """Whether it wants neither its logits changed, but for min_tokens and a grammar, nor log-probabilities."""
         self.constraint: Constraint | None = None
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
@@ -191,3 +197,5 @@ class Sequence:
             self.finish_reason = "stop"
         elif self.ends_by_length(max_model_len):
             self.finish_reason = "length"
+        elif self.constraint is not None:
+            self.constraint.look_ahead()

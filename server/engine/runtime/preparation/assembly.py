@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from transformers import PreTrainedModel
 
 from nf4_kernels.cuda import load_error, start_clock
 from server.checkpoint.base import Progress
-from server.config import EngineConfig
+from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
@@ -20,6 +22,7 @@ from server.engine.runtime.preparation.compilation import compile_with_trials
 from server.engine.runtime.preparation.expansion import expansion_budget
 from server.engine.runtime.preparation.graph_capture import capture_decode, capture_mixed
 from server.engine.runtime.runner import ModelRunner, StepGraphs
+from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.sampling.option_trials import use_device_options
 
@@ -39,7 +42,6 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
         use_cpu_kernels(model)
     else:
         use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
-        use_device_options(device, model.dtype, model.config.get_text_config().vocab_size)
     adapters = install_adapters(model, config)
     spec = CacheSpec.of(model, config.block_size)
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
@@ -53,7 +55,15 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
-    return ModelRunner(paged, limits, adapters, graphs)
+    return ModelRunner(paged, limits, adapters, graphs, _device_sampler(paged, limits))
+
+
+def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
+    """What samples with all options within async scheduling: on CUDA, where NF4_ASYNC_OPTIONS=1 asks for it."""
+    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) != "1":
+        return None
+    use_device_options(paged.device, paged.dtype, limits.vocab_size)
+    return DeviceSampler(limits.vocab_size, paged.device)
 
 
 def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.sampling.grammar_masks import find_masks, mask, permitted_by_masks
-from server.engine.runtime.sampling.penalties import PenaltyTable
+from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.sampling.step_plan import AdjustedRows, ScoredRows, StepPlan
 from server.engine.scheduling.sequence import Sequence

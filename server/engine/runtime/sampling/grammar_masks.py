@@ -41,7 +41,11 @@ def apply_constraints(logits: torch.Tensor, rows: list[int], sequences: list[Seq
                     mask[token // 8] |= 1 << token % 8
         table += mask
     packed = torch.frombuffer(table, dtype=torch.uint8).view(len(rows), width).to(device)
-    mask_with_torch(logits, torch.tensor(rows, device=device), packed)
+    added = embedding(packed.int(), _added(device, logits.dtype)).flatten(1)[:, :vocabulary]
+    if rows == list(range(logits.shape[0])):
+        logits += added
+    else:
+        logits.index_add_(0, torch.tensor(rows, device=device), added)
 
 
 def find_masks(sequences: list[Sequence], vocabulary: int) -> tuple[npt.NDArray[np.uint8], dict[int, str]]:

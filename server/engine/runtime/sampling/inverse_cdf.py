@@ -79,7 +79,8 @@ class RandomRows:
         self._columns[:, 3] = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in given]
         self._columns[:, 4] = [sampling.top_p for sampling in given]
         self._columns[:, 5] = [sampling.min_p for sampling in given]
-        self._filtered = np.array([is_filtered(sequence, vocabulary) for sequence in chosen], bool)
+        self._sequences = chosen
+        self._vocabulary = vocabulary
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,7 +101,8 @@ class RandomRows:
             tokens = tokens.clone()
             _DeviceSampling.sample_rows(logits, _on(logits.device, table), tokens)
             return tokens
-        for chosen, pick in ((~self._filtered, _pick), (self._filtered, _pick_filtered)):
+        filtered = np.array([is_filtered(sequence, self._vocabulary) for sequence in self._sequences], bool)
+        for chosen, pick in ((~filtered, _pick), (filtered, _pick_filtered)):
             if chosen.any():
                 parameters = _Parameters.of(_on(logits.device, table[chosen]))
                 scores = (logits if chosen.sum() == logits.shape[0] else logits[parameters.rows]).float()

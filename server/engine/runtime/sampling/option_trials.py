@@ -9,7 +9,7 @@ import torch
 
 from server.engine.runtime.sampling.device_options import DeviceOptions
 from server.engine.runtime.sampling.grammar_masks import mask_with_torch
-from server.engine.runtime.sampling.penalties import PenaltyTable
+from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.trials import failure
 from server.engine.scheduling.sequence import Sequence
 from server.types import GenerateRequest, SamplingParams

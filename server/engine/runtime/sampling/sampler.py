@@ -9,11 +9,9 @@ import torch
 
 from server.engine.runtime.sampling.grammar_masks import apply_constraints, refused
 from server.engine.runtime.sampling.inverse_cdf import is_filtered, sample_by_inversion
-from server.engine.runtime.sampling.penalties import HostPenalties
+from server.engine.runtime.sampling.penalties import penalties
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
-
-_penalties = HostPenalties()
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
@@ -25,7 +23,7 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-    """Next tokens from logits [len(sequences), vocabulary] on CPU, which may be overwritten.
+    """Next tokens from logits [len(sequences), vocabulary], which may be overwritten.
 
     Order: penalties, logit_bias and the min_tokens ban, (log-probabilities are taken here,) temperature, top_k, top_p,
     min_p. A token is sampled by inverting the cumulative distribution at one uniform number per (seed, position).
@@ -34,7 +32,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         logits = logits.float()
         penalized = [row for row, sequence in enumerate(sequences) if sequence.is_penalized]
         if penalized:
-            _penalties.apply(logits, penalized, sequences)
+            penalties(logits.shape[1], logits.device).apply(logits, penalized, sequences)
         for row, sequence in enumerate(sequences):
             _adjust(logits[row], sequence)
     best, sampled = _sample_within_grammars(logits, sequences)
@@ -45,6 +43,13 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         Sampled(token, logprobs.get(row)) if usable[row] else Sampled(0, error="the model's logits are not numbers")
         for row, token in enumerate(tokens)
     ]
+
+
+def is_sampled_from_raw_logits(sequence: Sequence) -> bool:
+    """Whether the next token is sampled from the model's logits as they are, and nothing else is asked for."""
+    # Asked for every sequence of every step.
+    plain = sequence.is_plain and sequence.constraint is None
+    return plain and len(sequence.tokens) - sequence.num_prompt >= sequence.sampling.min_tokens
 
 
 def _is_adjusted(sequence: Sequence) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from server.engine.runtime.batch import to_device
 from server.engine.runtime.sampling.inverse_cdf import RandomRows, is_filtered
-from server.engine.runtime.sampling.penalties import PenalizedRows, PenaltyTable
+from server.engine.runtime.sampling.penalty_table import PenalizedRows, PenaltyTable
 from server.engine.scheduling.sequence import Sequence
 
 
