@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from server.checkpoint.dummy import dummy_model
-from server.config import EngineConfig
+from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.preparation.trial_steps import TRIAL_TOLERANCES
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling import inverse_cdf
+from server.engine.runtime.sampling.device_options import DeviceOptions
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
 from server.engine.runtime.sampling.sampler import sample
@@ -132,6 +133,26 @@ def make_engine(folder: Path, **changes: object) -> tuple[Engine, ModelRunner]:
     ).model_copy(update=changes)
     runner = build_runner(model, config)
     return Engine(runner, config), runner
+
+
+def test_options_within_async_scheduling_change_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.2, "logprobs": 2},
+        {"presence_penalty": 0.5, "temperature": 0.9, "seed": 1},
+        {"logit_bias": {5: 3.0}, "min_tokens": 9},
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 2},
+    ]
+    requests = [make_request(5 + index, max_tokens=30, **options[index % 5]) for index in range(10)]
+    engine, _ = make_engine(tmp_path)
+    expected = run_together(engine, *requests)
+    monkeypatch.setenv(ASYNC_OPTIONS_VARIABLE, "1")
+    engine, runner = make_engine(tmp_path)
+    assert not runner.looks_ahead
+    assert DeviceOptions.penalize_rows is not None  # the kernels agree with torch's operations
+    found = run_together(engine, *requests)
+    for request in requests:
+        assert tokens(found[request.request_id]) == tokens(expected[request.request_id])
 
 
 def test_layers_run_compiled_for_any_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
