@@ -31,6 +31,8 @@ class CheckpointInfo:
     """nf4: bitsandbytes NF4, loaded as it is. none: 16 or 32 bit, quantized while loading."""
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     """Name to (safetensors dtype, shape)."""
+    files: tuple[Path, ...] = ()
+    """Those that the tensors are in."""
 
     def loaded_bytes(self, item_bytes: int) -> int:
         """Bytes the weights take once loaded, with unquantized floats in item_bytes each."""
@@ -61,11 +63,12 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         )
     quantization = _quantization(folder, config)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in _weight_files(folder):
+    files = _weight_files(folder)
+    for file in files:
         tensors.update(_read_header(file))
     if quantization == "nf4" and not any(name.endswith(".quant_state.bitsandbytes__nf4") for name in tensors):
         raise CheckpointError(f"{folder}: config.json says NF4, but no weight in it is in NF4")
-    return CheckpointInfo(folder, model_type, str(architectures[0]), quantization, tensors)
+    return CheckpointInfo(folder, model_type, str(architectures[0]), quantization, tensors, tuple(files))
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> Quantization:

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from server.checkpoint.base import CheckpointError, Progress
+from server.checkpoint.experts.loading import ExpertsLoader, taking_over
+from server.checkpoint.experts.tensors import CheckpointTensors
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
+    experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
+    stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"):
+        with _reported(progress, stage), taking_over(experts):
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -54,6 +58,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise CheckpointError(f"{folder}: cannot be loaded: {reason}") from e
     _check_complete(folder, report)
+    try:
+        experts.fill(model, progress)
+    except torch.OutOfMemoryError as e:
+        raise CheckpointError(f"{folder}: out of memory on {device} while loading experts") from e
     _set_dtype(model, dtype)
     return model.eval().requires_grad_(False)
 
