@@ -129,7 +129,7 @@ def check_experts(weight: Weight) -> tuple[int, int, int]:
     experts, n, k = weight.shape
     if n * k % weight.blocksize or weight.blocksize < 2:
         raise ValueError(f"experts of [{n}, {k}] are no whole scale blocks of {weight.blocksize}")
-    if weight.absmax_8bit is not None and experts > 1 and n * k // weight.blocksize % NESTED_BLOCKSIZE:
+    if weight.absmax_8bit is not None and n * k // weight.blocksize % NESTED_BLOCKSIZE:
         raise ValueError(
             f"experts of [{n}, {k}] are no whole groups of {NESTED_BLOCKSIZE} scale blocks of {weight.blocksize};"
             " expand their nested scales"

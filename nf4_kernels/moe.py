@@ -11,11 +11,12 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nf4_kernels import cpu, cpu_moe, moe_torch, reference
+from nf4_kernels import cpu, cpu_moe, cuda, moe_torch, reference
 from nf4_kernels.format import Weight, check_experts
 from nf4_kernels.ops import backend
 
@@ -30,8 +31,18 @@ _library.define(
 )
 
 
+_cuda_moe: Any = (
+    importlib.import_module("nf4_kernels.cuda_moe") if importlib.util.find_spec("nf4_kernels.cuda_moe") else None
+)
+
+
+def _runs_on_cuda_kernels(x: Tensor) -> bool:
+    """Whether the CUDA library computes experts of x."""
+    return x.is_cuda and _cuda_moe is not None and x.dtype is not torch.float32 and backend("cuda") is cuda
+
+
 def _library_of(device_type: str) -> ModuleType:
-    """What computes on a device: cpu_moe, or else moe_torch with the device's own dequantization."""
+    """What computes elsewhere: cpu_moe, or else moe_torch with the device's own dequantization."""
     return cpu_moe if device_type == "cpu" and backend("cpu") is cpu else moe_torch
 
 
@@ -41,7 +52,9 @@ def _check(x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None) -> N
     if experts.dim() != 2 or experts.dtype != torch.int32:
         raise ValueError(f"experts must be int32 [tokens, top_k], got {experts.dtype} {list(experts.shape)}")
     if list(x.shape[:-1]) not in ([experts.shape[0]], list(experts.shape)) or x.shape[-1] != k:
-        raise ValueError(f"x must be [tokens, {k}] or [tokens, top_k, {k}], got {list(x.shape)} for {list(experts.shape)}")
+        raise ValueError(
+            f"x must be [tokens, {k}] or [tokens, top_k, {k}], got {list(x.shape)} for {list(experts.shape)}"
+        )
     if bias is not None and (bias.shape != (count, n) or bias.dtype != x.dtype):
         raise ValueError(f"bias must be {x.dtype} {[count, n]}, got {bias.dtype} {list(bias.shape)}")
 
@@ -66,7 +79,12 @@ def _moe_linear(
     ):
         given = f"{routing_weights.dtype} {list(routing_weights.shape)}"
         raise ValueError(f"routing_weights must be float32 {list(experts.shape)}, got {given}")
-    out: Tensor = _library_of(x.device.type).moe_linear(x, weight, experts, bias, routing_weights)
+    if _runs_on_cuda_kernels(x):
+        out: Tensor = _cuda_moe.moe_linear(
+            x, packed, list(shape), absmax, blocksize, experts, bias, routing_weights, *weight.nested
+        )
+    else:
+        out = _library_of(x.device.type).moe_linear(x, weight, experts, bias, routing_weights)
     return out
 
 
@@ -86,22 +104,21 @@ def _moe_gated_linear(
     weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
     _check(x, weight, experts, bias)
     reference.check_expert_gate(shape[1], activation)
-    out: Tensor = _library_of(x.device.type).moe_gated_linear(x, weight, experts, activation, bias)
+    if _runs_on_cuda_kernels(x):
+        out: Tensor = _cuda_moe.moe_gated_linear(
+            x, packed, list(shape), absmax, blocksize, experts, activation, bias, *weight.nested
+        )
+    else:
+        out = _library_of(x.device.type).moe_gated_linear(x, weight, experts, activation, bias)
     return out
 
 
-_library.impl("moe_linear", _moe_linear, "CPU")
-_library.impl("moe_gated_linear", _moe_gated_linear, "CPU")
-if importlib.util.find_spec("nf4_kernels.cuda_moe") is None:
-    _library.impl("moe_linear", _moe_linear, "CUDA")
-    _library.impl("moe_gated_linear", _moe_gated_linear, "CUDA")
-else:
-    _cuda = importlib.import_module("nf4_kernels.cuda_moe")
-    _library.impl("moe_linear", _cuda.moe_linear, "CUDA")
-    _library.impl("moe_gated_linear", _cuda.moe_gated_linear, "CUDA")
+for _key in ("CPU", "CUDA"):
+    _library.impl("moe_linear", _moe_linear, _key)
+    _library.impl("moe_gated_linear", _moe_gated_linear, _key)
 
 
-@torch.library.register_fake("nf4::moe_linear")
+@torch.library.register_fake("nf4::moe_linear")  # type: ignore[untyped-decorator]
 def _(
     x: Tensor,
     packed: Tensor,
@@ -120,7 +137,7 @@ def _(
     return x.new_empty((*rows, shape[1]))
 
 
-@torch.library.register_fake("nf4::moe_gated_linear")
+@torch.library.register_fake("nf4::moe_gated_linear")  # type: ignore[untyped-decorator]
 def _(
     x: Tensor,
     packed: Tensor,

@@ -56,13 +56,14 @@ def _gathered(rows: Tensor, weight: Weight, ids: Tensor) -> Tensor:
     """rows [choices, K] times the weights of their experts, [choices, N]."""
     count, n, k = weight.shape
 
-    def of(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.numel() < count else tensor.view(count, -1)[ids].reshape(-1)
+    def of(tensor: Tensor) -> Tensor:
+        return tensor.view(count, -1)[ids].reshape(-1)
 
+    nested: tuple[Tensor | None, Tensor | None, Tensor | None] = weight.nested
+    if weight.absmax_8bit is not None and weight.absmax_offset is not None:
+        offset = weight.absmax_offset
+        nested = of(weight.absmax_8bit), weight.absmax_code, offset if offset.numel() == 1 else of(offset)
     packed, absmax = of(weight.packed), of(weight.absmax)
-    assert packed is not None and absmax is not None
-    offset = weight.absmax_offset
-    nested = (of(weight.absmax_8bit), weight.absmax_code, offset if offset is None or offset.numel() == 1 else of(offset))
     chosen = _expanded(Weight(packed, (len(ids), n, k), absmax, weight.blocksize, *nested), rows.dtype)
     return torch.bmm(chosen, rows.unsqueeze(2)).squeeze(2)
 

@@ -86,9 +86,7 @@ def check_expert_gate(n: int, activation: str) -> None:
         raise ValueError(f"activation must be one of {tuple(EXPERT_ACTIVATIONS)} and N even, got {activation!r}, {n}")
 
 
-def moe_gated_linear(
-    x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None
-) -> Tensor:
+def moe_gated_linear(x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
     """nf4::moe_gated_linear: gated() of moe_linear() with a weight [E, 2 F, K] of F gates, then F ups: [tokens, top_k, F].
 
     An id outside of 0 ... E - 1 gives zeros.

@@ -86,7 +86,9 @@ def save_moe(
                 saved[new] = part.contiguous()
                 restored.append(part)
                 continue
-            packed, state = quantize_4bit(part.contiguous(), blocksize=blocksize, quant_type="nf4", compress_statistics=nested)
+            packed, state = quantize_4bit(
+                part.contiguous(), blocksize=blocksize, quant_type="nf4", compress_statistics=nested
+            )
             saved[new] = packed
             saved.update({f"{new}.{key}": value for key, value in state.as_dict(packed=True).items()})
             restored.append(dequantize(Weight.from_quant_state(packed, state), torch.float32))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from server.checkpoint.experts.module import NF4Experts
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.start import load_runner

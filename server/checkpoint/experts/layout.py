@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
 from nf4_kernels.params import EXPERT_ACTIVATIONS
 from nf4_kernels.reference import gated
+from server.checkpoint.experts.llama4 import Llama4Experts
+from server.checkpoint.experts.module import NF4Experts
 
 _LAYER = re.compile(r".*\blayers\.(\d+)\.")
 
@@ -52,6 +54,15 @@ def experts_layouts(model: nn.Module) -> Iterator[ExpertsLayout]:
             name, int(found[1]), count, int(hidden), int(inner), transposed, interleaved,
             _activation(module, interleaved), type(module).__name__,
         )  # fmt: skip
+
+
+def replace_experts(model: nn.Module, layout: ExpertsLayout, experts: NF4Experts) -> None:
+    """Put experts in the place of the module of that layout, or of what has replaced it."""
+    model.set_submodule(layout.name, experts)
+    block = layout.name.rpartition(".")[0]
+    parent = model.get_submodule(block)
+    if isinstance(parent, Llama4TextMoe):
+        model.set_submodule(block, Llama4Experts(parent))
 
 
 def _activation(module: Any, interleaved: bool) -> str | None:

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from nf4_kernels import Weight
 from nf4_kernels.reference import dequantize
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts
-from server.checkpoint.experts.llama4 import Llama4Experts
+from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
 from server.checkpoint.experts.names import TAKEN, Part, is_nf4, place_of, router_of
 from server.checkpoint.experts.tensors import BLOCKSIZE, CheckpointTensors, quantize, stack, with_rows
@@ -100,10 +98,7 @@ class ExpertsLoader:
                 router.register_parameter(part, nn.Parameter(self._router(tensor, part, shape), requires_grad=False))
         for done, layout in enumerate(self._layouts):
             progress("loading experts", done / len(self._layouts))
-            model.set_submodule(layout.name, self._experts(layout))
-            parent = model.get_submodule(layout.name.rpartition(".")[0])
-            if isinstance(parent, Llama4TextMoe):
-                model.set_submodule(layout.name.rpartition(".")[0], Llama4Experts(parent))
+            replace_experts(model, layout, self._experts(layout))
         self._report(model)
 
     def _router(self, name: str, part: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -128,13 +123,18 @@ class ExpertsLoader:
         kinds = Counter((layout.count, True) for layout in self._layouts)
         kinds.update((layout.count, False) for layout in experts_layouts(model) if layout.name not in ours)
         dtype = str(self._dtype).removeprefix("torch.")
-        router = f"{dtype}, expanded from NF4" if any(is_nf4(names["weight"], self._tensors) for _, names, _ in self._routers) else dtype
+        router = (
+            f"{dtype}, expanded from NF4"
+            if any(is_nf4(names["weight"], self._tensors) for _, names, _ in self._routers)
+            else dtype
+        )
         for (count, nf4), layers in kinds.items():
             what = "NF4" if nf4 else dtype
             logger.info("%d layers of %d experts in %s, router in %s", layers, count, what, router)
         if self._quantized_here and not self._quantizes:
             logger.warning(
-                "%d experts' weights that the checkpoint has in 16 bit among experts in NF4 were quantized", self._quantized_here
+                "%d experts' weights that the checkpoint has in 16 bit among experts in NF4 were quantized",
+                self._quantized_here,
             )
 
 
@@ -159,7 +159,9 @@ class _LayerReader:
         inner, hidden = self._layout.inner, self._layout.hidden
         if ("gate_up", None) in self._names.weights:
             return self._stacked("gate_up", 2 * inner, hidden)
-        parts: tuple[Part, ...] = ("gate_up",) if any(part == "gate_up" for part, _ in self._names.weights) else ("gate", "up")
+        parts: tuple[Part, ...] = (
+            ("gate_up",) if any(part == "gate_up" for part, _ in self._names.weights) else ("gate", "up")
+        )
         rows = 2 * inner // len(parts)
         matrices = [self._matrix(part, expert, rows, hidden) for expert in range(self._layout.count) for part in parts]
         if parts == ("gate_up",) and self._layout.interleaved:
@@ -210,7 +212,9 @@ class _LayerReader:
 
     def _quantize(self, matrix: torch.Tensor, name: str) -> Weight:
         if matrix.numel() % BLOCKSIZE:
-            raise CheckpointError(f"{self._tensors.folder}: {name}: {list(matrix.shape)} is not a multiple of {BLOCKSIZE}")
+            raise CheckpointError(
+                f"{self._tensors.folder}: {name}: {list(matrix.shape)} is not a multiple of {BLOCKSIZE}"
+            )
         if not matrix.isfinite().all():
             raise self._tensors.error(name, "has weights that are not finite numbers")
         self.quantized += 1
@@ -247,7 +251,9 @@ class _LayerReader:
         count = self._layout.count
         whole = self._tensors.read_nf4(name, (count, rows, columns))
         if rows * columns % whole.blocksize:
-            raise CheckpointError(f"{self._tensors.folder}: {name}: its experts share scale blocks, which is not served")
+            raise CheckpointError(
+                f"{self._tensors.folder}: {name}: its experts share scale blocks, which is not served"
+            )
         return stack([whole], (count, rows, columns), self._device, rows * columns)
 
     def _deinterleaved(self, matrix: Weight, expert: int) -> Weight:
@@ -284,8 +290,8 @@ def taking_over(loader: ExpertsLoader) -> Iterator[None]:
         loader.take_over(model)
         return prepared
 
-    Bnb4BitHfQuantizer._process_model_before_weight_loading = process  # type: ignore[method-assign]
+    Bnb4BitHfQuantizer._process_model_before_weight_loading = process
     try:
         yield
     finally:
-        Bnb4BitHfQuantizer._process_model_before_weight_loading = prepare  # type: ignore[method-assign]
+        Bnb4BitHfQuantizer._process_model_before_weight_loading = prepare

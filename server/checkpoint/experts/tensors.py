@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
@@ -25,10 +26,10 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         self.folder = folder
-        self._open = [safe_open(file, framework="pt") for file in files]
+        self._open: list[Any] = [safe_open(file, framework="pt") for file in files]
         self._file_of = {name: file for file in self._open for name in file.keys()}  # noqa: SIM118 - it is no dict
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
     @property
@@ -122,9 +123,7 @@ def with_rows(weight: Weight, rows: torch.Tensor) -> Weight:
     return Weight(packed, weight.shape, absmax, weight.blocksize)
 
 
-def stack(
-    weights: Sequence[Weight], shape: tuple[int, int, int], device: torch.device, expert_size: int
-) -> Weight:
+def stack(weights: Sequence[Weight], shape: tuple[int, int, int], device: torch.device, expert_size: int) -> Weight:
     """The weight [experts, n, k] that these are one after another, each of whole scale blocks.
 
     Scales stay nested where every expert (of expert_size weights) and every given weight has whole groups of 256 blocks
