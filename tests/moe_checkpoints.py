@@ -40,6 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_GROUPS, **_LATENT, "num_key_value_heads": 4},
     "granitemoe": {**_LOCAL, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     "phimoe": _LOCAL,
+    "gpt_oss": {
+        **_LOCAL, "head_dim": 32, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, "intermediate_size": 64,
+    },
 }
 Rename = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 """What a tensor of transformers' own names is saved as."""

@@ -33,6 +33,7 @@ class CacheSpec:
 
     shapes: list[LayerShape]
     options: list[AttentionOptions]
+    sinks: dict[int, torch.Tensor]
     block_size: int
     dtype: torch.dtype
     device: torch.device
@@ -40,8 +41,8 @@ class CacheSpec:
     @classmethod
     def of(cls, model: PreTrainedModel, block_size: int) -> CacheSpec:
         """The spec of a model, which attends through our backends from here on. Raises UnsupportedModelError."""
-        shapes, options = probe_layers(model)
-        return cls(shapes, options, block_size, model.dtype, model.device)
+        shapes, options, sinks = probe_layers(model)
+        return cls(shapes, options, sinks, block_size, model.dtype, model.device)
 
     @property
     def bytes_per_block(self) -> int:
@@ -50,7 +51,9 @@ class CacheSpec:
 
     def backend(self, num_blocks: int) -> AttentionBackend:
         """A new cache of num_blocks KV blocks, and the backend that owns it."""
-        return create_backend(self.shapes, self.options, num_blocks, self.block_size, self.dtype, self.device)
+        backend = create_backend(self.shapes, self.options, num_blocks, self.block_size, self.dtype, self.device)
+        backend.sinks = self.sinks
+        return backend
 
 
 PagedWith = Callable[[int], PagedModel]
