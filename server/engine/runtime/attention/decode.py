@@ -219,12 +219,13 @@ class DecodeAttention:
         options: AttentionOptions,
         rotary: RotaryEmbedding | None = None,
         tile: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest()."""
         window, sequences = self._windows.index(options.window), query.shape[0]
         first = item_places(sequences, self._rooms)[window]
         step = self._numbers, first, window, sequences + self._rooms[window].spare, self._tables.blocks
-        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile)
+        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks)
 
 
 # How far a step's outputs may be from other kernels', by rounding, in the norm of all of them.
@@ -263,7 +264,7 @@ def disagreement(
     for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim))):
         query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
         cache[:used].normal_()
-        found = decode.attend(cache, query, key, value, kind.options, rotary)
+        found = decode.attend(cache, query, key, value, kind.options, rotary, sinks=reference.sinks.get(layer))
         written = cache.transpose(1, 2).flatten(0, 1)[slots]
         if rotary is not None:
             query, key = rotary.apply(query, key)

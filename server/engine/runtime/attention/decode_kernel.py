@@ -39,13 +39,14 @@ def attend_newest(
     options: AttentionOptions,
     rotary: RotaryEmbedding | None,
     tile: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [T, heads, dim] of T sequences' newest tokens, tiled with tile; writes their keys and values.
 
     cache [blocks, 2, block_size, kv_heads, dim], contiguous; query [T, heads, dim], key and value [T, kv_heads, dim] of
     its dtype, any strides with a contiguous last dimension; numbers int32, decode.layout(): from first on lie the items,
     at most that many; their number is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that
-    items name. query and key get rotary first.
+    items name. query and key get rotary first. sinks float32 [heads], see AttentionOptions.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
@@ -72,6 +73,8 @@ def attend_newest(
         *(turned.norms or (query, query)),
         turned.eps,
         turned.offset,
+        query if sinks is None else sinks,
+        sinks is not None,
         rotary is not None,
         turned.norms is not None,
         counted,
@@ -122,6 +125,8 @@ def _attend(  # type: ignore[no-untyped-def]
     key_norm,
     eps,
     offset,
+    sinks,
+    has_sinks: tl.constexpr,
     has_rotary: tl.constexpr,
     norms: tl.constexpr,
     counted: tl.constexpr,
@@ -184,6 +189,8 @@ def _attend(  # type: ignore[no-untyped-def]
     for start in tl.range(begin + tile, old, tile, num_stages=stages):
         k, v, inside = _tile(pages, table, start, old, width, dim, block_size, tile)
         acc, best, weight = _taken(acc, best, weight, q, k, v, inside, scale, cap)
+    if has_sinks:
+        acc, best, weight = _with_sinks(acc, best, weight, sinks + head * group, line, real, item == first)
     to_out = result_row(out, row, head, kv_heads, group, dim, tile_rows)
     if parts == 1:
         put_result(to_out, acc / weight[:, None], row, head, line, group, dim, tile_rows)
@@ -239,6 +246,15 @@ def _taken(acc, best, weight, q, k, v, inside, scale, cap: tl.constexpr):  # typ
     p = tl.exp2(scores - higher[:, None])
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
     return acc, higher, weight * shrink + tl.sum(p, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _with_sinks(acc, best, weight, sinks, line, real, wanted):  # type: ignore[no-untyped-def]
+    """Sums with each head's sink added, if wanted: one of a sequence's parts has it. No launch writes the parameters."""
+    sink = tl.load(sinks + line, mask=real & wanted, other=-float("inf")) * 1.4426950408889634
+    higher = tl.maximum(best, sink)
+    shrink = tl.exp2(best - higher)
+    return acc * shrink[:, None], higher, weight * shrink + tl.exp2(sink - higher)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
