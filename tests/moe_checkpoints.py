@@ -5,8 +5,10 @@ Each comes with its reference: the same numbers, expanded by the oracle, in tran
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {**_LOCAL, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     "phimoe": _LOCAL,
     "gpt_oss": {
-        **_LOCAL, "head_dim": 32, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"],
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, "intermediate_size": 64,
+        **_LOCAL,
+        "head_dim": 32,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "intermediate_size": 64,
     },
 }
 Rename = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -62,8 +68,29 @@ def tiny_moe(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def is_projection(name: str) -> bool:
-    """Whether transformers and bitsandbytes have a weight of that name in NF4: linear layers and experts."""
-    return name.endswith(".weight") and not re.search(r"norm|embed|lm_head|\.(gate|router)\.", name)
+    """Whether bitsandbytes' checkpoints have a tensor of that name in NF4: linear layers and experts, no routers."""
+    experts = re.search(r"\.experts\.(gate_up|down)_proj$|\.block_sparse_moe\.(input|output)_linear\.weight$", name)
+    return bool(experts) or (name.endswith(".weight") and not re.search(r"norm|embed|lm_head|\.(gate|router)\.", name))
+
+
+def unsloth_gpt_oss(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """gpt-oss as Unsloth quantizes it: a linear layer for each expert and for the router."""
+    if match := re.fullmatch(r"(.*\.experts\.(?:gate_up|down)_proj)(_bias)?", name):
+        what = "bias" if match[2] else "weight"
+        return {f"{match[1]}s.{e}.{what}": part if match[2] else part.T for e, part in enumerate(tensor)}
+    return {name.replace(".router.", ".router.linear."): tensor}
+
+
+def separate_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Llama 4 as Unsloth quantizes it: three linear layers for each expert."""
+    if match := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name):
+        saved = {}
+        for e, part in enumerate(tensor):
+            halves = part.T.chunk(2) if match[2] == "gate_up" else [part.T]
+            parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+            saved.update({f"{match[1]}.{e}.{own}_proj.weight": half for own, half in zip(parts, halves, strict=True)})
+        return saved
+    return {name: tensor}
 
 
 def save_moe(
@@ -71,21 +98,22 @@ def save_moe(
     model: PreTrainedModel,
     in_nf4: Callable[[str], bool] = is_projection,
     rename: Rename = lambda name, tensor: {name: tensor},
+    stacked: bool = False,
     nested: bool = True,
     blocksize: int = 64,
 ) -> PreTrainedModel:
     """Save model in folder, in NF4 where in_nf4 says so of the saved name; gives the reference.
 
-    rename sees transformers' own tensors, as save_pretrained() names them, and gives what is saved in their place.
+    rename sees the tensors by the names that save_pretrained() gives them, or with stacked by those that they have in the
+    model, and gives what is saved in their place.
     """
-    plain = folder / "reference"
-    model.save_pretrained(plain)
-    config = json.loads((plain / "config.json").read_text())
+    model.save_pretrained(folder)
+    own = dict(model.state_dict()) if stacked else load_file(folder / "model.safetensors")
     saved: dict[str, torch.Tensor] = {}
-    own = load_file(plain / "model.safetensors")
     for name, tensor in own.items():
+        parts = rename(name, tensor)
         restored = []
-        for new, part in rename(name, tensor).items():
+        for new, part in parts.items():
             if not in_nf4(new):
                 saved[new] = part.contiguous()
                 restored.append(part)
@@ -96,11 +124,18 @@ def save_moe(
             saved[new] = packed
             saved.update({f"{new}.{key}": value for key, value in state.as_dict(packed=True).items()})
             restored.append(dequantize(Weight.from_quant_state(packed, state), torch.float32))
-        if len(restored) == 1 and restored[0].shape == tensor.shape:
-            own[name] = restored[0]
-        else:
-            own[name] = _RESTORE[len(restored) > 1](torch.stack(restored), tensor)
-    save_file(own, plain / "model.safetensors", metadata={"format": "pt"})
+        own[name] = _together(restored, tensor)
+    plain = folder / "reference"
+    reference = copy.deepcopy(model)
+    if stacked:
+        reference.load_state_dict(own)
+        reference.save_pretrained(plain)
+    else:
+        plain.mkdir()
+        save_file(own, plain / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(folder / "config.json", plain)
+        reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text())
     if any(map(in_nf4, saved)):
         config["quantization_config"] = {
             "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
@@ -108,13 +143,14 @@ def save_moe(
         }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     return reference.eval().requires_grad_(False)
 
 
-def _unstacked(parts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Experts that were saved one by one, stacked again in the order of transformers' dimensions."""
-    return parts if parts.shape == like.shape else parts.transpose(1, 2)
-
-
-_RESTORE = {True: _unstacked, False: lambda parts, like: parts[0].reshape(like.shape)}
+def _together(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """What was saved in parts, in the order of transformers' dimensions again."""
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == 2 * like.shape[0]:
+        parts = [torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    whole = torch.stack(parts)
+    return whole if whole.dim() < 3 else whole.transpose(1, 2).contiguous()

@@ -75,7 +75,7 @@ class AttentionBackend(ABC):
         any strides with a contiguous last dimension; returns [T, heads, value_dim].
         """
 
-    def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+    def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:  # noqa: B027 - most need not know
         """Called before attend() in a layer that has sinks, [heads], unless the layer is compiled."""
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -244,7 +244,9 @@ class FlashInferBackend(GraphBackend):
         tile: int = 0,
     ) -> torch.Tensor:
         self._next_layer = layer + 1
-        return decode.attend(self._cache[layer], query, key, value, self._kinds[layer].options, rotary, tile, self.sinks.get(layer))
+        return decode.attend(
+            self._cache[layer], query, key, value, self._kinds[layer].options, rotary, tile, self.sinks.get(layer)
+        )
 
     @property
     def applies_rotary(self) -> bool:
