@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.nn import functional
 
-from nf4_kernels import moe_torch, reference
+from nf4_kernels import cpu, moe_torch, reference
 from nf4_kernels.format import Weight
 from tests.nf4_kernels.weights import quantized
 
@@ -24,6 +25,20 @@ class Experts:
     weight: Weight
     exact: torch.Tensor
     bias: torch.Tensor | None
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512", "amx"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this CPU has, in turn."""
+    if cpu.load_error() is not None:
+        pytest.skip("no CPU kernels")
+    before = cpu.isa()
+    try:
+        cpu.set_isa(request.param)
+    except ValueError as e:
+        pytest.skip(str(e))
+    yield request.param
+    cpu.set_isa(before)
 
 
 def random_experts(
@@ -92,6 +107,18 @@ def test_every_choice_gets_its_experts_gemm(
     for alone in (moe_torch.moe_linear, reference.moe_linear):
         assert is_close(alone(x, e.weight, ids, e.bias, None), exact)
         assert is_close(alone(x, e.weight, ids, e.bias, routing), (exact * routing.double().unsqueeze(-1)).sum(1))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_instruction_set_and_number_of_tokens(isa: str, tokens: int, dtype: torch.dtype) -> None:
+    """Few tokens for an expert and many, experts that nobody has chosen, and sizes that are no multiples of tiles."""
+    e = random_experts(6, 72, 192, 64, False, dtype, bias=True)
+    ids = torch.stack([torch.randperm(4)[:2] + 1 for _ in range(tokens)]).to(torch.int32)
+    x, routing = torch.randn(tokens, 192).to(dtype), torch.rand(tokens, 2)
+    exact = exactly(e, x, ids)
+    assert is_close(call(e, x, ids, routing), (exact * routing.double().unsqueeze(-1)).sum(1))
+    assert is_close(call(e, x, ids), exact)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
