@@ -10,6 +10,7 @@ from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.decode_sums import add_up, put_part, put_result, result_row
 from server.engine.runtime.attention.kernels.key_tiles import (
     LOG2_E,
+    add_sinks,
     add_tile,
     load_tile,
     quantization_limit,
@@ -50,6 +51,7 @@ def attend_newest(
     options: AttentionOptions,
     rotary: RotaryEmbedding | None,
     tile: int = 0,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [T, heads, dim] of T sequences' newest tokens, tiled with tile; writes their keys and values.
@@ -57,7 +59,7 @@ def attend_newest(
     query [T, heads, dim], key and value [T, kv_heads, dim] in 16 bits, the cache's own where it has 16, any strides with a
     contiguous last dimension; numbers int32, decode.layout(): from first on lie the items, at most that many; their number
     is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key get rotary
-    first. out: where the result goes, contiguous; a new tensor if None.
+    first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new tensor if None.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
@@ -86,6 +88,8 @@ def attend_newest(
         turned.eps,
         turned.offset,
         cache.data if cache.scales is None else cache.scales,
+        query if sinks is None else sinks,
+        sinks is not None,
         rotary is not None,
         turned.norms is not None,
         counted,
@@ -135,6 +139,8 @@ def _attend(  # type: ignore[no-untyped-def]
     eps,
     offset,
     scales,
+    sinks,
+    has_sinks: tl.constexpr,
     has_rotary: tl.constexpr,
     norms: tl.constexpr,
     counted: tl.constexpr,
@@ -162,10 +168,9 @@ def _attend(  # type: ignore[no-untyped-def]
         return
     # The newest key may not be in the cache yet.
     old = tl.minimum(end, newest)
-    column = tl.arange(0, dim)
+    column, table = tl.arange(0, dim), tables + blocks.to(tl.int64) * pitch
     width: tl.constexpr = kv_heads * dim
     pages, own_scales = cache + head * dim, scales + head
-    table = tables + blocks.to(tl.int64) * pitch
     # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
     k, v, k_scale, v_scale, inside = load_tile(
         pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
@@ -203,6 +208,8 @@ def _attend(  # type: ignore[no-untyped-def]
             pages, own_scales, table, start, old, width, kv_heads, dim, block_size, tile, limit
         )
         acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, inside[None, :], scale, cap, limit)
+    if has_sinks:
+        acc, best, weight = add_sinks(acc, best, weight, sinks + head * group + line, real & (item == first))
     to_out = result_row(out, row, head, kv_heads, group, dim, tile_rows)
     if parts == 1:
         put_result(to_out, acc / weight[:, None], row, head, line, group, dim, tile_rows)
