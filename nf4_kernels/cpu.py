@@ -128,7 +128,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     keep = weight.contiguous()
     count = math.prod(keep.shape)
-    struct = _struct(keep, 1, count)
+    struct = _struct(keep, *(keep.matrix if keep.group_skip else (1, count)))
     out = torch.empty([int(size) for size in keep.shape], dtype=dtype)
     if count and _usable().nf4_cpu_dequantize(
         ctypes.byref(struct), out.data_ptr(), DTYPES[dtype], torch.get_num_threads()
@@ -175,6 +175,8 @@ def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
         k=k,
         blocksize=weight.blocksize,
         offset_stride=stride,
+        group_offset=weight.group_offset,
+        group_skip=weight.group_skip,
     )
 
 

@@ -27,6 +27,8 @@ class Nf4Weight(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("blocksize", ctypes.c_int32),
         ("offset_stride", ctypes.c_int32),
+        ("group_offset", ctypes.c_int32),
+        ("group_skip", ctypes.c_int32),
     )
 
 

@@ -61,7 +61,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         )
     quantization = _quantization(folder, config)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         tensors.update(_read_header(file))
     if quantization == "nf4" and not any(name.endswith(".quant_state.bitsandbytes__nf4") for name in tensors):
         raise CheckpointError(f"{folder}: config.json says NF4, but no weight in it is in NF4")
@@ -84,7 +84,8 @@ def _quantization(folder: Path, config: dict[str, Any]) -> Quantization:
     return "nf4"
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises CheckpointError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"

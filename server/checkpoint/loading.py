@@ -26,8 +26,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     time. Raises CheckpointError for a checkpoint that is damaged, incomplete, unsupported or too large for the memory.
     """
     info = inspect_checkpoint(folder)
-    _check_supported(info)
-    _check_memory(info, device, dtype)
+    check_supported(info)
+    check_memory(info, device, dtype)
     options: dict[str, Any] = {}
     if info.quantization == "none":
         options["quantization_config"] = BitsAndBytesConfig(
@@ -87,18 +87,21 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def _check_supported(info: CheckpointInfo) -> None:
+def check_supported(info: CheckpointInfo) -> None:
+    """Raise CheckpointError for what is no causal language model."""
     if info.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CheckpointError(f"{info.folder}: {info.architecture} ({info.model_type}) is not a causal language model")
 
 
-def _check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype) -> None:
-    needed = info.loaded_bytes(dtype.itemsize)
+def check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, shards: int = 1) -> None:
+    """Raise CheckpointError where the weights, or one of so many shards of them, do not fit into the device's memory."""
+    needed = info.loaded_bytes(dtype.itemsize) / shards
     free = available_bytes(device)
     if needed > free:
         raise CheckpointError(
-            f"{info.folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4,"
-            f" {free / 2**30:.1f} GiB are free on {device}"
+            f"{info.folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4"
+            f"{f' on each of {shards} devices' if shards > 1 else ''}, {free / 2**30:.1f} GiB are free on {device};"
+            " engine.tensor_parallel_size divides them among several GPUs"
         )
 
 
