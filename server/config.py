@@ -119,6 +119,8 @@ class EngineConfig(_Section):
     """How the engine runs the model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel_size: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that compute the model together, each with a part of every weight. auto: the fewest that hold it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on CPU, bfloat16 on CUDA."""
     max_model_len: int | None = Field(default=None, ge=16)

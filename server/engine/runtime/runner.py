@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
-from server.engine.runtime.batch import Batch, build_batch
-from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
+from server.engine.runtime.exchange import ExchangeError
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
@@ -22,6 +24,7 @@ from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
+from server.engine.runtime.trials import first_line
 from server.engine.scheduling.scheduler import Step
 
 
@@ -35,6 +38,18 @@ class StepGraphs:
     """Whether every token goes through the one decode graph there is (see graphs/invariant.py)."""
 
 
+class Followers(Protocol):
+    """The other ranks of tensor parallelism, which compute every step that this one computes."""
+
+    def compute(self, given: StepInput) -> None:
+        """Begin to compute a step."""
+        ...
+
+    def decode(self, given: StepInput, launch: Launch) -> None:
+        """Begin to compute a step whose tokens are sampled on the device."""
+        ...
+
+
 class ModelRunner:
     """A prepared model that executes one step after another. Not thread-safe."""
 
@@ -44,8 +59,11 @@ class ModelRunner:
         limits: ModelLimits,
         adapters: AdapterRegistry | None = None,
         graphs: StepGraphs | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self._paged = paged
+        self._followers = followers
+        self._newest: torch.Tensor | None = None
         self._graphs = graphs or StepGraphs()
         self.limits = limits
         """What the model and the cache allow."""
@@ -83,7 +101,19 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache."""
-        batch, graphs = self._batch(step), self._graphs
+        given = step_input(step)
+        if self._followers is None:
+            return self.compute(given)
+        self._followers.compute(given)
+        try:
+            return self.compute(given)
+        except Exception as e:
+            raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
+
+    @torch.inference_mode()
+    def compute(self, given: StepInput) -> torch.Tensor:
+        """forward() of what has been taken out of the step."""
+        batch, graphs = self._batch(given), self._graphs
         if graphs.decode is not None and graphs.decode.fits(batch):
             return graphs.decode.run(batch).float()
         if graphs.mixed is not None and graphs.mixed.fits(batch):
@@ -117,11 +147,30 @@ class ModelRunner:
             c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks
         ):
             return None
-        batch = self._batch(step)
-        return graphs.run_async(step, batch, previous) if graphs.fits(batch) else None
+        given = step_input(step)
+        batch = self._batch(given)
+        if not graphs.fits(batch):
+            return None
+        launch = Launch.of(step, previous, self.limits.vocab_size)
+        if self._followers is not None:
+            self._followers.decode(given, launch)
+        return graphs.run_async(step, batch, launch, previous)
 
-    def _batch(self, step: Step) -> Batch:
-        return build_batch(step, self._paged.block_size, self.device)
+    @torch.inference_mode()
+    def follow(self, given: StepInput, launch: Launch | None) -> None:
+        """Compute a step as another rank of the same model does, and sample its tokens where launch says how.
+
+        The steps must come in the order in which the other rank computes them.
+        """
+        if launch is None:
+            self.compute(given)
+            return
+        assert self._graphs.decode is not None
+        newest = self._newest if launch.follows else None
+        _, self._newest = self._graphs.decode.launch(self._batch(given), launch, newest)
+
+    def _batch(self, given: StepInput) -> Batch:
+        return batch_of(given, self._paged.block_size, self.device)
 
     def _run_in_groups(self, batch: Batch, graphs: DecodeGraphs) -> torch.Tensor:
         wanted = batch.sampled_rows.tolist()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors, read_adapter
+from server.checkpoint.shards import Part
 from server.config import EngineConfig
 from server.engine.runtime.model.lora import AdapterTable
 from server.engine.scheduling.sequence import LoadedAdapter
@@ -118,10 +119,12 @@ class AdapterRegistry:
         self._done.put(read)
 
 
-def install_adapters(model: PreTrainedModel, config: EngineConfig) -> AdapterRegistry | None:
+def install_adapters(
+    model: PreTrainedModel, config: EngineConfig, parts: Mapping[str, Part] | None = None
+) -> AdapterRegistry | None:
     """Make room for config's adapters beside model's projections and load them; None where config has none.
 
-    Raises CheckpointError for an adapter that cannot be served.
+    parts: of a shard, what it has of every linear layer; it gets as much of the adapters. Raises CheckpointError for an adapter that cannot be served.
     """
     if config.lora_slots == 0:
         return None
@@ -131,7 +134,7 @@ def install_adapters(model: PreTrainedModel, config: EngineConfig) -> AdapterReg
     rank = config.max_lora_rank or max(ranks + least)
     # Adapters that come later may have any targets.
     targets = None if config.allow_runtime_lora else {module for adapter in weights.values() for module in adapter}
-    table = AdapterTable(model, model.get_decoder(), config.lora_slots, rank, targets)
+    table = AdapterTable(model, model.get_decoder(), config.lora_slots, rank, targets, parts)
     registry = AdapterRegistry(table, model.dtype)
     for name, adapter in weights.items():
         registry.put(name, adapter)
