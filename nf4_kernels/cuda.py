@@ -240,7 +240,9 @@ def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
         _check("absmax", absmax, device, torch.float32, blocks)
         return Nf4Weight(packed=packed.data_ptr(), absmax=absmax.data_ptr(), n=n, k=k, blocksize=weight.blocksize)
     if not weight.has_own_groups:
-        raise ValueError("the CUDA kernels do not take shards of nested scales; expand them (nf4_kernels.format.block_scales)")
+        raise ValueError(
+            "the CUDA kernels do not take shards of nested scales; expand them (nf4_kernels.format.block_scales)"
+        )
     absmax_8bit, absmax_code, absmax_offset, stride = second_level(weight)
     _check("absmax_8bit", absmax_8bit, device, torch.uint8, blocks)
     _check("absmax", absmax, device, torch.float32, -(-blocks // 256))

@@ -6,7 +6,7 @@ Source of the codebook: the QLoRA paper (2305.14314), appendix E, as bitsandbyte
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,8 +89,8 @@ class Weight:
             if all(tensor is None or tensor.is_contiguous() for tensor in self.nested):
                 return self
         packed, absmax = self.packed.contiguous(), self.absmax.contiguous()
-        nested = (t if t is None else t.contiguous() for t in self.nested)
-        return Weight(packed, self.shape, absmax, self.blocksize, *nested, self.group_offset, self.group_skip)
+        codes, table, offset = (t if t is None else t.contiguous() for t in self.nested)
+        return replace(self, packed=packed, absmax=absmax, absmax_8bit=codes, absmax_code=table, absmax_offset=offset)
 
 
 def check(weight: Weight) -> int:

@@ -148,7 +148,8 @@ def set_vocabulary(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | 
         layer.num_embeddings, layer.padding_idx = weight.shape[0], None
     else:
         layer.out_features = weight.shape[0]  # type: ignore[assignment]
-        layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
 
 
 def initialize_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:

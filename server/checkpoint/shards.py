@@ -137,7 +137,13 @@ def parts_of(
 
 
 def _part(
-    name: str, whole: nn.Linear, own: nn.Linear, role: str | None, config: PretrainedConfig, shard: Shard, folder: object
+    name: str,
+    whole: nn.Linear,
+    own: nn.Linear,
+    role: str | None,
+    config: PretrainedConfig,
+    shard: Shard,
+    folder: object,
 ) -> Part:
     n, k = whole.out_features, whole.in_features
     rows, columns = _rows(name, n, own.out_features, config, shard), range(k)

@@ -30,7 +30,12 @@ class _Scales(NamedTuple):
 
 
 def cut_linear(
-    packed: torch.Tensor, state: QuantState, part: Part, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    packed: torch.Tensor,
+    state: QuantState,
+    part: Part,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ShardedLinear:
     """The part of a quantized weight as a layer on device; bias is the part's own.
 

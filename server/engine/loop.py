@@ -41,6 +41,8 @@ from server.types import (
 )
 
 if TYPE_CHECKING:
+    from server.engine.core import Engine
+    from server.engine.parallel.workers import Workers
     from server.engine.runtime.runner import ModelRunner
 
 logger = logging.getLogger("server.engine.loop")
@@ -244,6 +246,14 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
             adapters=runner.adapters.names if runner.adapters else [],
         )
     )
+    try:
+        _run_steps(engine, runner, workers, channel, stop)
+    finally:
+        if workers is not None:
+            workers.end()
+
+
+def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, channel: Channel, stop: _Stop) -> None:
     while not stop.requested:
         aborted = False
         reading = runner.adapters is not None and runner.adapters.num_reading > 0
@@ -269,8 +279,6 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
             channel.send(outputs)
         elif aborted:
             channel.send(StepOutputs([], engine.stats()))
-    if workers is not None:
-        workers.end()
 
 
 def _load_adapter(runner: ModelRunner, request: LoadAdapter, channel: Channel) -> None:

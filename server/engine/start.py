@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import torch
-
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError, Progress

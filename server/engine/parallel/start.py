@@ -73,7 +73,9 @@ def _fewest(folder: Path, config: EngineConfig, device: torch.device, dtype: tor
     needed = info.loaded_bytes(dtype.itemsize)
     usable = available_bytes(device) * AUTO_SHARE
     possible = [
-        count for count in possible_counts(read_config(folder), blocksize_of(info)) if count <= torch.cuda.device_count()
+        count
+        for count in possible_counts(read_config(folder), blocksize_of(info))
+        if count <= torch.cuda.device_count()
     ]
     found = next((count for count in possible if needed / count <= usable), possible[-1])
     logger.info("engine.tensor_parallel_size auto: %d of %d GPUs", found, torch.cuda.device_count())

@@ -108,9 +108,7 @@ class DecodeGraphs:
         done.record()
         return AsyncStep(step, tokens, copied, times, done)
 
-    def launch(
-        self, batch: Batch, launch: Launch, newest: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Each sequence's best logit and its sampled token, int64, on the device.
 
         newest: the tokens of the step launched before, where this one follows it.

@@ -124,7 +124,8 @@ def install_adapters(
 ) -> AdapterRegistry | None:
     """Make room for config's adapters beside model's projections and load them; None where config has none.
 
-    parts: of a shard, what it has of every linear layer; it gets as much of the adapters. Raises CheckpointError for an adapter that cannot be served.
+    parts: of a shard, what it has of every linear layer; it gets as much of the adapters.
+    Raises CheckpointError for an adapter that cannot be served.
     """
     if config.lora_slots == 0:
         return None

@@ -40,7 +40,7 @@ def build_runner(
     EngineConfigError, UnsupportedModelError, or CheckpointError for an adapter that cannot be served.
     """
     sharded = loaded if isinstance(loaded, ShardedModel) else None
-    model = sharded.model if sharded else loaded
+    model: PreTrainedModel = sharded.model if sharded else loaded
     device = model.device
     if config.batch_invariant and (config.enforce_eager or device.type != "cuda"):
         raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")

@@ -63,9 +63,7 @@ def sample_by_inversion(
     return tokens if table is None else sample_by_table(logits, table, tokens)
 
 
-def sample_by_table(
-    logits: torch.Tensor, table: npt.NDArray[np.float64], tokens: torch.Tensor
-) -> torch.Tensor:
+def sample_by_table(logits: torch.Tensor, table: npt.NDArray[np.float64], tokens: torch.Tensor) -> torch.Tensor:
     """sample_by_inversion() by the sequences' sampling_table()."""
     if logits.is_cuda and _DeviceSampling.sample_rows is not None:
         tokens = tokens.clone()
@@ -128,9 +126,7 @@ def _try_sampling(sample_rows: _SampleRows, device: torch.device, dtype: torch.d
         raise ValueError(f"it gives {found.tolist()} instead of {expected.tolist()}")
 
 
-def sampling_table(
-    sequences: list[Sequence], vocabulary: int, again: bool = False
-) -> npt.NDArray[np.float64] | None:
+def sampling_table(sequences: list[Sequence], vocabulary: int, again: bool = False) -> npt.NDArray[np.float64] | None:
     """What decides the sampled tokens: [rows whose temperature is above 0, 6], see triton_kernel.sample_rows().
 
     None where there is no such row. again: as of sample_by_inversion().
