@@ -40,11 +40,12 @@ from server.engine.runtime.graphs.async_step import Launch
 logger = logging.getLogger(__name__)
 
 # A worker that is silent for so long, once it is ready, has stopped or hangs.
-SILENCE_S = 8.0
+SILENCE_S = 6.0
 # A step on a GPU that takes longer waits in an exchange for a rank that does not come.
 STEP_S = {"cuda": 9.0, "cpu": 300.0}
 END_GRACE_S = 2.0
 _POLL_MS = 250
+_SETTLE_S = 0.2
 
 Failed = Callable[[str, bool], None]
 """Called once, from a thread, with why the workers cannot go on and whether a new start is pointless."""
@@ -144,6 +145,10 @@ class Workers:
             failure: tuple[str, bool] | None = None
             while self._reports.poll(0 if failure else _POLL_MS):
                 failure = self._hear(decoder.decode(self._reports.recv())) or failure
+            if failure is not None and not failure[1]:
+                # A rank that fails in an exchange mostly does so because another one has died.
+                self._ending.wait(_SETTLE_S)
+                failure = self._dead() or failure
             failure = failure or self._silent()
             if failure is not None and not self._ending.is_set():
                 for process in self._processes:
@@ -164,16 +169,23 @@ class Workers:
 
     def _silent(self) -> tuple[str, bool] | None:
         """Why the workers cannot go on, as far as it shows without their saying so."""
+        if dead := self._dead():
+            return dead
         now = time.monotonic()
-        for rank, process in enumerate(self._processes, 1):
-            code = process.poll()
-            if code is not None:
-                return f"rank {rank} ended: {f'killed by signal {-code}' if code < 0 else f'exit code {code}'}", False
+        for rank in self._ready:
             if self._ready[rank].is_set() and now - self._heard[rank] > SILENCE_S:
                 return f"rank {rank} has been silent for {SILENCE_S:.0f} s", False
         since = self._busy_since
         if since is not None and now - since > self._step_s:
             return f"a step has taken more than {self._step_s:.0f} s: a rank hangs", False
+        return None
+
+    def _dead(self) -> tuple[str, bool] | None:
+        """Which worker has ended, one that was killed before one that failed."""
+        codes = {rank: process.poll() for rank, process in enumerate(self._processes, 1)}
+        ended = sorted((code, rank) for rank, code in codes.items() if code is not None)
+        for code, rank in ended:
+            return f"rank {rank} ended: {f'killed by signal {-code}' if code < 0 else f'exit code {code}'}", False
         return None
 
 
