@@ -47,9 +47,12 @@ class _Process:
 
 
 def join(membership: Membership, device: torch.device) -> None:
-    """Meet the other ranks; each has a device of its own. Raises RuntimeError where some do not come within TIMEOUT."""
+    """Meet the other ranks, in the place of a group that was joined before; each has a device of its own.
+
+    Raises RuntimeError where some do not come within TIMEOUT."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    leave()
     rank, count = membership.rank, membership.count
     cuda = device.type == "cuda"
     if cuda:
