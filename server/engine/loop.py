@@ -295,7 +295,8 @@ def _restore_adapter(runner: ModelRunner, request: LoadAdapter) -> None:
     from server.checkpoint.lora import read_adapter
 
     try:
-        runner.adapters.put(request.name, read_adapter(Path(request.path), runner.dtype))
+        weights = read_adapter(Path(request.path), runner.dtype)
+        runner.adapters.put(request.name, weights, path=request.path)
     except CheckpointError as e:
         logger.error("an adapter loaded at run time is lost: %s", e)
 

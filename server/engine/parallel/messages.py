@@ -58,6 +58,13 @@ class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """How the worker samples the tokens itself; None: the engine does."""
 
 
+class WriteAdapter(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
+    """Engine to worker: load the LoRA adapter in a folder into a slot."""
+
+    slot: int
+    path: str
+
+
 class StopWorker(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """Engine to worker: leave."""
 
@@ -84,7 +91,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     fatal: bool = False
 
 
-ToWorker = ComputeStep | StopWorker
+ToWorker = ComputeStep | WriteAdapter | StopWorker
 FromWorker = WorkerReady | WorkerBeat | WorkerFailed
 
 

@@ -43,6 +43,8 @@ def load_ranks(
         runner = load_runner(folder, config, progress, workers.membership, workers)
         progress("waiting for the other ranks", 1.0)
         workers.wait_ready()
+        if runner.adapters is not None:
+            runner.adapters.on_write = workers.write_adapter
     except BaseException:
         workers.end()
         raise
@@ -51,9 +53,11 @@ def load_ranks(
 
 def _check(folder: Path, config: EngineConfig, count: int, device: torch.device) -> None:
     """Raise EngineConfigError or CheckpointError where so many ranks cannot compute the model."""
-    for option in ("batch_invariant", "allow_runtime_lora"):
-        if getattr(config, option):
-            raise EngineConfigError(f"engine.{option} does not work with engine.tensor_parallel_size {count} yet")
+    if config.batch_invariant:
+        raise EngineConfigError(
+            f"engine.batch_invariant does not work with engine.tensor_parallel_size {count}:"
+            " NCCL does not promise in which order it adds"
+        )
     devices = torch.cuda.device_count() if device.type == "cuda" else count
     if count > devices:
         raise EngineConfigError(f"engine.tensor_parallel_size is {count}, and there are {devices} GPUs")
@@ -63,6 +67,11 @@ def _check(folder: Path, config: EngineConfig, count: int, device: torch.device)
 
 def _blocksize(folder: Path, config: EngineConfig) -> int:
     return BLOCKSIZE if config.load_format == "dummy" else blocksize_of(inspect_checkpoint(folder))
+
+
+def fewest(possible: list[int], needed: int, usable: float) -> int:
+    """The least of possible with which each of so many devices holds its part of needed bytes in usable; else the most."""
+    return next((count for count in possible if needed / count <= usable), possible[-1])
 
 
 def _fewest(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
@@ -77,6 +86,6 @@ def _fewest(folder: Path, config: EngineConfig, device: torch.device, dtype: tor
         for count in possible_counts(read_config(folder), blocksize_of(info))
         if count <= torch.cuda.device_count()
     ]
-    found = next((count for count in possible if needed / count <= usable), possible[-1])
+    found = fewest(possible, needed, usable)
     logger.info("engine.tensor_parallel_size auto: %d of %d GPUs", found, torch.cuda.device_count())
     return found

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,16 +23,18 @@ from server.engine.parallel.messages import (
     ComputeStep,
     FromWorker,
     StepReader,
+    StopWorker,
     ToWorker,
     WorkerBeat,
     WorkerFailed,
     WorkerReady,
     WorkerSetup,
+    WriteAdapter,
 )
 from server.engine.runtime.exchange import Membership
 from server.engine.runtime.limits import sequence_limit
 from server.engine.runtime.memory import MemoryGauge
-from server.engine.start import load_runner
+from server.engine.start import is_fatal, load_runner
 from server.logs import set_up_logging
 
 logger = logging.getLogger("server.engine.parallel.worker")
@@ -52,7 +53,6 @@ class _Wire:
         for socket, address in ((self._steps, setup.to_worker), (self._reports, setup.from_worker)):
             socket.set_hwm(0)
             socket.connect(address)
-        self._reports.linger = 1000
         self._lock = threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
 
@@ -61,19 +61,59 @@ class _Wire:
         with self._lock:
             self._reports.send(msgspec.msgpack.encode(message), zmq.DONTWAIT)
 
-    def steps(self) -> Iterator[ComputeStep]:
-        """Steps as they come, until the engine says stop."""
-        while isinstance(message := self._decoder.decode(self._steps.recv()), ComputeStep):
-            yield message
+    def receive(self) -> ToWorker:
+        """The next message; waits for it."""
+        message: ToWorker = self._decoder.decode(self._steps.recv())
+        return message
+
+    def close(self) -> None:
+        """Send what is queued, for a second at most, and close."""
+        self._steps.close(linger=0)
+        with self._lock:
+            self._reports.close(linger=1000)
+        zmq.Context.instance().term()
 
 
-def main() -> int:
-    """Exit code 0 when the engine's process said stop, 1 when the worker failed."""
+class _Worker:
+    """A rank from its setup to its end."""
+
+    def __init__(self, setup: WorkerSetup, wire: _Wire) -> None:
+        self._setup = setup
+        self._wire = wire
+        self.is_ready = False
+        """Whether it has begun to wait for steps."""
+
+    def run(self) -> None:
+        """Load the rank's shard, and compute steps until the engine's process says stop."""
+        setup = self._setup
+        config = EngineConfig.model_validate(setup.engine)
+        membership = Membership(setup.rank, setup.count, setup.store)
+        runner = load_runner(Path(setup.checkpoint_folder), config, lambda *_: None, membership)
+        width = -(-runner.limits.max_model_len // config.block_size)
+        reader = StepReader(sequence_limit(config, runner.device), width)
+        self._wire.send(WorkerReady(setup.rank))
+        self.is_ready = True
+        beat = threading.Thread(target=_beat, args=(setup.rank, runner.memory, self._wire), name="beat", daemon=True)
+        beat.start()
+        while True:
+            match self._wire.receive():
+                case ComputeStep() as message:
+                    runner.follow(*reader.read(message))
+                case WriteAdapter(slot, path):
+                    assert runner.adapters is not None
+                    runner.adapters.write(slot, Path(path))
+                case StopWorker():
+                    return
+
+
+def main() -> None:
+    """Never returns: exit code 0 when the engine's process said stop, 1 when the worker failed."""
     parser = argparse.ArgumentParser(prog="python -m server.engine.parallel.worker", description=__doc__)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", choices=["console", "json"], default="console")
     options = parser.parse_args()
     set_up_logging(options.log_level, options.log_format)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it lacks kernels that ours replace
     _end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the API process lets requests end, then the engine ends its workers
@@ -82,39 +122,29 @@ def main() -> int:
         Path("/proc/self/comm").write_text(f"nf4-rank-{setup.rank}")
     threading.Thread(target=_end_with_input, name="engine-watcher", daemon=True).start()
     wire = _Wire(setup)
+    worker = _Worker(setup, wire)
+    code = 0
     try:
-        _run(setup, wire)
+        worker.run()
     except Exception as e:
-        from server.engine.start import is_fatal
-
+        code, fatal = 1, is_fatal(e) and not worker.is_ready
         reason = (str(e).strip().splitlines() or ["no message"])[0]
-        if not is_fatal(e):
+        if not fatal:
             logger.exception("rank %d failed", setup.rank)
             reason = f"{type(e).__name__}: {reason}"
-        wire.send(WorkerFailed(setup.rank, reason, is_fatal(e)))
-        zmq.Context.instance().term()
-        # The other ranks may wait for this one in an exchange; what torch does at its end would wait for them.
-        os._exit(1)
-    os._exit(0)
-
-
-def _run(setup: WorkerSetup, wire: _Wire) -> None:
-    config = EngineConfig.model_validate(setup.engine)
-    membership = Membership(setup.rank, setup.count, setup.store)
-    runner = load_runner(Path(setup.checkpoint_folder), config, lambda *_: None, membership)
-    width = -(-runner.limits.max_model_len // config.block_size)
-    reader = StepReader(sequence_limit(config, runner.device), width)
-    wire.send(WorkerReady(setup.rank))
-    threading.Thread(target=_beat, args=(setup.rank, runner.memory, wire), name="beat", daemon=True).start()
-    for message in wire.steps():
-        runner.follow(*reader.read(message))
+        wire.send(WorkerFailed(setup.rank, reason, fatal))
+    with contextlib.suppress(zmq.ZMQError):
+        wire.close()
+    # What torch does at its end would wait for the other ranks.
+    os._exit(code)
 
 
 def _beat(rank: int, memory: MemoryGauge, wire: _Wire) -> None:
     """Run in a thread: tell the engine's process that this one lives."""
     pause = threading.Event()
-    while not pause.wait(BEAT_S):
-        wire.send(WorkerBeat(rank, *memory.read()))
+    with contextlib.suppress(zmq.ZMQError):  # it is closed
+        while not pause.wait(BEAT_S):
+            wire.send(WorkerBeat(rank, *memory.read()))
 
 
 def _end_with_parent() -> None:
@@ -131,4 +161,4 @@ def _end_with_input() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,14 +24,15 @@ import zmq
 
 from server.config import EngineConfig
 from server.engine.parallel.messages import (
-    ComputeStep,
     FromWorker,
     StepWriter,
     StopWorker,
+    ToWorker,
     WorkerBeat,
     WorkerFailed,
     WorkerReady,
     WorkerSetup,
+    WriteAdapter,
 )
 from server.engine.runtime.batch import StepInput
 from server.engine.runtime.exchange import ENVIRONMENT, Membership
@@ -107,6 +108,10 @@ class Workers:
         """Have the workers compute a step and sample its tokens."""
         self._send(self._writer.write(given, launch))
 
+    def write_adapter(self, slot: int, path: str) -> None:
+        """Have the workers load the LoRA adapter in a folder, before the steps that come after."""
+        self._send(WriteAdapter(slot, path))
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """A step of the engine; one that takes too long counts as a hanging exchange."""
@@ -133,7 +138,7 @@ class Workers:
             socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _send(self, message: ComputeStep | StopWorker) -> None:
+    def _send(self, message: ToWorker) -> None:
         data = self._encoder.encode(message)
         for socket in self._sockets:
             socket.send(data, zmq.DONTWAIT)
