@@ -123,6 +123,8 @@ class EngineConfig(_Section):
     """How the engine runs the model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel_size: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that compute the model together, each with a part of every weight. auto: the fewest that hold it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on CPU, bfloat16 on CUDA."""
     max_model_len: int | None = Field(default=None, ge=16)
@@ -190,6 +192,14 @@ class EngineConfig(_Section):
     def _embeddings_vary(self) -> EngineConfig:
         if self.embeddings and self.batch_invariant:
             raise ValueError("embeddings do not keep to batch_invariant; one of both has to be off")
+        return self
+
+    @model_validator(mode="after")
+    def _of_one_gpu(self) -> EngineConfig:
+        if self.tensor_parallel_size != 1:
+            for name, wanted in (("speculation", self.speculation != "off"), ("embeddings", bool(self.embeddings))):
+                if wanted:
+                    raise ValueError(f"{name} works on one GPU only; tensor_parallel_size has to be 1 for it")
         return self
 
     @model_validator(mode="after")

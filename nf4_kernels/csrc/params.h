@@ -8,8 +8,10 @@
 enum { NF4_FLOAT32 = 0, NF4_FLOAT16 = 1, NF4_BFLOAT16 = 2 };
 
 /* A row-major [n, k] weight in bitsandbytes' layout: two codes a byte, the high nibble first.
- * Nested where absmax_8bit is not null: scale i = absmax_code[absmax_8bit[i]] * absmax[i / 256]
- * + absmax_offset[i / 256 * offset_stride]. offset_stride is 0 (one offset) or 1 (one beside every absmax). */
+ * Nested where absmax_8bit is not null: scale i = absmax_code[absmax_8bit[i]] * absmax[g]
+ * + absmax_offset[g * offset_stride]. offset_stride is 0 (one offset) or 1 (one beside every absmax). The group g is
+ * i / 256, but in a shard of a weight: (group_offset + i + i / (k / blocksize) * group_skip) / 256, so that it is the
+ * whole weight's: group_offset blocks lie in front of the shard in its first group, group_skip between two of its rows. */
 typedef struct {
   const uint8_t* packed;
   const float* absmax;
@@ -20,6 +22,8 @@ typedef struct {
   int64_t k;
   int32_t blocksize;
   int32_t offset_stride;
+  int32_t group_offset;
+  int32_t group_skip;
 } Nf4Weight;
 
 /* Weight prefetch: what of the next GEMM's weight is loaded into L2 (from sm_90 on; nothing where codes is null). The next

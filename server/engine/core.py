@@ -6,6 +6,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -13,6 +14,7 @@ import torch
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
+from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.async_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
@@ -40,8 +42,16 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Scheduler and model runner together. Single-threaded: call step() while has_work."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        grammars: Grammars | None = None,
+        other_memory: Callable[[], list[tuple[int, int]]] | None = None,
+    ) -> None:
+        """other_memory: (bytes used, bytes) of the devices of the other ranks, where there are any."""
         self._runner = runner
+        self._other_memory = other_memory
         self._grammars = grammars
         limits = runner.limits
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
@@ -186,6 +196,7 @@ class Engine:
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,
+            other_device_memory=[] if self._other_memory is None else self._other_memory(),
             nf4_weight_bytes=self._runner.nf4_weight_bytes,
             lora_slots=0 if adapters is None else adapters.slots,
             running_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.RUNNING),
@@ -287,8 +298,8 @@ class Engine:
         """One result for each of step.sampled, and the requests that failed with the reasons."""
         try:
             return self._runner.execute(step), {}
-        except torch.AcceleratorError:
-            raise  # the device's context is lost: only a new process helps
+        except (torch.AcceleratorError, ExchangeError):
+            raise  # the device's context is lost, or other ranks wait in the step: only a new process helps
         except Exception:
             step.guesses = {}
             logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
@@ -298,7 +309,7 @@ class Engine:
         for chunk in step.chunks:
             try:
                 results += self._runner.execute(Step([chunk]))
-            except torch.AcceleratorError:
+            except (torch.AcceleratorError, ExchangeError):
                 raise
             except Exception as e:
                 failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {first_line(e)}"

@@ -17,13 +17,13 @@ from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
-from server.engine.runtime.graphs.async_step import AsyncStep, LaunchedStep, OptionsStep
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch, LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
 from server.engine.runtime.graphs.pool import GraphPool, unowned
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
-from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
+from server.engine.runtime.sampling.inverse_cdf import sample_by_table
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import PLACEHOLDER
 
@@ -98,30 +98,26 @@ class DecodeGraphs:
         return self._replay(batch, batch.ids).logits[: len(batch.spans)]
 
     def run_async(
-        self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler | None = None
+        self,
+        step: Step,
+        batch: Batch,
+        launch: Launch,
+        previous: LaunchedStep | None,
+        sampler: DeviceSampler | None = None,
     ) -> LaunchedStep:
         """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids.
 
         Without a sampler all tokens are sampled from the model's raw logits.
         """
-        ids = batch.ids
-        sequences = [chunk.sequence for chunk in step.chunks]
-        if previous is not None:
-            before = [chunk.sequence for chunk in previous.step.sampled]
-            newest = previous.tokens
-            if sequences != before:
-                rows = {id(sequence): row for row, sequence in enumerate(before)}
-                source = torch.tensor([rows.get(id(sequence), 0) for sequence in sequences], pin_memory=True)
-                newest = newest[source.to(ids.device, non_blocking=True)]
-            ids = torch.where(ids == PLACEHOLDER, newest, ids)
-        captured = self._replay(batch, ids)
-        count = len(batch.spans)
-        best, tokens = captured.greedy[:, :count]
+        newest = None if previous is None else previous.tokens
         if sampler is not None:
+            ids = _ids(batch, launch, newest)
+            captured, count = self._replay(batch, ids), len(batch.spans)
+            best, tokens = captured.greedy[:, :count]
             output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
             return OptionsStep(step, output, sampler, self._clock)
-        tokens = sample_by_inversion(captured.logits[:count], sequences, tokens.long())
-        copied = torch.empty(2, count, dtype=torch.float32, pin_memory=True)
+        best, tokens = self.launch(batch, launch, newest)
+        copied = torch.empty(2, len(tokens), dtype=torch.float32, pin_memory=True)
         copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)
         times = None
         if self._clock is not None:
@@ -130,6 +126,17 @@ class DecodeGraphs:
         done = torch.cuda.Event()
         done.record()
         return AsyncStep(step, tokens, copied, times, done)
+
+    def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each sequence's best logit and its sampled token, int64, on the device.
+
+        newest: the tokens of the step launched before, where this one follows it.
+        """
+        captured = self._replay(batch, _ids(batch, launch, newest))
+        count = len(batch.spans)
+        best, tokens = captured.greedy[:, :count]
+        tokens = tokens.long()
+        return best, tokens if launch.table is None else sample_by_table(captured.logits[:count], launch.table, tokens)
 
     def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
@@ -166,6 +173,17 @@ class DecodeGraphs:
             if count:
                 self.fused = count_fused(forward)
         return _Graph(graph, inputs, unowned(logits), unowned(greedy), others)
+
+
+def _ids(batch: Batch, launch: Launch, newest: torch.Tensor | None) -> torch.Tensor:
+    """The step's token ids, with newest, the tokens of the step launched before, in the places of PLACEHOLDER."""
+    ids = batch.ids
+    if newest is not None:
+        if launch.source is not None:
+            source = torch.tensor(launch.source, pin_memory=True)
+            newest = newest[source.to(ids.device, non_blocking=True)]
+        ids = torch.where(ids == PLACEHOLDER, newest, ids)
+    return ids
 
 
 @contextmanager

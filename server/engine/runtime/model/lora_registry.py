@@ -6,7 +6,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors, read_adapter
+from server.checkpoint.shards import Part
 from server.config import EngineConfig
 from server.engine.runtime.model.lora import AdapterTable
 from server.engine.scheduling.sequence import LoadedAdapter
@@ -46,6 +47,8 @@ class AdapterRegistry:
         self._done: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self.num_reading = 0
         """Folders that are being read."""
+        self.on_write: Callable[[int, str], None] | None = None
+        """Called with the slot and the folder of every adapter that put() loads from a folder, for other ranks."""
 
     @property
     def slots(self) -> int:
@@ -63,9 +66,10 @@ class AdapterRegistry:
             raise ValueError(f"the adapter {name!r} is not loaded")
         return self._loaded[name]
 
-    def put(self, name: str, weights: _Weights, in_use: Collection[int] = ()) -> None:
+    def put(self, name: str, weights: _Weights, in_use: Collection[int] = (), path: str | None = None) -> None:
         """Load weights under name, in the place of the adapter that has it; in_use are slots that sequences use.
 
+        path: the folder that they are of, where every rank has to load them.
         Sequences of a replaced adapter go on with it. Raises CheckpointError when the weights are another base's, or
         no slot is free.
         """
@@ -80,7 +84,15 @@ class AdapterRegistry:
             )
         self._loaded.pop(name, None)
         self._table.write(free[0], weights)
+        if path is not None and self.on_write is not None:
+            self.on_write(free[0], path)
         self._loaded[name] = LoadedAdapter(free[0], f"adapter {next(self._numbers)}".encode())
+
+    def write(self, slot: int, path: Path) -> None:
+        """Load the adapter in a folder into a slot, as another rank has done. Raises CheckpointError."""
+        weights = read_adapter(path, self._dtype)
+        self._table.check(str(path), weights)
+        self._table.write(slot, weights)
 
     def remove(self, name: str) -> None:
         """Forget an adapter; its slot is free once no sequence uses it. Unknown names are ignored."""
@@ -100,7 +112,7 @@ class AdapterRegistry:
             name, error = read.request.name, read.error
             if read.weights is not None:
                 try:
-                    self.put(name, read.weights, in_use)
+                    self.put(name, read.weights, in_use, read.request.path)
                     logger.info("adapter %s loaded from %s", name, read.request.path)
                 except CheckpointError as e:
                     error = str(e)
@@ -118,9 +130,12 @@ class AdapterRegistry:
         self._done.put(read)
 
 
-def install_adapters(model: PreTrainedModel, config: EngineConfig) -> AdapterRegistry | None:
+def install_adapters(
+    model: PreTrainedModel, config: EngineConfig, parts: Mapping[str, Part] | None = None
+) -> AdapterRegistry | None:
     """Make room for config's adapters beside model's projections and load them; None where config has none.
 
+    parts: of a shard, what it has of every linear layer; it gets as much of the adapters.
     Raises CheckpointError for an adapter that cannot be served.
     """
     if config.lora_slots == 0:
@@ -131,7 +146,7 @@ def install_adapters(model: PreTrainedModel, config: EngineConfig) -> AdapterReg
     rank = config.max_lora_rank or max(ranks + least)
     # Adapters that come later may have any targets.
     targets = None if config.allow_runtime_lora else {module for adapter in weights.values() for module in adapter}
-    table = AdapterTable(model, model.get_decoder(), config.lora_slots, rank, targets)
+    table = AdapterTable(model, model.get_decoder(), config.lora_slots, rank, targets, parts)
     registry = AdapterRegistry(table, model.dtype)
     for name, adapter in weights.items():
         registry.put(name, adapter)

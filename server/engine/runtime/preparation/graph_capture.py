@@ -7,6 +7,7 @@ import logging
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.exchange import agreed
 from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
 from server.engine.runtime.graphs.fused_launches import possible_launches, report_fused
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
@@ -59,7 +60,6 @@ def capture_mixed(
                     raise ValueError(f"logits {wrong}")
 
     failed = failure(attempt)
-    if failed is None:
-        return graphs
-    logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
-    return None
+    if failed is not None:
+        logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
+    return graphs if agreed(failed is None) else None

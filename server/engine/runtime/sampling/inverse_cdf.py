@@ -79,8 +79,6 @@ class RandomRows:
         self._columns[:, 3] = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in given]
         self._columns[:, 4] = [sampling.top_p for sampling in given]
         self._columns[:, 5] = [sampling.min_p for sampling in given]
-        self._sequences = chosen
-        self._vocabulary = vocabulary
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -93,23 +91,13 @@ class RandomRows:
         lengths: int64 [rows], tokens of each row's sequence so far. On CUDA the host does not wait for the device. again:
         take other uniform numbers than the first time, for tokens that a grammar refused.
         """
-        if not len(self):
-            return tokens
+        return sample_by_table(logits, self.table(lengths, again), tokens) if len(self) else tokens
+
+    def table(self, lengths: npt.NDArray[np.int64], again: bool = False) -> npt.NDArray[np.float64]:
+        """What decides the tokens, float64 [R, 6], see triton_kernel.sample_rows(); lengths and again as in sample()."""
         table = self._columns.copy()
         table[:, 2] = _uniforms(self._mixed, lengths[self.rows] + (_RESAMPLING_OFFSET if again else 0))
-        if logits.is_cuda and _DeviceSampling.sample_rows is not None:
-            tokens = tokens.clone()
-            _DeviceSampling.sample_rows(logits, _on(logits.device, table), tokens)
-            return tokens
-        filtered = np.array([is_filtered(sequence, self._vocabulary) for sequence in self._sequences], bool)
-        for chosen, pick in ((~filtered, _pick), (filtered, _pick_filtered)):
-            if chosen.any():
-                parameters = _Parameters.of(_on(logits.device, table[chosen]))
-                scores = (logits if chosen.sum() == logits.shape[0] else logits[parameters.rows]).float()
-                # The maximum is subtracted before the division, so that a tiny temperature does not overflow.
-                scores = (scores - scores.amax(dim=-1, keepdim=True)) / parameters.temperatures
-                tokens = tokens.index_copy(0, parameters.rows, pick(scores, parameters))
-        return tokens
+        return table
 
 
 def sample_by_inversion(
@@ -119,10 +107,33 @@ def sample_by_inversion(
 
     logits [len(sequences), vocabulary].
     """
-    if all(sequence.sampling.temperature == 0 for sequence in sequences):
+    table = sampling_table(sequences, logits.shape[1], again)
+    return tokens if table is None else sample_by_table(logits, table, tokens)
+
+
+def sample_by_table(logits: torch.Tensor, table: npt.NDArray[np.float64], tokens: torch.Tensor) -> torch.Tensor:
+    """sample_by_inversion() by the sequences' sampling_table()."""
+    if logits.is_cuda and _DeviceSampling.sample_rows is not None:
+        tokens = tokens.clone()
+        _DeviceSampling.sample_rows(logits, _on(logits.device, table), tokens)
         return tokens
+    filtered = (table[:, 3] < logits.shape[1]) | (table[:, 4] < 1) | (table[:, 5] > 0)
+    for chosen, pick in ((table[~filtered], _pick), (table[filtered], _pick_filtered)):
+        if len(chosen):
+            parameters = _Parameters.of(_on(logits.device, chosen))
+            scores = (logits if len(chosen) == logits.shape[0] else logits[parameters.rows]).float()
+            # The maximum is subtracted before the division, so that a tiny temperature does not overflow.
+            scores = (scores - scores.amax(dim=-1, keepdim=True)) / parameters.temperatures
+            tokens = tokens.index_copy(0, parameters.rows, pick(scores, parameters))
+    return tokens
+
+
+def sampling_table(sequences: list[Sequence], vocabulary: int, again: bool = False) -> npt.NDArray[np.float64] | None:
+    """RandomRows.table() of sequences whose rows of the logits are 0, 1, ...; None where nothing is sampled at random."""
+    if all(sequence.sampling.temperature == 0 for sequence in sequences):
+        return None
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    return RandomRows(sequences, logits.shape[1]).sample(logits, lengths, tokens, again)
+    return RandomRows(sequences, vocabulary).table(lengths, again)
 
 
 def _on(device: torch.device, table: npt.NDArray[np.float64]) -> torch.Tensor:
