@@ -39,6 +39,7 @@ class CpuNF4Linear(nn.Module):
         shape = (layer.out_features, layer.in_features)
         weight = nf4_kernels.Weight(layer.packed, shape, layer.absmax, layer.blocksize, *nested)
         _prepared.append(cpu.PreparedLinear(weight, layer.bias))
+        self.weight, self.own_bias = weight, layer.bias
         self.register_buffer("handle", torch.tensor(len(_prepared) - 1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
