@@ -53,6 +53,7 @@ class Bf16Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self.out_features, self.in_features = weight.shape
         self.register_buffer("weight", weight.to(torch.bfloat16), persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
