@@ -51,6 +51,9 @@ class CpuNF4Linear(nn.Module):
 class Bf16Linear(nn.Module):
     """A float32 GEMM with a weight that bfloat16 holds without loss: half the memory traffic, the same result."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape

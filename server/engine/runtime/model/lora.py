@@ -182,7 +182,7 @@ def dequantized(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(base, nn.Linear) and not isinstance(base, Linear4bit):
         return base.weight.detach().to(dtype, copy=True)
     if isinstance(base, Bf16Linear):
-        return base.weight.to(dtype, copy=True)  # type: ignore[operator]
+        return base.weight.to(dtype=dtype, copy=True)
     raise ValueError(f"the weight of a {type(base).__name__} cannot be expanded")
 
 

@@ -29,8 +29,8 @@ class AdapterNames:
         self._projections = projections
         self._by_place = {_place(name): name for name in projections}
         modules = {id(module): name for name, module in model.named_modules()}
-        self.embedding = modules[id(model.get_input_embeddings())]
-        self.output_layer = modules.get(id(model.get_output_embeddings()))
+        self.embedding: str = modules[id(model.get_input_embeddings())]
+        self.output_layer: str | None = modules.get(id(model.get_output_embeddings()))
         text: Any = model.config.get_text_config()
         head = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
         keys = head * int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
