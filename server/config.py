@@ -17,6 +17,8 @@ KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
 MetricsNames = Literal["nf4", "vllm", "both"]
 """Prefix of the metrics that vLLM has, too: nf4_, vllm: or one of each."""
 
+KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
+
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message is one line that names the field."""
@@ -130,6 +132,11 @@ class EngineConfig(_Section):
     block_size: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """CUDA: keys and values in 8 bits, with a scale for each token and key head, for nearly twice the tokens.
+
+    auto: in 16 bits, the activations' type.
+    """
     expanded_weights: Literal["auto", "off"] | Annotated[int, Field(ge=0)] = "auto"
     """CUDA: bytes for 16-bit copies of NF4 weights, which steps of more than 128 tokens multiply by.
 
@@ -143,6 +150,8 @@ class EngineConfig(_Section):
     """Skip compilation and CUDA graphs: a quick start, slower decoding."""
     batch_invariant: bool = False
     """CUDA: a sequence's logits are the same bits whatever else is in its batch. Slower, most of all prefill."""
+    embeddings: bool | None = None
+    """Whether /v1/embeddings answers. None: for embedding models, by sentence-transformers' files in their folders."""
     speculation: Literal["off", "lookup", "draft"] = "off"
     """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer."""
     lora_modules: tuple[LoraModule, ...] = ()
@@ -174,6 +183,12 @@ class EngineConfig(_Section):
         if value == "draft":
             raise ValueError("draft models are not offered yet; speculation is off or lookup")
         return value
+
+    @model_validator(mode="after")
+    def _embeddings_vary(self) -> EngineConfig:
+        if self.embeddings and self.batch_invariant:
+            raise ValueError("embeddings do not keep to batch_invariant; one of both has to be off")
+        return self
 
     @model_validator(mode="after")
     def _enough_loras(self) -> EngineConfig:

@@ -34,6 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of most likely alternatives to return per token (0 to 20); None returns no log-probabilities."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, from the second on; a prompt that is scored is not looked up in the cache."""
+    embed: bool = False
+    """The final hidden state of the prompt's last token is wanted, and no token; max_tokens is 1."""
     speculation: bool = True
     """Whether several tokens may be guessed and checked in a step, where the engine does; the answer is the same."""
     grammar: str | None = None
@@ -129,6 +131,8 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprob] | None = None
     """Log-probabilities of the prompt's tokens from the second on, with the first output of a request that wants them."""
     timings: RequestTimings | None = None
+    embedding: bytes | None = None
+    """Hidden state of a request with embed: float32 little-endian [hidden size]. Its output has no tokens."""
 
     def followed_by(self, later: RequestOutput) -> RequestOutput:
         """Both as one output; later is the next one of the same request."""
@@ -143,6 +147,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
             [entry for logprobs in scored for entry in logprobs] if scored else None,
             self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
             later.timings,
+            later.embedding,
         )
 
 

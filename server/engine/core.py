@@ -193,6 +193,8 @@ class Engine:
             raise ValueError("top_p must be in (0, 1], min_p in [0, 1] and top_k at least 0")
         if sampling.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
+        if sampling.embed and (sampling.max_tokens > 1 or sampling.prompt_logprobs is not None or sampling.grammar):
+            raise ValueError("a request that embeds has max_tokens 1, no prompt_logprobs and no grammar")
 
     def _compute(self, step: Step) -> list[RequestOutput]:
         """Execute a scheduled step, account for it, and say what each of its requests got."""
@@ -290,7 +292,7 @@ class Engine:
             del self._clocks[request_id]
         return RequestOutput(
             request_id,
-            [result.token],
+            [result.token] if result.embedding is None else [],
             finish_reason,
             sequence.stop_token_id,
             None,
@@ -298,6 +300,7 @@ class Engine:
             None if logprob is None else [logprob],
             None if sequence.sampling.prompt_logprobs is None else _prompt_logprobs(sequence),
             timings,
+            result.embedding,
         )
 
     def _outputs(self, sequence: Sequence, results: list[Sampled]) -> RequestOutput:

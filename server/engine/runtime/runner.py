@@ -99,6 +99,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
         """Compute a step: one result for each of step.sampled, in order; with guesses one for each token of the step."""
+        if any(chunk.sequence.embeds for chunk in step.chunks):
+            return self._execute_with_embeddings(step)
         logits = self.forward(step)
         sampled = step.sampled
         if logits.shape[0] > len(sampled) and not step.guesses:
@@ -109,6 +111,19 @@ class ModelRunner:
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
         return results
+
+    def _execute_with_embeddings(self, step: Step) -> list[Sampled]:
+        """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""
+        others = Step([chunk for chunk in step.chunks if not chunk.sequence.embeds])
+        sampled = iter(self.execute(others) if others.chunks else ())
+        states = self._paged.hidden_states(self._batch(Step([c for c in step.chunks if c.sequence.embeds])))
+        vectors = iter(states.cpu().numpy())
+        if self._paged.clock is not None:
+            self._paged.clock.note(self._paged.clock.totals)
+        return [
+            Sampled(0, embedding=next(vectors).tobytes()) if chunk.sequence.embeds else next(sampled)
+            for chunk in step.sampled
+        ]
 
     @torch.inference_mode()
     def execute_async(self, step: Step, previous: AsyncStep | None) -> AsyncStep | None:

@@ -134,8 +134,12 @@ class Sequence:
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         )
         """Whether its next token's logits depend on the tokens that it has."""
-        self.is_plain = not (self.is_penalized or sampling.logit_bias or sampling.logprobs is not None)
-        """Whether it wants neither its logits changed, but for min_tokens and a grammar, nor log-probabilities."""
+        self.embeds = sampling.embed
+        """Whether it wants its last hidden state instead of a token."""
+        self.is_plain = not (
+            self.is_penalized or sampling.logit_bias or sampling.logprobs is not None or sampling.embed
+        )
+        """Whether it wants a token, its logits unchanged, but for min_tokens and a grammar, and no log-probabilities."""
         self.constraint: Constraint | None = None
         self.guesser: GuessSource | None = None
         """What guesses its next tokens, once it has been asked."""

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from server.engine.runtime.attention.base import AttentionOptions, GraphBackend, LayerShape
-from server.engine.runtime.attention.decode import DecodeAttention, disagreement
 from server.engine.runtime.attention.flashinfer_graphs import (
     LONGEST,
     QUERIES_PER_BLOCK,
     DecodeWrappers,
-    Kind,
     MixedWrappers,
     partial_bytes,
     workspace,
 )
+from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.decode_trial import disagreement
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.page_tables import Padding, PageTables, page_tables
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Spans
@@ -62,7 +63,7 @@ class FlashInferBackend(GraphBackend):
         # Neither package is installed without CUDA.
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        from server.engine.runtime.attention.kv_write import write_kv
+        from server.engine.runtime.attention.kernels.kv_write import write_kv
 
         self._write_kv = write_kv
         self._block_size = block_size
@@ -238,7 +239,9 @@ class FlashInferBackend(GraphBackend):
         tile: int = 0,
     ) -> torch.Tensor:
         self._next_layer = layer + 1
-        return decode.attend(self._cache[layer], query, key, value, self._kinds[layer].options, rotary, tile)
+        return decode.attend(
+            LayerCache(self._cache[layer], None), query, key, value, self._kinds[layer].options, rotary, tile
+        )
 
     @property
     def applies_rotary(self) -> bool:

@@ -40,7 +40,7 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
     else:
         use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
     adapters = install_adapters(model, config)
-    spec = CacheSpec.of(model, config.block_size)
+    spec = CacheSpec.of(model, config)
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
 
     def paged_with(num_blocks: int) -> PagedModel:
@@ -57,9 +57,14 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
 
 
 def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:
-    """Compile paged's layers and capture its steps, as far as its backend can."""
+    """Compile paged's layers and capture its steps, as far as its backend can. Raises EngineConfigError."""
     backend = paged.backend
     if not isinstance(backend, GraphBackend):
+        if config.batch_invariant:
+            raise EngineConfigError(
+                "engine.batch_invariant needs CUDA graphs, and attention has them with FlashInfer only; a warning in the"
+                " log says why that cannot be used"
+            )
         if backend.runs_compiled_layers:
             compile_with_trials(paged, progress)
         return StepGraphs()
