@@ -22,7 +22,6 @@ from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
-from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.speculator import Speculator
 from server.logs import concerning
 from server.types import (
@@ -59,8 +58,8 @@ class Engine:
         self._pending: AsyncStep | None = None
         self._random = random.SystemRandom()
         self._speculator: Speculator | None = None
-        if config.speculation == "lookup":
-            self._speculator = Speculator(StepCosts(runner.step_costs), limits.max_model_len)
+        if config.speculation == "lookup" and runner.step_costs is not None:
+            self._speculator = Speculator(runner.step_costs, limits.max_model_len)
 
     @property
     def has_work(self) -> bool:

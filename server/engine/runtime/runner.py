@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.model.expanded import expanded_bytes
@@ -24,6 +25,7 @@ from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
 from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.scheduler import Step
+from server.engine.speculation.costs import StepCosts
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class StepGraphs:
 
     decode: DecodeGraphs | None = None
     mixed: MixedGraphs | None = None
+    verify: VerifyGraphs | None = None
     batch_invariant: bool = False
     """Whether every token goes through the one decode graph there is (see graphs/invariant.py)."""
 
@@ -45,12 +48,12 @@ class ModelRunner:
         limits: ModelLimits,
         adapters: AdapterRegistry | None = None,
         graphs: StepGraphs | None = None,
-        step_costs: Mapping[int, float] | None = None,
+        step_costs: StepCosts | None = None,
     ) -> None:
         self._paged = paged
         self._graphs = graphs or StepGraphs()
-        self.step_costs = step_costs or {}
-        """Seconds of decode steps by their tokens, where the configuration has speculation."""
+        self.step_costs = step_costs
+        """What decode steps cost by their tokens, where the configuration has speculation."""
         self.limits = limits
         """What the model and the cache allow."""
         self.adapters = adapters
@@ -88,6 +91,8 @@ class ModelRunner:
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache."""
         batch, graphs = self._batch(step), self._graphs
+        if step.guesses and graphs.verify is not None and graphs.verify.fits(batch):
+            return graphs.verify.run(batch).float()
         if graphs.decode is not None and graphs.decode.fits(batch):
             return graphs.decode.run(batch).float()
         if graphs.mixed is not None and graphs.mixed.fits(batch):
