@@ -157,7 +157,7 @@ class Engine:
             prefix_cache_hits=self._scheduler.prefix_hits,
             drafts=0 if speculator is None else speculator.drafts,
             draft_tokens=0 if speculator is None else speculator.draft_tokens,
-            accepted_by_place=[] if speculator is None else speculator.accepted,
+            accepted_by_place=[] if speculator is None else list(speculator.accepted),
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,
