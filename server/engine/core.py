@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
+from server.engine.requests import check_request
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.async_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
@@ -24,7 +24,6 @@ from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
-from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.speculator import Speculator
 from server.logs import concerning
 from server.types import (
@@ -69,8 +68,8 @@ class Engine:
         self._pending: LaunchedStep | None = None
         self._random = random.SystemRandom()
         self._speculator: Speculator | None = None
-        if config.speculation == "lookup":
-            self._speculator = Speculator(StepCosts(runner.step_costs), limits.max_model_len)
+        if config.speculation == "lookup" and runner.step_costs is not None:
+            self._speculator = Speculator(runner.step_costs, limits.max_model_len)
 
     @property
     def has_work(self) -> bool:
@@ -80,7 +79,7 @@ class Engine:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; one that cannot run gets its error as the output of the next step."""
         try:
-            self._check(request)
+            check_request(request, self._runner.limits.vocab_size)
             own = request.sampling.seed
             seed = self._random.getrandbits(63) if own is None else own
             sequence = Sequence(request, seed, self._eos, self._adapter(request))
@@ -192,7 +191,7 @@ class Engine:
             prefix_cache_hits=self._scheduler.prefix_hits,
             drafts=0 if speculator is None else speculator.drafts,
             draft_tokens=0 if speculator is None else speculator.draft_tokens,
-            accepted_by_place=[] if speculator is None else speculator.accepted,
+            accepted_by_place=[] if speculator is None else list(speculator.accepted),
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,
@@ -202,34 +201,6 @@ class Engine:
             running_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.RUNNING),
             waiting_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.WAITING),
         )
-
-    def _check(self, request: GenerateRequest) -> None:
-        """ValueError for what would otherwise fail inside a step, or sample from no distribution."""
-        sampling, vocabulary = request.sampling, self._runner.limits.vocab_size
-        ids = request.prompt_token_ids
-        if not ids:
-            raise ValueError("the prompt is empty")
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            raise ValueError(f"the prompt has token ids outside the vocabulary of {vocabulary}")
-        if any(not 0 <= token < vocabulary for token in sampling.logit_bias):
-            raise ValueError(f"logit_bias has token ids outside the vocabulary of {vocabulary}")
-        numbers = (
-            sampling.temperature,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.repetition_penalty,
-            *sampling.logit_bias.values(),
-        )
-        if not all(math.isfinite(number) for number in numbers):
-            raise ValueError("sampling parameters must be finite numbers")
-        if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
-            raise ValueError("temperature must be at least 0 and repetition_penalty above 0")
-        if not (0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1 and sampling.top_k >= 0):
-            raise ValueError("top_p must be in (0, 1], min_p in [0, 1] and top_k at least 0")
-        if sampling.max_tokens < 1:
-            raise ValueError("max_tokens must be at least 1")
-        if sampling.embed and (sampling.max_tokens > 1 or sampling.prompt_logprobs is not None or sampling.grammar):
-            raise ValueError("a request that embeds has max_tokens 1, no prompt_logprobs and no grammar")
 
     def _compute(self, step: Step) -> list[RequestOutput]:
         """Execute a scheduled step, account for it, and say what each of its requests got."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from server.engine.runtime.graphs.async_step import Launch, LaunchedStep
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.model.expanded import expanded_bytes
@@ -28,6 +29,7 @@ from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_
 from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.scheduler import Step
+from server.engine.speculation.costs import StepCosts
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class StepGraphs:
 
     decode: DecodeGraphs | None = None
     mixed: MixedGraphs | None = None
+    verify: VerifyGraphs | None = None
     batch_invariant: bool = False
     """Whether every token goes through the one decode graph there is (see graphs/invariant.py)."""
 
@@ -61,7 +64,7 @@ class ModelRunner:
         limits: ModelLimits,
         adapters: AdapterRegistry | None = None,
         graphs: StepGraphs | None = None,
-        step_costs: Mapping[int, float] | None = None,
+        step_costs: StepCosts | None = None,
         sampler: DeviceSampler | None = None,
         followers: Followers | None = None,
     ) -> None:
@@ -70,8 +73,8 @@ class ModelRunner:
         self._followers = followers
         self._newest: torch.Tensor | None = None
         self._graphs = graphs or StepGraphs()
-        self.step_costs = step_costs or {}
-        """Seconds of decode steps by their tokens, where the configuration has speculation."""
+        self.step_costs = step_costs
+        """What decode steps cost by their tokens, where the configuration has speculation."""
         self._sampler = sampler
         self.limits = limits
         """What the model and the cache allow."""
@@ -116,7 +119,7 @@ class ModelRunner:
         """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache."""
         given = step_input(step)
         if self._followers is None:
-            return self.compute(given)
+            return self.compute(given, bool(step.guesses))
         self._followers.compute(given)
         try:
             return self.compute(given)
@@ -124,9 +127,11 @@ class ModelRunner:
             raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
 
     @torch.inference_mode()
-    def compute(self, given: StepInput) -> torch.Tensor:
-        """forward() of what has been taken out of the step."""
+    def compute(self, given: StepInput, guessed: bool = False) -> torch.Tensor:
+        """forward() of what has been taken out of the step; guessed: whether it checks guesses."""
         batch, graphs = self._batch(given), self._graphs
+        if guessed and graphs.verify is not None and graphs.verify.fits(batch):
+            return graphs.verify.run(batch).float()
         if graphs.decode is not None and graphs.decode.fits(batch):
             return graphs.decode.run(batch).float()
         if graphs.mixed is not None and graphs.mixed.fits(batch):

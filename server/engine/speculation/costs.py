@@ -8,58 +8,74 @@ from collections.abc import Mapping, Sequence
 _LEARNING_RATE = 1 / 16
 
 
-class StepCosts:
-    """Seconds of decode steps: measured at the start, and how much longer steps take when they serve.
+class _Times:
+    """Seconds by a number of tokens, as measured at the start, and how much longer it takes when the engine serves.
 
     That is the host's work, which async scheduling hides for steps without guesses, and the attention over long contexts.
     """
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
-        """seconds: of a step by its tokens; other numbers of tokens take as long as the next larger one that is there."""
         if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
             raise ValueError("step costs need at least one number of tokens, each with a time above 0")
-        self._sizes = sorted(seconds)
+        self.sizes = sorted(seconds)
         # More tokens never take less time, but for noise.
-        self._seconds = [max(seconds[size] for size in self._sizes[: i + 1]) for i in range(len(self._sizes))]
-        self._extra = {False: 0.0, True: 0.0}
+        self.seconds = [max(seconds[size] for size in self.sizes[: i + 1]) for i in range(len(self.sizes))]
+        self.extra = 0.0
+
+    def of(self, tokens: int) -> float | None:
+        """Seconds of a step of tokens, which takes as long as the next larger one known; None beyond the largest."""
+        at = bisect_left(self.sizes, tokens)
+        return self.seconds[at] + self.extra if at < len(self.sizes) else None
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Learn from a step that served."""
+        at = bisect_left(self.sizes, tokens)
+        if at < len(self.sizes):
+            own = self.seconds[at]
+            # One step that was held up by something else should not count for long.
+            self.extra += (min(max(0.0, seconds - own), own) - self.extra) * _LEARNING_RATE
+
+
+class StepCosts:
+    """Costs of decode steps with guesses and without."""
+
+    def __init__(self, checking: Mapping[int, float], plain: Mapping[int, float] | None = None) -> None:
+        """checking: seconds of a step with guesses by its tokens; plain: of one without; the same if None.
+
+        Raises ValueError where there are none.
+        """
+        self._checking, self._plain = _Times(checking), _Times(checking if plain is None else plain)
 
     @property
     def most_tokens(self) -> int:
         """The most tokens that a step with guesses may have."""
-        return self._sizes[-1]
+        return self._checking.sizes[-1]
 
     def note(self, tokens: int, seconds: float, guessed: bool) -> None:
         """Learn from a step that served, with guesses or without."""
-        at = bisect_left(self._sizes, tokens)
-        if at < len(self._sizes):
-            own = self._seconds[at]
-            # One step that was held up by something else should not count for long.
-            extra = min(max(0.0, seconds - own), own)
-            self._extra[guessed] += (extra - self._extra[guessed]) * _LEARNING_RATE
+        (self._checking if guessed else self._plain).note(tokens, seconds)
 
     def best(self, sequences: int, survivals: Sequence[float]) -> int:
         """How many guesses a step of that many sequences should check; survivals: all there are, the likeliest first.
 
         A guess's survival is how likely it yields a token. The best number gives the most tokens per second.
         """
-        at = bisect_left(self._sizes, sequences)
-        if at == len(self._sizes) or not survivals:
+        plain, checking = self._plain.of(sequences), self._checking
+        if plain is None or not survivals:
             return 0
-        best, most = 0, sequences / (self._seconds[at] + self._extra[False])
+        best, most = 0, sequences / plain
         gained, taken = 0.0, 0
-        for size, seconds in zip(self._sizes[at:], self._seconds[at:], strict=True):
+        for size, seconds in zip(checking.sizes, checking.seconds, strict=True):
             room = min(size - sequences, len(survivals))
+            if room <= taken:
+                continue
             gained += sum(survivals[taken:room])
-            taken = max(taken, room)
-            rate = (sequences + gained) / (seconds + self._extra[True])
-            if taken and rate > most:
+            taken = room
+            rate = (sequences + gained) / (seconds + checking.extra)
+            if rate > most:
                 best, most = taken, rate
         return best
 
     def may_pay(self, sequences: int) -> bool:
         """Whether guesses could pay for a step of that many sequences if every one of them were right."""
-        at = bisect_left(self._sizes, sequences)
-        if at == len(self._sizes):
-            return False
-        plain = sequences / self._seconds[at]
-        return any(size / seconds > plain for size, seconds in zip(self._sizes[at:], self._seconds[at:], strict=True))
+        return self.best(sequences, [1.0] * max(0, self.most_tokens - sequences)) > 0

@@ -9,8 +9,8 @@ from server.engine.scheduling.sequence import Sequence
 from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.guesser import Guesser
 
-FOLLOWED_PER_STEP = 2048
-"""Tokens that are indexed before a step at most, so that a long prompt does not hold up other sequences (2 ms)."""
+FOLLOWED_PER_STEP = 1024
+"""Tokens that are indexed before a step at most, so that a long prompt does not hold up other sequences (1 ms)."""
 MOST_GUESSES = 15
 """Guesses for one sequence in one step at most."""
 
@@ -35,11 +35,15 @@ class Speculator:
         """
         step.guesses = {}
         chunks = step.chunks
-        if len(chunks) >= self.costs.most_tokens or not all(chunk.samples and chunk.is_decode for chunk in chunks):
+        if not 0 < len(chunks) < self.costs.most_tokens or not all(
+            chunk.samples and chunk.is_decode for chunk in chunks
+        ):
             return False
         if not self.costs.may_pay(len(chunks)):
             return False
         budget, found = FOLLOWED_PER_STEP, list[tuple[float, Sequence]]()
+        # Some sequences get more guesses than others, but not all of them.
+        reach = min(MOST_GUESSES, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
         for chunk in chunks:
             sequence = chunk.sequence
             if not can_guess(sequence):
@@ -47,12 +51,14 @@ class Speculator:
             guesser = sequence.guesser
             if guesser is None:
                 guesser = sequence.guesser = Guesser(sequence.num_prompt)
-            known = len(sequence.tokens) - sequence.has_placeholder
+            unknown = int(sequence.has_placeholder)
+            known = len(sequence.tokens) - unknown
             if guesser.known < known:
                 budget -= guesser.follow(sequence.tokens, known, budget)
             if guesser.known == known:
-                count = min(sequence.most_new_tokens(self._max_model_len) - 1, MOST_GUESSES)
-                found += [(likely, sequence) for likely in guesser.survival(count)]
+                count = min(sequence.most_new_tokens(self._max_model_len) - 1, reach)
+                # A token that is not known yet must be the first guess for the others to come up.
+                found += [(likely, sequence) for likely in guesser.survival(count + unknown)[unknown:]]
         found = nlargest(self.costs.most_tokens - len(chunks), found, key=lambda pair: pair[0])
         best = self.costs.best(len(chunks), [likely for likely, _ in found])
         counts: dict[Sequence, int] = {}

@@ -100,6 +100,8 @@ class FlashInferBackend(GraphBackend):
         self._parts: dict[Kind, list[_Part]] = {}
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._newest_only: DecodeAttention | None = None
+        # Whether keys and values are written before our own kernel attends, not by it.
+        self._shared = False
         self._next_layer = 0
 
     def begin(self, batch: Batch) -> None:
@@ -165,8 +167,9 @@ class FlashInferBackend(GraphBackend):
                 raise ValueError(wrong)
         self._decode = decode
 
-    def begin_decode_graph(self, slots: torch.Tensor) -> None:
+    def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         self._write_to(slots)
+        self._shared = shared
         if self._decode is not None:
             self._newest_only = self._decode
         else:
@@ -230,7 +233,7 @@ class FlashInferBackend(GraphBackend):
     def attend_rotary_next(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
-        if self._newest_only is None:
+        if self._newest_only is None or self._shared:
             return super().attend_rotary_next(query, key, value, rotary, tile)
         return self._attend_newest(self._newest_only, self._next_layer, query, key, value, rotary, tile)
 
@@ -245,16 +248,11 @@ class FlashInferBackend(GraphBackend):
         tile: int = 0,
     ) -> torch.Tensor:
         self._next_layer = layer + 1
-        return decode.attend(
-            LayerCache(self._cache[layer], None),
-            query,
-            key,
-            value,
-            self._kinds[layer].options,
-            rotary,
-            tile,
-            self.sinks.get(layer),
-        )
+        cache, options = LayerCache(self._cache[layer], None), self._kinds[layer].options
+        if self._shared:
+            self._write_kv(cache.data, key, value, self._slots)
+        sinks = self.sinks.get(layer)
+        return decode.attend(cache, query, key, value, options, rotary, tile, sinks, written=self._shared)
 
     @property
     def applies_rotary(self) -> bool:
@@ -262,7 +260,7 @@ class FlashInferBackend(GraphBackend):
 
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots
-        self._newest_only = None
+        self._newest_only, self._shared = None, False
         self._next_layer = 0
 
 

@@ -67,6 +67,8 @@ class TritonBackend(GraphBackend):
         self._graph_chunks: dict[int, torch.Tensor] = {}
         self._launches = _Launches(0, {})
         self._newest_only = False
+        # Whether keys and values are written before the decode kernel attends, not by it.
+        self._shared = False
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._next_layer = 0
 
@@ -110,9 +112,9 @@ class TritonBackend(GraphBackend):
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
         self._decode_for(size, 1).plan(spans, size)
 
-    def begin_decode_graph(self, slots: torch.Tensor) -> None:
+    def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         self._write_to(slots)
-        self._newest_only = True
+        self._newest_only, self._shared = True, shared
 
     def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> _Launches:
         singles = int((spans.lengths == 1).sum())
@@ -139,12 +141,14 @@ class TritonBackend(GraphBackend):
         self._next_layer = layer + 1
         cache, decode, sinks = self._cache[layer], self._decode, self.sinks.get(layer)
         assert decode is not None
-        if self._newest_only:
+        if self._newest_only and not self._shared:
             return decode.attend(cache, query, key, value, options, sinks=sinks)
         if cache.scales is None:
             self._write_kv(cache.data, key, value, self._slots)
         else:
             self._quantize_kv(cache.data, cache.scales, key, value, self._slots)
+        if self._shared:
+            return decode.attend(cache, query, key, value, options, sinks=sinks, written=True)
         out = query.new_empty(query.shape)
         launches = self._launches
         if launches.sequences:
@@ -161,7 +165,7 @@ class TritonBackend(GraphBackend):
     def attend_rotary_next(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
-        if not self._newest_only:
+        if not self._newest_only or self._shared:
             return super().attend_rotary_next(query, key, value, rotary, tile)
         assert self._decode is not None
         layer, self._next_layer = self._next_layer, self._next_layer + 1
@@ -175,5 +179,5 @@ class TritonBackend(GraphBackend):
 
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots
-        self._newest_only = False
+        self._newest_only = self._shared = False
         self._next_layer = 0

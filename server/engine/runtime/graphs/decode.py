@@ -57,6 +57,9 @@ class _Graph:
 class DecodeGraphs:
     """Replays decode steps of up to the ladder's largest size; smaller batches are padded with a scratch sequence."""
 
+    shared = False
+    """Whether a step may have several tokens of one sequence."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -64,7 +67,9 @@ class DecodeGraphs:
         block_size: int,
         clock: DeviceClock | None,
         adapter_slots: int = 0,
+        pool: GraphPool | None = None,
     ) -> None:
+        """pool: that of other graphs, to share it."""
         self._model = model
         self._backend = backend
         self._graphs: dict[int, _Graph] = {}
@@ -73,7 +78,7 @@ class DecodeGraphs:
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
         self._adapted: dict[int, _Graph] = {}
         self._largest = 0
-        self.pool = GraphPool(model.device, backend.scratch_block * block_size)
+        self.pool = GraphPool(model.device, backend.scratch_block * block_size) if pool is None else pool
         """Captures and replays these graphs; other graphs may share it."""
         self.fused: FusedLaunches | None = None
         """The fused launches of a step of the largest graph, without adapters, where they could be counted."""
@@ -88,6 +93,11 @@ class DecodeGraphs:
                 self._adapted[size] = self._capture_one(size, others)
         self._largest = max(sizes)
         progress("capturing decode", 1.0)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sequences of the graphs that there are."""
+        return sorted(self._graphs)
 
     def fits(self, batch: Batch) -> bool:
         """Whether every sequence of batch is one token whose logits are wanted, and a graph is large enough."""
@@ -151,14 +161,14 @@ class DecodeGraphs:
 
     def applies_rotary(self, size: int) -> bool:
         """Whether the attention computes rotary embeddings in the graph of size sequences."""
-        return self._backend.applies_rotary and size >= _ROTARY_FROM
+        return self._backend.applies_rotary and size >= _ROTARY_FROM and not self.shared
 
     def _capture_one(self, size: int, others: torch.Tensor | None, count: bool = False) -> _Graph:
         inputs = self.pool.new_inputs(size)
         self._backend.plan_decode_graph(Spans.of([]), size)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
-            self._backend.begin_decode_graph(inputs[2])
+            self._backend.begin_decode_graph(inputs[2], self.shared)
             with attending(self._backend), adding_masked(others):
                 logits: torch.Tensor = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False

@@ -23,7 +23,12 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec, cache_budget
 from server.engine.runtime.preparation.compilation import compile_with_trials
 from server.engine.runtime.preparation.expansion import expansion_budget
-from server.engine.runtime.preparation.graph_capture import capture_decode, capture_mixed
+from server.engine.runtime.preparation.graph_capture import (
+    capture_decode,
+    capture_mixed,
+    capture_verify,
+    verify_sizes,
+)
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.runner import Followers, ModelRunner, StepGraphs
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
@@ -70,7 +75,7 @@ def build_runner(
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
-        costs = measure_steps(paged, limits) if config.speculation != "off" else None
+        costs = measure_steps(paged, limits, graphs) if config.speculation != "off" else None
     sampler = _device_sampler(paged, limits) if config.speculation == "off" and sharded is None else None
     return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers)
 
@@ -97,8 +102,9 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
         return StepGraphs()
     # Decode graphs first: they compile the model's own code, for each of their sizes.
     decode = capture_decode(paged, backend, limits, config, progress)
+    verify = capture_verify(paged, backend, limits, config, decode, progress) if verify_sizes(config) else None
     compiled = backend.runs_compiled_layers and compile_with_trials(paged, progress)
     mixed = None
     if compiled and not config.batch_invariant:
         mixed = capture_mixed(paged, backend, limits, config, decode, progress)
-    return StepGraphs(decode, mixed, config.batch_invariant)
+    return StepGraphs(decode, mixed, verify, config.batch_invariant)

@@ -12,6 +12,7 @@ from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
 from server.engine.runtime.graphs.fused_launches import possible_launches, report_fused
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
 from server.engine.runtime.limits import ModelLimits, sequence_limit, token_budget
 from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel
@@ -30,11 +31,49 @@ def capture_decode(
     graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots)
     sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device))
     largest = max(sizes)
-    backend.set_up_graphs(limits.max_model_len, largest, not config.batch_invariant)
+    room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
+    backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant)
     graphs.capture(sizes, progress)
     if graphs.fused is not None:
         report_fused(graphs.fused, possible_launches(paged.model, largest, graphs.applies_rotary(largest)))
     return graphs
+
+
+def verify_sizes(config: EngineConfig) -> list[int]:
+    """Tokens of the steps with guesses that get graphs; with batch_invariant these go through its one decode graph."""
+    return [] if config.speculation == "off" or config.batch_invariant else list(SIZES)
+
+
+def capture_verify(
+    paged: PagedModel,
+    backend: GraphBackend,
+    limits: ModelLimits,
+    config: EngineConfig,
+    decode: DecodeGraphs,
+    progress: Progress,
+) -> VerifyGraphs | None:
+    """Capture steps with guesses; None, with a warning, where that fails or the logits differ.
+
+    Call in inference mode, before compilation.
+    """
+    graphs = VerifyGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots, decode.pool)
+    steps = TrialSteps(paged)
+
+    def attempt() -> None:
+        graphs.capture(verify_sizes(config), progress)
+        for size in verify_sizes(config):
+            if size <= limits.max_model_len:
+                batch = steps.first_chunk(size)
+                expected = paged.run(batch)
+                wrong = steps.difference(graphs.run(batch).float(), expected, size)
+                if wrong is not None:
+                    raise ValueError(f"logits {wrong}")
+
+    failed = failure(attempt)
+    if failed is None:
+        return graphs
+    logger.warning("steps with guesses run without CUDA graphs, more slowly: %s", failed)
+    return None
 
 
 def capture_mixed(

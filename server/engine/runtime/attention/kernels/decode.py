@@ -240,12 +240,13 @@ class DecodeAttention:
         sinks: torch.Tensor | None = None,
         sequences: int | None = None,
         out: torch.Tensor | None = None,
+        written: bool = False,
     ) -> torch.Tensor:
         """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest().
 
-        sequences: what plan_singles() was told; None after plan().
+        sequences: what plan_singles() was told; None after plan(). written: they have been written.
         """
         window, room_for = self._windows.index(options.window), query.shape[0] if sequences is None else sequences
         first = item_places(room_for, self._rooms)[window]
         step = self._numbers, first, window, room_for + self._rooms[window].spare, self.tables.blocks
-        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out)
+        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out, written)

@@ -53,6 +53,7 @@ def attend_newest(
     tile: int = 0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    written: bool = False,
 ) -> torch.Tensor:
     """Attention [T, heads, dim] of T sequences' newest tokens, tiled with tile; writes their keys and values.
 
@@ -60,6 +61,8 @@ def attend_newest(
     contiguous last dimension; numbers int32, decode.layout(): from first on lie the items, at most that many; their number
     is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key get rotary
     first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new tensor if None.
+    written: the launch in front has written the keys and values, so that several of the tokens may be of one sequence, one
+    after another.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
@@ -106,6 +109,7 @@ def attend_newest(
         tile,
         overlap,
         quantization_limit(cache.data.dtype),
+        written,
         num_warps=_WARPS,
         launch_pdl=overlap,
     )
@@ -157,29 +161,33 @@ def _attend(  # type: ignore[no-untyped-def]
     tile_rows: tl.constexpr,
     overlap: tl.constexpr,
     limit: tl.constexpr,
+    written: tl.constexpr,
 ):
     # A thread block takes a part of a sequence's keys and one key head, with all query heads that share it.
     if overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
     item, head = tl.program_id(0), tl.program_id(1)
-    row, begin, end, newest = _four(items + item * 8)
-    first, parts, blocks, _ = _four(items + item * 8 + 4)
+    row, begin, end, newest, first, parts, blocks = _item(items + item * 8)
     if item >= tl.load(numbers + counted):
         return
     # The newest key may not be in the cache yet.
-    old = tl.minimum(end, newest)
-    column, table = tl.arange(0, dim), tables + blocks.to(tl.int64) * pitch
+    old, last = tl.minimum(end, newest), end > newest
+    column, line = tl.arange(0, dim), tl.arange(0, rows)
     width: tl.constexpr = kv_heads * dim
-    pages, own_scales = cache + head * dim, scales + head
-    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
-    k, v, k_scale, v_scale, inside = load_tile(
-        pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
-    )
+    pages, own_scales, table = cache + head * dim, scales + head, tables + blocks.to(tl.int64) * pitch
+    if not written:
+        # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
+        k, v, k_scale, v_scale, inside = load_tile(
+            pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
+        )
     q_weight, q_weight_other = _weights(query_norm, offset, dim, norms)
     k_weight, k_weight_other = _weights(key_norm, offset, dim, norms)
     if overlap:
         tl.extra.cuda.gdc_wait()
-    line = tl.arange(0, rows)
+    if written:
+        k, v, k_scale, v_scale, inside = load_tile(
+            pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
+        )
     real = line < group
     queries = query + row.to(tl.int64) * query_token + (head * group + line[:, None]) * query_head
     own_key = key + row.to(tl.int64) * key_token + head * key_head
@@ -195,9 +203,8 @@ def _attend(  # type: ignore[no-untyped-def]
         k_new = tl.reshape(
             _rotated(k_new[None, :], k_other, cos, sin, k_weight, k_weight_other, eps, dim, norms), [dim]
         )
-    last = end > newest
-    place = tl.load(table + newest // block_size).to(tl.int64) * 2 * block_size + newest % block_size
-    store_kv(pages, own_scales, place, k_new, v_new, last, width, kv_heads, dim, block_size, limit)
+    if not written:
+        _put(pages, own_scales, table, newest, k_new, v_new, last, width, kv_heads, dim, block_size, limit)
     own = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap)
     best = tl.where(last, own, -1e38)
     weight = tl.zeros([rows], tl.float32) + tl.where(last, 1.0, 0.0)
@@ -220,6 +227,26 @@ def _attend(  # type: ignore[no-untyped-def]
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
             add_up(to_out, sums, weights, first, parts, row, head, kv_heads, group, few, dim, tile_rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _put(  # type: ignore[no-untyped-def]
+    pages,
+    own_scales,
+    table,
+    newest,
+    k,
+    v,
+    wanted,
+    width: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    block_size: tl.constexpr,
+    limit: tl.constexpr,
+):
+    """Write the newest key and value into the cache if wanted."""
+    place = tl.load(table + newest // block_size).to(tl.int64) * 2 * block_size + newest % block_size
+    store_kv(pages, own_scales, place, k, v, wanted, width, kv_heads, dim, block_size, limit)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -260,5 +287,14 @@ def _rotated(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _four(place):  # type: ignore[no-untyped-def]
-    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
+def _item(place):  # type: ignore[no-untyped-def]
+    """The fields of an item, see decode.layout()."""
+    return (
+        tl.load(place),
+        tl.load(place + 1),
+        tl.load(place + 2),
+        tl.load(place + 3),
+        tl.load(place + 4),
+        tl.load(place + 5),
+        tl.load(place + 6),
+    )
