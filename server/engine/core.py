@@ -103,7 +103,7 @@ class Engine:
         # Async scheduling: where the runner can, this step is launched before the last one's tokens are read.
         pending, self._pending = self._pending, None
         step = self._scheduler.schedule()
-        launched = self._launch(step, pending) if step.chunks else None
+        launched = self._runner.execute_async(step, pending) if step.chunks else None
         if pending is None:
             self._step_clock.start()
         for sequence in step.admitted:
@@ -113,7 +113,8 @@ class Engine:
             ran = pending.step
             outputs += self._account(ran, pending.read(), {})
             self._step_clock.start()
-        if launched is not None and self._complete(launched):
+        # What is sampled by way of grammars had to wait for the tokens of the last step.
+        if launched is not None and launched.complete():
             self._scheduler.advance(step)
             self._pending = launched
         else:
@@ -121,27 +122,6 @@ class Engine:
             if step.chunks:
                 outputs += self._compute(step)
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
-
-    def _launch(self, step: Step, pending: LaunchedStep | None) -> LaunchedStep | None:
-        """Launch a step without waiting for it, where that can be. What fails is executed, which finds who is at fault."""
-        try:
-            return self._runner.execute_async(step, pending)
-        except torch.AcceleratorError:
-            raise  # the device's context is lost: only a new process helps
-        except Exception:
-            logger.exception("launching a step of %d sequences failed", len(step.chunks))
-            return None
-
-    def _complete(self, launched: LaunchedStep) -> bool:
-        """Have a launched step's tokens sampled, now that those before are known; False where that failed."""
-        try:
-            launched.complete()
-        except torch.AcceleratorError:
-            raise
-        except Exception:
-            logger.exception("sampling for %d sequences failed", len(launched.step.chunks))
-            return False
-        return True
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""

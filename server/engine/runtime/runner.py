@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, build_batch
-from server.engine.runtime.graphs.async_step import LaunchedStep
+from server.engine.runtime.graphs.async_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
@@ -24,6 +25,8 @@ from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
 from server.engine.scheduling.scheduler import Step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,14 +126,33 @@ class ModelRunner:
         by a DeviceSampler. previous is the step before it where that has not been read yet. complete() of what is
         launched has to follow, once it has been.
         """
-        graphs, sampler = self._graphs.decode, self._sampler
+        graphs = self._graphs.decode
+        if self._sampler is not None:
+            return self._launch_with_options(step, previous, self._sampler)
         if graphs is None or not all(
-            c.samples and c.length == 1 and (sampler is not None or is_sampled_from_raw_logits(c.sequence))
-            for c in step.chunks
+            c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks
         ):
             return None
+        assert not isinstance(previous, OptionsStep)
         batch = self._batch(step)
-        return graphs.run_async(step, batch, previous, sampler) if graphs.fits(batch) else None
+        return graphs.run_async(step, batch, previous) if graphs.fits(batch) else None
+
+    def _launch_with_options(
+        self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler
+    ) -> OptionsStep | None:
+        graphs = self._graphs.decode
+        if graphs is None or not all(c.samples and c.length == 1 for c in step.chunks):
+            return None
+        batch = self._batch(step)
+        if not graphs.fits(batch):
+            return None
+        try:
+            return graphs.run_with_options(step, batch, previous, sampler)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception:
+            logger.exception("launching a step of %d sequences failed", len(step.chunks))
+            return None  # execute() finds the one that is at fault
 
     def _batch(self, step: Step) -> Batch:
         return build_batch(step, self._paged.block_size, self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, LaunchedSample, ModelOutput
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.scheduler import Step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class AsyncStep:
     """The device's clock, and its totals, valid once done has happened."""
     done: torch.cuda.Event
 
-    def complete(self) -> None:
-        """Nothing: the sampling has been launched with the step."""
+    def complete(self) -> bool:
+        """True: the sampling has been launched with the step."""
+        return True
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens; one result for each of step.sampled."""
@@ -57,7 +61,7 @@ class OptionsStep:
             self._times[1].copy_(clock.totals, non_blocking=True)
         # A grammar's mask follows from the last step's token, which the host has to know.
         if not any(chunk.sequence.constraint is not None for chunk in step.chunks):
-            self.complete()
+            self._launched = sampler.launch(output, [chunk.sequence for chunk in step.sampled])
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -65,10 +69,20 @@ class OptionsStep:
         assert self._launched is not None
         return self._launched.tokens
 
-    def complete(self) -> None:
-        """Launch the sampling, if it had to wait until the tokens of the step before were read. Call that then."""
-        if self._launched is None:
+    def complete(self) -> bool:
+        """Launch the sampling, if it had to wait until the tokens of the step before were read. Call that then.
+
+        False where that failed, which is logged: the step has to be executed then.
+        """
+        if self._launched is not None:
+            return True
+        try:
             self._launched = self._sampler.launch(self._output, [chunk.sequence for chunk in self.step.sampled])
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception:
+            logger.exception("sampling for %d sequences failed", len(self.step.chunks))
+        return self._launched is not None
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens; one result for each of step.sampled."""

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
-from server.engine.runtime.batch import Batch, Spans
+from server.engine.runtime.batch import Batch, Spans, to_device
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
@@ -96,13 +97,8 @@ class DecodeGraphs:
         """Logits [sequences, vocabulary], valid until the next run."""
         return self._replay(batch, batch.ids).logits[: len(batch.spans)]
 
-    def run_async(
-        self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler | None = None
-    ) -> LaunchedStep:
-        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids.
-
-        Without a sampler all tokens are sampled from the model's raw logits.
-        """
+    def run_async(self, step: Step, batch: Batch, previous: AsyncStep | None) -> AsyncStep:
+        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids."""
         ids = batch.ids
         sequences = [chunk.sequence for chunk in step.chunks]
         if previous is not None:
@@ -116,9 +112,6 @@ class DecodeGraphs:
         captured = self._replay(batch, ids)
         count = len(batch.spans)
         best, tokens = captured.greedy[:, :count]
-        if sampler is not None:
-            output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
-            return OptionsStep(step, output, sampler, self._clock)
         tokens = sample_by_inversion(captured.logits[:count], sequences, tokens.long())
         copied = torch.empty(2, count, dtype=torch.float32, pin_memory=True)
         copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)
@@ -129,6 +122,21 @@ class DecodeGraphs:
         done = torch.cuda.Event()
         done.record()
         return AsyncStep(step, tokens, copied, times, done)
+
+    def run_with_options(
+        self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
+    ) -> OptionsStep:
+        """run_async() of sequences with any options, whose tokens sampler samples."""
+        ids = batch.ids
+        if previous is not None:
+            rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
+            source = [rows.get(id(chunk.sequence), 0) for chunk in step.chunks]
+            ids = torch.where(ids == PLACEHOLDER, previous.tokens[to_device(np.array(source), ids.device)], ids)
+        captured = self._replay(batch, ids)
+        count = len(batch.spans)
+        best, tokens = captured.greedy[:, :count]
+        output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
+        return OptionsStep(step, output, sampler, self._clock)
 
     def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
