@@ -18,6 +18,7 @@ from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
 from server.logs import concerning
@@ -41,12 +42,15 @@ class Engine:
         self._grammars = grammars
         limits = runner.limits
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
+        bound = config.max_prefill_ms
+        self._pace = None if bound is None else PrefillPace(bound / 1000)
         self._scheduler = Scheduler(
             self._blocks,
-            sequence_limit(config, runner.device),
+            sequence_limit(config, runner.device, limits.num_blocks * config.block_size),
             token_budget(config, runner.device),
             limits.max_model_len,
             config.enable_prefix_caching,
+            self._pace,
         )
         self._eos = frozenset(limits.eos_token_ids)
         self._clocks: dict[str, RequestClock] = {}
@@ -186,11 +190,13 @@ class Engine:
 
     def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
         """What each request got from a step that advance() was called for; requests that ended while it ran get nothing."""
+        self._step_clock.stop()
+        if self._pace is not None:
+            self._pace.note(sum([c.length for c in step.chunks if not c.is_decode]), self._step_clock.seconds)
         alive = [chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED]
         if len(alive) < len(step.chunks):
             results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
             step = Step(alive)
-        self._step_clock.stop()
         clocks = self._clocks
         self._step_clock.share([(clocks[c.sequence.request_id], c.length, c.is_decode) for c in alive])
         sampled = step.sampled
