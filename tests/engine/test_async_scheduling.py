@@ -146,9 +146,7 @@ def test_async_scheduling_changes_no_answer(blocks: int | None, stop: bool) -> N
 # With "seen" the prompt is in the prefix cache, so that its last token alone is computed, in a step like those of decode.
 @pytest.mark.parametrize("blocks", [None, 34])
 @pytest.mark.parametrize("seen", [False, True])
-def test_options_stay_within_async_scheduling(
-    blocks: int | None, seen: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_stay_within_async_scheduling(blocks: int | None, seen: bool, caplog: pytest.LogCaptureFixture) -> None:
     requests = [make_request(**options) for options in OPTIONS for _ in range(2)]
     expected = run(make_engine(ModelRunner)[0], requests)
     changes = {} if blocks is None else {"kv_cache_bytes": blocks * 768 * 4, "max_model_len": 100}

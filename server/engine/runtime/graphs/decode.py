@@ -135,7 +135,10 @@ class DecodeGraphs:
         if previous is not None:
             rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
             source = [rows.get(id(chunk.sequence), 0) for chunk in step.chunks]
-            ids = torch.where(ids == PLACEHOLDER, previous.tokens[to_device(np.array(source), ids.device)], ids)
+            newest = previous.tokens
+            if source != list(range(len(newest))):
+                newest = newest[to_device(np.array(source, np.int64), ids.device)]
+            ids = torch.where(ids == PLACEHOLDER, newest, ids)
         captured = self._replay(batch, ids)
         count = len(batch.spans)
         best, tokens = captured.greedy[:, :count]
