@@ -12,7 +12,7 @@ import torch
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
-from server.engine.runtime.graphs.async_step import LaunchedStep
+from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled

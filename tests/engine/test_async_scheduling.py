@@ -17,7 +17,7 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
 from server.engine.runtime.batch import build_batch
-from server.engine.runtime.graphs.async_step import LaunchedStep, OptionsStep
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner

@@ -11,10 +11,10 @@ import torch
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, build_batch
-from server.engine.runtime.graphs.async_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.model.expanded import expanded_bytes
@@ -137,6 +137,19 @@ class ModelRunner:
         batch = self._batch(step)
         return graphs.run_async(step, batch, previous) if graphs.fits(batch) else None
 
+    def _batch(self, step: Step) -> Batch:
+        return build_batch(step, self._paged.block_size, self.device)
+
+    def _run_in_groups(self, batch: Batch, graphs: DecodeGraphs) -> torch.Tensor:
+        wanted = batch.sampled_rows.tolist()
+        logits = torch.empty(len(wanted), self.limits.vocab_size, device=self.device)
+        for first, group in in_groups(batch, self._paged.block_size):
+            found = graphs.run(group)
+            for index, row in enumerate(wanted):
+                if first <= row < first + group.num_tokens:
+                    logits[index] = found[row - first]
+        return logits
+
     def _launch_with_options(
         self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler
     ) -> OptionsStep | None:
@@ -153,16 +166,3 @@ class ModelRunner:
         except Exception:
             logger.exception("launching a step of %d sequences failed", len(step.chunks))
             return None  # execute() finds the one that is at fault
-
-    def _batch(self, step: Step) -> Batch:
-        return build_batch(step, self._paged.block_size, self.device)
-
-    def _run_in_groups(self, batch: Batch, graphs: DecodeGraphs) -> torch.Tensor:
-        wanted = batch.sampled_rows.tolist()
-        logits = torch.empty(len(wanted), self.limits.vocab_size, device=self.device)
-        for first, group in in_groups(batch, self._paged.block_size):
-            found = graphs.run(group)
-            for index, row in enumerate(wanted):
-                if first <= row < first + group.num_tokens:
-                    logits[index] = found[row - first]
-        return logits

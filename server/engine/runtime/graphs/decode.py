@@ -18,8 +18,9 @@ from server.engine.runtime.batch import Batch, Spans, to_device
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
-from server.engine.runtime.graphs.async_step import AsyncStep, LaunchedStep, OptionsStep
+from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.pool import GraphPool, unowned
 from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
@@ -127,6 +128,17 @@ class DecodeGraphs:
         done.record()
         return AsyncStep(step, tokens, copied, times, done)
 
+    def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
+        count = len(batch.spans)
+        size = min(s for s in self._graphs if s >= count)
+        captured = (self._adapted if batch.spans.adapted else self._graphs)[size]
+        if captured.others is not None:
+            captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
+            captured.others[count:] = True
+        plan = partial(self._backend.plan_decode_graph, batch.spans, size)
+        self.pool.replay(captured.graph, plan, captured.inputs, (ids, batch.positions, batch.slots))
+        return captured
+
     def run_with_options(
         self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
     ) -> OptionsStep:
@@ -144,17 +156,6 @@ class DecodeGraphs:
         best, tokens = captured.greedy[:, :count]
         output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
         return OptionsStep(step, output, sampler, self._clock)
-
-    def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
-        count = len(batch.spans)
-        size = min(s for s in self._graphs if s >= count)
-        captured = (self._adapted if batch.spans.adapted else self._graphs)[size]
-        if captured.others is not None:
-            captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
-            captured.others[count:] = True
-        plan = partial(self._backend.plan_decode_graph, batch.spans, size)
-        self.pool.replay(captured.graph, plan, captured.inputs, (ids, batch.positions, batch.slots))
-        return captured
 
     def applies_rotary(self, size: int) -> bool:
         """Whether the attention computes rotary embeddings in the graph of size sequences."""
