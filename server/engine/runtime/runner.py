@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,10 +13,11 @@ import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
 from server.engine.runtime.exchange import ExchangeError
-from server.engine.runtime.graphs.async_step import Launch, LaunchedStep
+from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
@@ -30,6 +32,8 @@ from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.scheduler import Step
 from server.engine.speculation.costs import StepCosts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -179,15 +183,14 @@ class ModelRunner:
         by a DeviceSampler. previous is the step before it where that has not been read yet. complete() of what is
         launched has to follow, once it has been.
         """
-        graphs, sampler = self._graphs.decode, self._sampler
+        graphs = self._graphs.decode
+        if self._sampler is not None:
+            return self._launch_with_options(step, previous, self._sampler)
         if graphs is None or not all(
-            c.samples
-            and c.length == 1
-            and not c.sequence.embeds
-            and (sampler is not None or is_sampled_from_raw_logits(c.sequence))
-            for c in step.chunks
+            c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks
         ):
             return None
+        assert not isinstance(previous, OptionsStep)
         given = step_input(step)
         batch = self._batch(given)
         if not graphs.fits(batch):
@@ -195,7 +198,7 @@ class ModelRunner:
         launch = Launch.of(step, previous, self.limits.vocab_size)
         if self._followers is not None:
             self._followers.decode(given, launch)
-        return graphs.run_async(step, batch, launch, previous, sampler)
+        return graphs.run_async(step, batch, launch, previous)
 
     @torch.inference_mode()
     def follow(self, given: StepInput, launch: Launch | None) -> None:
@@ -222,3 +225,20 @@ class ModelRunner:
                 if first <= row < first + group.num_tokens:
                     logits[index] = found[row - first]
         return logits
+
+    def _launch_with_options(
+        self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler
+    ) -> OptionsStep | None:
+        graphs = self._graphs.decode
+        if graphs is None or not all(c.samples and c.length == 1 and not c.sequence.embeds for c in step.chunks):
+            return None
+        batch = self._batch(step_input(step))
+        if not graphs.fits(batch):
+            return None
+        try:
+            return graphs.run_with_options(step, batch, previous, sampler)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception:
+            logger.exception("launching a step of %d sequences failed", len(step.chunks))
+            return None  # execute() finds the one that is at fault

@@ -7,18 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
-from server.engine.runtime.batch import Batch, Spans
+from server.engine.runtime.batch import Batch, Spans, to_device
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
-from server.engine.runtime.graphs.async_step import AsyncStep, Launch, LaunchedStep, OptionsStep
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.pool import GraphPool, unowned
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.lora import adding_masked, others_of
@@ -35,8 +37,12 @@ _ROTARY_FROM = 8
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 128, of 32 beyond; max_num_seqs last."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_num_seqs + 32, 32)]
+    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 128, of 32 to 256, of 64 to 512, of 128 beyond.
+
+    max_num_seqs is the last one. Each size is compiled on its own at the first start, so 1024 sequences get 27 sizes.
+    """
+    few = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)]
+    sizes = [*few, *range(256, 512, 64), *range(512, max_num_seqs, 128)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
@@ -107,26 +113,9 @@ class DecodeGraphs:
         """Logits [sequences, vocabulary], valid until the next run."""
         return self._replay(batch, batch.ids).logits[: len(batch.spans)]
 
-    def run_async(
-        self,
-        step: Step,
-        batch: Batch,
-        launch: Launch,
-        previous: LaunchedStep | None,
-        sampler: DeviceSampler | None = None,
-    ) -> LaunchedStep:
-        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids.
-
-        Without a sampler all tokens are sampled from the model's raw logits.
-        """
-        newest = None if previous is None else previous.tokens
-        if sampler is not None:
-            ids = _ids(batch, launch, newest)
-            captured, count = self._replay(batch, ids), len(batch.spans)
-            best, tokens = captured.greedy[:, :count]
-            output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
-            return OptionsStep(step, output, sampler, self._clock)
-        best, tokens = self.launch(batch, launch, newest)
+    def run_async(self, step: Step, batch: Batch, launch: Launch, previous: AsyncStep | None) -> AsyncStep:
+        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids."""
+        best, tokens = self.launch(batch, launch, None if previous is None else previous.tokens)
         copied = torch.empty(2, len(tokens), dtype=torch.float32, pin_memory=True)
         copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)
         times = None
@@ -158,6 +147,24 @@ class DecodeGraphs:
         plan = partial(self._backend.plan_decode_graph, batch.spans, size)
         self.pool.replay(captured.graph, plan, captured.inputs, (ids, batch.positions, batch.slots))
         return captured
+
+    def run_with_options(
+        self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
+    ) -> OptionsStep:
+        """run_async() of sequences with any options, whose tokens sampler samples."""
+        ids = batch.ids
+        if previous is not None:
+            rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
+            source = [rows.get(id(chunk.sequence), 0) for chunk in step.chunks]
+            newest = previous.tokens
+            if source != list(range(len(newest))):
+                newest = newest[to_device(np.array(source, np.int64), ids.device)]
+            ids = torch.where(ids == PLACEHOLDER, newest, ids)
+        captured = self._replay(batch, ids)
+        count = len(batch.spans)
+        best, tokens = captured.greedy[:, :count]
+        output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
+        return OptionsStep(step, output, sampler, self._clock)
 
     def applies_rotary(self, size: int) -> bool:
         """Whether the attention computes rotary embeddings in the graph of size sequences."""

@@ -80,14 +80,6 @@ def build_runner(
     return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers)
 
 
-def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
-    """What samples with all options within async scheduling: on CUDA, where NF4_ASYNC_OPTIONS=1 asks for it."""
-    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) != "1":
-        return None
-    use_device_options(paged.device, paged.dtype, limits.vocab_size)
-    return DeviceSampler(limits.vocab_size, paged.device)
-
-
 def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:
     """Compile paged's layers and capture its steps, as far as its backend can. Raises EngineConfigError."""
     backend = paged.backend
@@ -108,3 +100,11 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
     if compiled and not config.batch_invariant:
         mixed = capture_mixed(paged, backend, limits, config, decode, progress)
     return StepGraphs(decode, mixed, verify, config.batch_invariant)
+
+
+def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
+    """What samples with all options within async scheduling: on CUDA, where NF4_ASYNC_OPTIONS=1 asks for it."""
+    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) != "1":
+        return None
+    use_device_options(paged.device, paged.dtype, limits.vocab_size)
+    return DeviceSampler(limits.vocab_size, paged.device)

@@ -29,7 +29,8 @@ def capture_decode(
     # A graph's GEMMs prefetch the next weight only if its order is known when they are captured.
     set_weight_order(paged.model, TrialSteps(paged).run)
     graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots)
-    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device))
+    cached = limits.num_blocks * config.block_size
+    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device, cached))
     largest = max(sizes)
     room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
     backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant)
@@ -85,7 +86,8 @@ def capture_mixed(
     progress: Progress,
 ) -> MixedGraphs | None:
     """Capture mixed steps over compiled layers; None, with a warning, where that fails or the logits differ."""
-    sequences, budget = sequence_limit(config, paged.device), token_budget(config, paged.device)
+    cached = limits.num_blocks * config.block_size
+    sequences, budget = sequence_limit(config, paged.device, cached), token_budget(config, paged.device)
     graphs = MixedGraphs(paged.model, backend, paged.block_size, sequences, paged.clock, decode.pool)
     steps = TrialSteps(paged)
 
