@@ -93,7 +93,9 @@ def run(
             )
     routed = routing is not None
     with torch.cuda.device(device):
-        workspace = torch.empty(choice.workspace_bytes(choices, num_experts, n, k, routed), dtype=torch.uint8, device=device)
+        workspace = torch.empty(
+            choice.workspace_bytes(choices, num_experts, n, k, routed), dtype=torch.uint8, device=device
+        )
         x, experts = _aligned(x), experts.contiguous()
         bias = None if bias is None else _aligned(bias)
         routing = None if routing is None else routing.contiguous()
@@ -142,7 +144,9 @@ def _check(
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"x must be float16 or bfloat16, got {x.dtype}")
     if experts.ndim != 2 or experts.dtype != torch.int32 or experts.device != x.device:
-        raise ValueError(f"experts must be int32 [tokens, top_k] on {x.device}, got {experts.dtype} {tuple(experts.shape)}")
+        raise ValueError(
+            f"experts must be int32 [tokens, top_k] on {x.device}, got {experts.dtype} {tuple(experts.shape)}"
+        )
     tokens, top_k = experts.shape
     if tuple(x.shape) not in ((tokens, k), (tokens, top_k, k)):
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [{tokens}, {k}] or [{tokens}, {top_k}, {k}]")

@@ -3,7 +3,8 @@
     >>> print(plan_moe(1, 8, 128, 1536, 2048, 90, 132, gated=True))
     moe_rows: 16 warps x 2 blocks, groups of 8, 7 stages, grid 132
 
-A choice is one of a token's top_k experts; a group is up to so many choices of one expert whose weight is read once for them.
+A choice is one of a token's top_k experts; a group is up to so many choices of one expert, whose weight is read once for
+them.
 """
 
 from __future__ import annotations
