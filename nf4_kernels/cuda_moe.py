@@ -93,9 +93,9 @@ def run(
             )
     routed = routing is not None
     with torch.cuda.device(device):
-        workspace = torch.empty(
-            choice.workspace_bytes(choices, num_experts, n, k, routed), dtype=torch.uint8, device=device
-        )
+        x_rows = tokens if x.ndim == 2 else choices
+        size = choice.workspace_bytes(choices, x_rows, num_experts, n, k, routed)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
         x, experts = _aligned(x), experts.contiguous()
         bias = None if bias is None else _aligned(bias)
         routing = None if routing is None else routing.contiguous()

@@ -54,7 +54,7 @@ class MoeRows:
     held_groups: int
     sorted: bool
 
-    def workspace_bytes(self, choices: int, experts: int, n: int, k: int, routed: bool) -> int:
+    def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
         """The list of groups, if any, and float32 results that a launch behind adds up."""
         listed = _list_bytes(choices, experts, self.tiles * 8) if self.sorted else 0
         return listed + (self.parts * choices * n * 4 if routed or self.parts > 1 else 0)
@@ -75,10 +75,10 @@ class MoeWgmma:
     groups: int
     grid: int
 
-    def workspace_bytes(self, choices: int, experts: int, n: int, k: int, routed: bool) -> int:
-        """The list of groups, tiled activations, and 16-bit results that a launch behind adds up."""
-        tiles = _capacity(choices, experts, self.tokens) * self.tokens * -(-k // K_STEP) * K_STEP * 2
-        return _list_bytes(choices, experts, self.tokens) + tiles + (choices * n * 2 if routed else 0)
+    def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
+        """The list of groups, x in the order of tiles, and 16-bit results that a launch behind adds up."""
+        ordered = x_rows * -(-k // K_STEP) * K_STEP * 2
+        return _list_bytes(choices, experts, self.tokens) + ordered + (choices * n * 2 if routed else 0)
 
     def __str__(self) -> str:
         return f"moe_wgmma: {self.tokens} choices x {self.groups * 64} rows, grid {self.grid}"

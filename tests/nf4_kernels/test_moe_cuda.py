@@ -105,7 +105,7 @@ def check(
         nested = weight.absmax_8bit is not None
         plans = moe_candidates(tokens, top_k, count, n, k, arch, processors, nested, gated)
     for plan in plans:
-        sizes = (wanted.numel() * 2, plan.workspace_bytes(experts.numel(), count, n, k, routing is not None))
+        sizes = (wanted.numel() * 2, plan.workspace_bytes(experts.numel(), experts.numel(), count, n, k, routing is not None))
 
         def once(plan: MoePlan = plan) -> torch.Tensor:
             return cuda_moe.run(x, weight, experts, bias, routing, name, plan)

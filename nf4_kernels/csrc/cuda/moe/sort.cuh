@@ -16,8 +16,8 @@ struct SortArgs {
 
 inline int sort_shared_bytes(int num_experts) { return (num_experts * 3 + 32) * 4; }
 
-static __global__ void __launch_bounds__(kSortThreads, 1) sort_choices(const __grid_constant__ SortArgs args) {
-  extern __shared__ __align__(128) int counts[];  // of each expert, then its places that are taken, then its first group
+// counts: of each expert, in shared memory; behind them its places that are taken, then its first group.
+__device__ __forceinline__ void sort_choices(const SortArgs& args, int* counts) {
   int* taken = counts + args.num_experts;
   int* begins = taken + args.num_experts;
   int* sums = begins + args.num_experts;
@@ -25,8 +25,6 @@ static __global__ void __launch_bounds__(kSortThreads, 1) sort_choices(const __g
   int* places = of_experts + args.capacity;
   for (int e = threadIdx.x; e < args.num_experts; e += kSortThreads) counts[e] = taken[e] = 0;
   __syncthreads();
-  launch_dependents();
-  grid_dependency_wait();
   auto known = [&](int expert) { return static_cast<unsigned>(expert) < static_cast<unsigned>(args.num_experts); };
 #pragma unroll 4
   for (int c = threadIdx.x; c < args.choices; c += kSortThreads) {
@@ -57,13 +55,24 @@ static __global__ void __launch_bounds__(kSortThreads, 1) sort_choices(const __g
   }
 }
 
-// Launches it; the list begins at the workspace's beginning.
-inline cudaError_t launch_sort(const Nf4Moe& moe, int size, GroupList* list) {
+static __global__ void __launch_bounds__(kSortThreads, 1) sort_alone(const __grid_constant__ SortArgs args) {
+  extern __shared__ __align__(128) int counts[];
+  launch_dependents();
+  grid_dependency_wait();
+  sort_choices(args, counts);
+}
+
+inline SortArgs sort_args(const Nf4Moe& moe, int size, GroupList* list) {
   int capacity = static_cast<int>(moe_capacity(moe, size));
   *list = {static_cast<const int*>(moe.workspace), capacity, size};
-  SortArgs args{moe.experts, static_cast<int*>(moe.workspace), static_cast<int>(moe_choices(moe)), moe.num_experts,
-                capacity, size};
-  return launch_dependent(sort_choices, 1, kSortThreads, sort_shared_bytes(moe.num_experts), moe.stream, args);
+  return {moe.experts, static_cast<int*>(moe.workspace), static_cast<int>(moe_choices(moe)), moe.num_experts, capacity,
+          size};
+}
+
+// Launches it; the list begins at the workspace's beginning.
+inline cudaError_t launch_sort(const Nf4Moe& moe, int size, GroupList* list) {
+  return launch_dependent(sort_alone, 1, kSortThreads, sort_shared_bytes(moe.num_experts), moe.stream,
+                          sort_args(moe, size, list));
 }
 
 }  // namespace nf4

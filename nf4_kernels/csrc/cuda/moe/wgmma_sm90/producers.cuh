@@ -26,22 +26,67 @@ __device__ __forceinline__ void load_expert_weights(const MoeWgmmaArgs& args, co
   }
 }
 
+__device__ __forceinline__ void copy_chunk(unsigned target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// One warp gathers the activations of a group's choices: eight lanes copy 64 k of one, four choices at a time. wgmma reads
+// them through another proxy, so each lane's copies are waited for and fenced before the stage is handed over; kAhead stages
+// are on their way meanwhile. Where a group has fewer choices the first row of x is copied, whose results nobody writes.
 template <typename Traits>
-__device__ __forceinline__ void load_choices(const MoeWgmmaArgs& args, WgmmaLayout<Traits> layout) {
+__device__ __forceinline__ void gather_choices(const MoeWgmmaArgs& args, WgmmaLayout<Traits> layout) {
   using Layout = WgmmaLayout<Traits>;
+  constexpr int kTokens = Traits::kTokens, kBlocks = Layout::kTokenBlocks, kAhead = Traits::kTokenStages > 4 ? 3 : 2;
+  constexpr int kHeld = (kTokens + 31) / 32;
+  int lane = threadIdx.x % 32, chunk = lane % 8, first = lane / 8;
+  unsigned even = first * 128 + ((chunk ^ first) << 4), odd = first * 128 + ((chunk ^ first ^ 4) << 4);
   MoeTiles work(args);
   Ring<Traits::kTokenStages> ring;
-  constexpr int kCopies = 4 / Layout::kTokenBlocks;
+  int under_way = 0, full = 0;  // full: the stage that is handed over next
+  auto hand_over = [&] {
+    fence_loads_before_copies();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(layout.tokens_full(full));
+    full = full + 1 == Traits::kTokenStages ? 0 : full + 1;
+    --under_way;
+  };
   while (work.advance<Layout::kRows>(args)) {
-    const char* from = args.tiles + int64_t{work.group} * args.steps * kCopies * Layout::kTokenBytes;
-    for (int copy = 0; copy < args.steps * kCopies; ++copy, from += Layout::kTokenBytes) {
+    int held[kHeld];
+    const int* choices = args.list.choices(work.group);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      int place = i * 32 + lane;
+      held[i] = max(load_fresh(choices + min(place, kTokens - 1)), 0) / args.x_choices;
+    }
+    for (int copy = 0; copy < args.steps * (4 / kBlocks); ++copy) {
       barrier_wait(layout.tokens_empty(ring.stage), ring.parity ^ 1);
-      unsigned full = layout.tokens_full(ring.stage);
-      expect_bytes(full, Layout::kTokenBytes);
-      copy_bytes(layout.tokens(ring.stage), from, Layout::kTokenBytes, full);
+      unsigned target = layout.tokens(ring.stage);
+      const char* from = args.tiles + copy * (kBlocks * 128) + chunk * 16;
+#pragma unroll
+      for (int j = 0; j < kTokens / 4; ++j) {
+        int row = __shfl_sync(~0u, held[j / 8], first + j % 8 * 4);
+        const char* source = from + uint64_t{static_cast<unsigned>(row)} * args.row_bytes;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          copy_chunk(target + (block * kTokens + j * 4) * 128 + (j % 2 ? odd : even), source + block * 128);
+        }
+      }
+      commit_copies();
+      ++under_way;
       ring.advance();
+      if (under_way == kAhead) {
+        wait_copies<kAhead - 1>();
+        hand_over();
+      }
     }
   }
+  wait_copies<0>();
+  while (under_way > 0) hand_over();
 }
 
 // A row of a tile as one of all experts' rows; beyond the expert's last it is that.
@@ -121,33 +166,6 @@ __device__ __forceinline__ void load_expert_scales(const MoeWgmmaArgs& args, Wgm
         commit_stage();
       }
     }
-  }
-}
-
-// The launch in front, which copies the choices' activations into tiles as tile_activations() does it for tokens; it also
-// writes the zeros of choices whose expert does not exist.
-template <typename T>
-__global__ void tile_choices(const T* x, const int* experts, GroupList list, uint4* tiles, T* zeroed, int columns,
-                             int num_experts, int choices, int x_choices, int k_blocks, int padded_blocks) {
-  launch_dependents();
-  grid_dependency_wait();
-  if (zeroed) {
-    zero_unknown(experts, num_experts, choices, zeroed, columns, (blockIdx.x * blockDim.x + threadIdx.x) / 32,
-                 gridDim.x * blockDim.x / 32);
-  }
-  int groups = list.count(), row_chunks = padded_blocks * 8;
-  int64_t chunks = int64_t{groups} * list.size * row_chunks;
-  for (int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; at < chunks; at += int64_t{gridDim.x} * blockDim.x) {
-    int slot = static_cast<int>(at / row_chunks), rest = static_cast<int>(at - int64_t{slot} * row_chunks);
-    int chunk = rest % 8, block = rest / 8, group = slot / list.size, row = slot - group * list.size;
-    int choice = load_fresh(list.choices(0) + slot);
-    uint4 words = make_uint4(0, 0, 0, 0);
-    if (choice >= 0 && block < k_blocks) {
-      const unsigned* from =
-          reinterpret_cast<const unsigned*>(x + (int64_t{choice / x_choices} * k_blocks + block) * 64) + chunk;
-      words = make_uint4(__ldcg(from), __ldcg(from + 8), __ldcg(from + 16), __ldcg(from + 24));
-    }
-    tiles[((int64_t{group} * padded_blocks + block) * list.size + row) * 8 + (chunk ^ row % 8)] = words;
   }
 }
 

@@ -1,8 +1,7 @@
 // The C entry of work.cuh: it validates what is asked, fills the kernel's arguments and makes the launches.
-#include "../sort.cuh"
 #include "../sums.cuh"
 #include "instances.cuh"
-#include "producers.cuh"
+#include "prepare.cuh"
 
 namespace nf4 {
 namespace {
@@ -80,31 +79,38 @@ cudaError_t launch(const Nf4Moe& moe, const MoeWgmmaPlan& plan, const MoeWgmmaAr
   return cudaErrorInvalidValue;
 }
 
+// The first launch; the list begins at the workspace's beginning, and behind it lies what it makes of x.
 template <typename T>
-cudaError_t launch_tiling(const Nf4Moe& moe, const MoeWgmmaPlan& plan, const MoeWgmmaArgs& args, void* tiles) {
-  int padded = args.steps * 4;
-  int64_t chunks = (int64_t{args.list.capacity} * plan.tokens * padded * 8 + 255) / 256, most = plan.grid * 16;
-  T* zeroed = moe.routing ? nullptr : static_cast<T*>(moe.out);
-  return launch_dependent(tile_choices<T>, chunks < most ? chunks : most, 256, 0, moe.stream,
-                          static_cast<const T*>(moe.x), moe.experts, args.list, static_cast<uint4*>(tiles), zeroed,
-                          moe.activation ? args.n / 2 : args.n, moe.num_experts, static_cast<int>(moe_choices(moe)),
-                          moe.x_of_choices ? 1 : moe.top_k, args.k_blocks, padded);
+cudaError_t launch_preparation(const Nf4Moe& moe, const MoeWgmmaPlan& plan, MoeWgmmaArgs* args) {
+  PrepareArgs prepare{};
+  prepare.sort = sort_args(moe, plan.tokens, &args->list);
+  prepare.x = moe.x;
+  prepare.ordered = reinterpret_cast<uint4*>(static_cast<char*>(moe.workspace) +
+                                             list_bytes(args->list.capacity, args->list.size));
+  prepare.zeroed = moe.routing ? nullptr : moe.out;
+  prepare.columns = moe.activation ? args->n / 2 : args->n;
+  prepare.rows = static_cast<int>(moe.x_of_choices ? moe_choices(moe) : moe.tokens);
+  prepare.k_blocks = args->k_blocks;
+  prepare.padded_blocks = args->steps * 4;
+  args->tiles = reinterpret_cast<const char*>(prepare.ordered);
+  args->x_choices = moe.x_of_choices ? 1 : moe.top_k;
+  args->row_bytes = static_cast<unsigned>(args->steps) * 512;
+  int64_t chunks = int64_t{prepare.rows} * args->row_bytes / 16, blocks = (chunks + kSortThreads - 1) / kSortThreads;
+  if (blocks > plan.grid * 2) blocks = plan.grid * 2;
+  return launch_dependent(prepare_choices<T>, blocks + 1, kSortThreads, sort_shared_bytes(moe.num_experts), moe.stream,
+                          prepare);
 }
 
 template <typename T>
 cudaError_t launch_all(const Nf4Moe& moe, const MoeWgmmaPlan& plan) {
   MoeWgmmaArgs args = build_args(moe, plan);
-  cudaError_t status = launch_sort(moe, plan.tokens, &args.list);
+  cudaError_t status = launch_preparation<T>(moe, plan, &args);
   if (status != cudaSuccess) return status;
-  char* workspace = static_cast<char*>(moe.workspace) + list_bytes(args.list.capacity, args.list.size);
-  status = launch_tiling<T>(moe, plan, args, workspace);
-  if (status != cudaSuccess) return status;
-  args.tiles = workspace;
-  workspace += int64_t{args.list.capacity} * plan.tokens * args.steps * 512;
-  if (moe.routing) args.out = workspace;
+  char* results = const_cast<char*>(args.tiles) + (moe.x_of_choices ? moe_choices(moe) : moe.tokens) * int64_t{args.row_bytes};
+  if (moe.routing) args.out = results;
   status = launch(moe, plan, args);
   if (status != cudaSuccess || !moe.routing) return status;
-  SumArgs sums{workspace, moe.experts, moe.routing, moe.out, static_cast<int>(moe.tokens), moe.top_k,
+  SumArgs sums{results, moe.experts, moe.routing, moe.out, static_cast<int>(moe.tokens), moe.top_k,
                moe.num_experts, 1, args.n, args.n % 4 == 0};
   return launch_sums<T, T>(sums, moe.stream);
 }

@@ -1,8 +1,8 @@
 // GEMMs of many choices with experts' NF4 weights on Hopper: linear_wgmma's tiles (../../wgmma_sm90/linear_wgmma.cuh tells
 // how one is computed), where each token tile is a group of choices of one expert and multiplies that expert's weight.
 //
-// There are three launches, or four: one lists the groups (../sort.cuh); one copies the choices' activations into tiles; the
-// GEMM; and where a token's choices are added up, one for that (../sums.cuh). The grid is as large as the device, whatever the
+// There are two launches, or three: one lists the groups and orders x (prepare.cuh); the GEMM, which gathers rows of x; and
+// where a token's choices are added up, one for that (../sums.cuh). The grid is as large as the device, whatever the
 // groups are: a thread block takes every gridDim.x-th tile, and the number of tiles is read on the device.
 #pragma once
 
@@ -18,6 +18,8 @@ struct MoeWgmmaArgs : WgmmaArgs {
   GroupList list;  // its groups are token tiles
   int row_tiles;
   int activation;
+  int x_choices;       // that share a row of x
+  unsigned row_bytes;  // of such a row in `tiles`, which are x in the order of k that tiles have
 };
 
 // A thread block's tiles. Neighbouring thread blocks have row tiles of the same token tile.
