@@ -80,7 +80,10 @@ class MoeRowsPlan(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int32)
-        for name in ("warps", "blocks", "tiles", "stages", "parts", "part_blocks", "grid", "held_groups", "sorted")
+        for name in (
+            *("warps", "teams", "blocks", "tiles", "stages", "parts", "part_blocks"),
+            *("grid", "held_groups", "sorted", "adds"),
+        )
     )
 
 

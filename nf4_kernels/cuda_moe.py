@@ -86,7 +86,7 @@ def run(
         return out.zero_()
     if choice is None:
         choice = plan_on(device, tokens, top_k, tuple(weight.shape), weight.blocksize, weight.absmax_8bit is not None,
-                         activation is not None)  # fmt: skip
+                         activation is not None, routing is not None)  # fmt: skip
         if choice is None:
             raise ValueError(
                 f"no CUDA kernel takes experts of shape {list(weight.shape)} in blocks of {weight.blocksize}"
@@ -126,12 +126,19 @@ def run(
 
 @functools.lru_cache(maxsize=4096)
 def plan_on(
-    device: torch.device, tokens: int, top_k: int, shape: tuple[int, ...], blocksize: int, nested: bool, gated: bool
+    device: torch.device,
+    tokens: int,
+    top_k: int,
+    shape: tuple[int, ...],
+    blocksize: int,
+    nested: bool,
+    gated: bool,
+    routed: bool,
 ) -> MoePlan | None:
     """plan_moe() for a CUDA device of this machine."""
     properties = torch.cuda.get_device_properties(device)
     arch, multiprocessors = 10 * properties.major + properties.minor, properties.multi_processor_count
-    return plan_moe(tokens, top_k, *shape, arch, multiprocessors, blocksize, nested, gated)
+    return plan_moe(tokens, top_k, *shape, arch, multiprocessors, blocksize, nested, gated, routed)
 
 
 def _check(

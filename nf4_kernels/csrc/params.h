@@ -137,6 +137,7 @@ typedef struct {
 /* The shape of a moe_rows launch; nf4_kernels/plan/moe.py chooses it. */
 typedef struct {
   int32_t warps;       /* consumer warps */
+  int32_t teams;       /* of consumer warps, each with 16 rows of its own */
   int32_t blocks;      /* 64-wide k blocks of a consumer warp */
   int32_t tiles;       /* token tiles of 8 choices; so many are a group, whose expert's rows are read once */
   int32_t stages;      /* of the shared-memory ring */
@@ -145,6 +146,7 @@ typedef struct {
   int32_t grid;        /* thread blocks */
   int32_t held_groups; /* the most groups that a thread block's share of the work can touch */
   int32_t sorted;      /* a launch in front groups the choices; else every thread block does, for up to 1024 of them */
+  int32_t adds;        /* there are no more choices than a group has, and they are added up in the same launch */
 } MoeRowsPlan;
 
 /* The shape of a moe_wgmma launch; nf4_kernels/plan/moe.py chooses it. */

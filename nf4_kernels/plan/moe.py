@@ -1,7 +1,7 @@
 """GEMMs of a mixture of experts: which launches compute one, as a pure function of shapes; the groups stay on the device.
 
     >>> print(plan_moe(1, 8, 128, 1536, 2048, 90, 132, gated=True))
-    moe_rows: 16 warps x 2 blocks, groups of 8, 7 stages, grid 132
+    moe_rows: 1 x 16 warps x 2 blocks, groups of 8, 7 stages, grid 132
 
 A choice is one of a token's top_k experts; a group is up to so many choices of one expert, whose weight is read once for
 them.
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nf4_kernels.plan.rows import rows_stages, shared_bytes, stage_bytes
+from nf4_kernels.plan.rows import GROUP_ROWS, shared_bytes
 
-# (warps, k blocks of a warp, token tiles of 8): the instances of csrc/cuda/moe/rows.cu.
+# (warps, teams, k blocks of a warp, token tiles of 8): the instances of csrc/cuda/moe/rows.cu.
 MOE_INSTANCES = (
-    *((16, blocks, 1) for blocks in (1, 2, 3, 4, 8)),
-    *((16, blocks, 2) for blocks in (1, 2, 3, 4)),
-    *((16, blocks, 4) for blocks in (1, 2)),
+    *((16, teams, blocks, tiles) for tiles in (1, 2) for teams in (1, 2, 4) for blocks in (1, 2, 3, 4)),
+    (16, 1, 8, 1),
+    (16, 1, 1, 4),
+    (16, 1, 2, 4),
 )
 # The same for devices whose blocks have 99 KB of shared memory.
-MOE_SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2))
+MOE_SMALL_INSTANCES = ((8, 1, 1, 1), (8, 1, 2, 1), (4, 1, 2, 2))
 # (tokens of a tile, warpgroups): the instances of csrc/cuda/moe/wgmma_sm90/instances.cuh.
 MOE_WGMMA_INSTANCES = ((16, 2), (32, 2), (64, 2), (128, 2), (256, 2))
 MOST_UNSORTED = 1024
@@ -45,6 +46,7 @@ class MoeRows:
     """moe_rows: the weight rows of chosen experts stream past their choices; the fields are MoeRowsPlan of params.h."""
 
     warps: int
+    teams: int
     blocks: int
     tiles: int
     stages: int
@@ -53,17 +55,19 @@ class MoeRows:
     grid: int
     held_groups: int
     sorted: bool
+    adds: bool
 
     def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
         """The list of groups, if any, and float32 results that a launch behind adds up."""
         listed = _list_bytes(choices, experts, self.tiles * 8) if self.sorted else 0
-        return listed + (self.parts * choices * n * 4 if routed or self.parts > 1 else 0)
+        return listed + (self.parts * choices * n * 4 if (routed or self.parts > 1) and not self.adds else 0)
 
     def __str__(self) -> str:
         parts = "" if self.parts == 1 else f", k in {self.parts} parts"
         return (
-            f"moe_rows: {self.warps} warps x {self.blocks} blocks, groups of {self.tiles * 8}"
-            f"{', sorted' if self.sorted else ''}{parts}, {self.stages} stages, grid {self.grid}"
+            f"moe_rows: {self.teams} x {self.warps // self.teams} warps x {self.blocks} blocks, groups of {self.tiles * 8}"
+            f"{', sorted' if self.sorted else ''}{', adds' if self.adds else ''}{parts}, {self.stages} stages, "
+            f"grid {self.grid}"
         )
 
 
@@ -87,44 +91,60 @@ class MoeWgmma:
 MoePlan = MoeRows | MoeWgmma
 
 
-def moe_rows_candidate(
-    tiles: int, choices: int, experts: int, k: int, arch: int, multiprocessors: int, nested: bool, gated: bool
-) -> MoeRows | None:
-    """The moe_rows launch with groups of 8 * tiles choices; None where no instance fits."""
-    k_blocks, size, shared = k // 64, tiles * 8, shared_bytes(arch)
-    small = shared == _SMALL_SHARED_BYTES
-    fitting = [i for i in (MOE_SMALL_INSTANCES if small else MOE_INSTANCES) if i[2] == tiles]
-    held = -(-_capacity(choices, experts, size) // multiprocessors) + 2
-    held += held % 2
-    for warps, blocks, _ in fitting:
-        last = (warps, blocks, tiles) == fitting[-1]
-        if warps * blocks < k_blocks and not last:
+def moe_stages(warps: int, teams: int, blocks: int, tiles: int, nested: bool, shared: int) -> tuple[int, int]:
+    """How many ring stages fit, and bytes of one: MoeLayout of csrc/cuda/moe/rows_work.cuh."""
+    unit_blocks = warps // teams * blocks
+    scale_pitch = ((unit_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
+    stage = teams * GROUP_ROWS * (unit_blocks * 32 + 32 + scale_pitch)
+    fixed = 65536 + 1024 + 2 * warps * tiles * 512 + 256 + GROUP_ROWS * tiles * 32
+    return max(0, min(7, 65536 // (teams * unit_blocks * 128), (shared - fixed) // stage)), stage
+
+
+def moe_rows_candidates(
+    choices: int, experts: int, k: int, arch: int, multiprocessors: int, nested: bool, gated: bool, routed: bool
+) -> list[MoeRows]:
+    """The moe_rows launches that a device can do: for groups of each size and each number of teams the smallest that fit."""
+    k_blocks, shared = k // 64, shared_bytes(arch)
+    instances = MOE_SMALL_INSTANCES if shared == _SMALL_SHARED_BYTES else MOE_INSTANCES
+    found: dict[tuple[int, int], MoeRows] = {}
+    for warps, teams, blocks, tiles in sorted(instances, key=lambda instance: instance[2]):
+        size, unit_blocks = tiles * 8, warps // teams * blocks
+        parts = -(-k_blocks // unit_blocks)
+        before = found.get((tiles, teams))
+        if (parts > 1 and gated) or (before is not None and before.parts <= parts):
             continue
-        parts = -(-k_blocks // (warps * blocks))
-        if parts > 1 and gated:
-            return None
-        part_blocks = k_blocks if parts == 1 else -(-k_blocks // parts // 4) * 4
-        if part_blocks > warps * blocks:
-            parts, part_blocks = parts + 1, warps * blocks
-        stages = rows_stages(warps, blocks, tiles, nested, shared - held * (size + 1) * 4)
+        part_blocks = k_blocks if parts == 1 else min(unit_blocks, -(-k_blocks // parts // 4) * 4)
+        held = -(-_capacity(choices, experts, size) // multiprocessors) + 2
+        adds = routed and parts == 1 and choices <= size
+        held = max(held, choices) if adds else held
+        held += held % 2
+        stages, stage = moe_stages(warps, teams, blocks, tiles, nested, shared - held * (size + 1) * 4)
         if stages < 2:
-            return None
+            continue
         scratch = 128 + experts * 4 + -(-choices // 32) * experts * 2
-        is_sorted = choices > MOST_UNSORTED or (choices > 32 and scratch > stages * stage_bytes(warps, blocks, nested))
-        return MoeRows(warps, blocks, tiles, stages, parts, part_blocks, multiprocessors, held, is_sorted)
-    return None
+        is_sorted = choices > MOST_UNSORTED or (choices > 32 and scratch > stages * stage)
+        found[tiles, teams] = MoeRows(
+            warps, teams, blocks, tiles, stages, parts, part_blocks, multiprocessors, held, is_sorted, adds
+        )
+    return list(found.values())
 
 
 def moe_candidates(
-    tokens: int, top_k: int, experts: int, n: int, k: int, arch: int, multiprocessors: int, nested: bool, gated: bool
+    tokens: int,
+    top_k: int,
+    experts: int,
+    n: int,
+    k: int,
+    arch: int,
+    multiprocessors: int,
+    nested: bool,
+    gated: bool,
+    routed: bool = False,
 ) -> list[MoePlan]:
     """Every launch that a device can do for such a GEMM."""
-    choices = tokens * top_k
-    found: list[MoePlan] = []
-    for tiles in (1, 2, 4):
-        rows = moe_rows_candidate(tiles, choices, experts, k, arch, multiprocessors, nested, gated)
-        if rows is not None:
-            found.append(rows)
+    found: list[MoePlan] = [
+        *moe_rows_candidates(tokens * top_k, experts, k, arch, multiprocessors, nested, gated, routed)
+    ]
     if arch == 90 and not (gated and n % 4):
         found += [MoeWgmma(size, groups, multiprocessors) for size, groups in MOE_WGMMA_INSTANCES]
     return found
@@ -141,20 +161,19 @@ def plan_moe(
     blocksize: int = 64,
     nested: bool = True,
     gated: bool = False,
+    routed: bool = False,
 ) -> MoePlan | None:
     """The choice for x of so many tokens and experts' weights [n, k] in 16-bit types; None where no kernel fits."""
     if k % 64 or blocksize < 64 or arch < 80 or tokens < 1 or n < 1 or k < 1 or (gated and n % 2):
         return None
-    candidates = moe_candidates(tokens, top_k, experts, n, k, arch, multiprocessors, nested, gated)
+    candidates = moe_candidates(tokens, top_k, experts, n, k, arch, multiprocessors, nested, gated, routed)
     choices = tokens * top_k
     chosen = experts * (1 - (1 - 1 / experts) ** choices)
     each = choices / chosen
-    sizes = {(type(c), c.tiles * 8 if isinstance(c, MoeRows) else c.tokens): c for c in candidates}
-    if arch == 90 and (each > 6 or choices > MOST_UNSORTED):
-        size = next((size for size, _ in MOE_WGMMA_INSTANCES if size >= 1.15 * each), MOE_WGMMA_INSTANCES[-1][0])
-        if (MoeWgmma, size) in sizes:
-            return sizes[MoeWgmma, size]
-    for size in (8, 16, 32) if each <= 5 else (16, 32, 8) if each <= 10 else (32, 16, 8):
-        if (MoeRows, size) in sizes:
-            return sizes[MoeRows, size]
-    return None
+    wgmma = {c.tokens: c for c in candidates if isinstance(c, MoeWgmma)}
+    if wgmma and (each > 6 or choices > MOST_UNSORTED):
+        return wgmma[next((size for size in wgmma if size >= 1.15 * each), max(wgmma))]
+    rows = [c for c in candidates if isinstance(c, MoeRows)]
+    tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
+    rows.sort(key=lambda c: (abs(c.tiles - tiles), c.parts, abs(c.blocks - 2)))
+    return rows[0] if rows else None

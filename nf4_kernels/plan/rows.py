@@ -86,16 +86,11 @@ def shared_bytes(arch: int) -> int:
     return 227 << 10 if 90 <= arch < 120 else _SMALL_SHARED_BYTES
 
 
-def stage_bytes(warps: int, blocks: int, nested: bool) -> int:
-    """Bytes of a ring stage: RowsLayout of csrc/cuda/rows/layout.cuh."""
-    stage_blocks = warps * blocks
-    scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
-    return GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)
-
-
 def rows_stages(warps: int, blocks: int, tiles: int, nested: bool, shared_bytes: int, slots: int = 0) -> int:
     """How many ring stages fit beside `slots` row groups' sums: RowsLayout of csrc/cuda/rows/layout.cuh."""
-    stage_blocks, stage = warps * blocks, stage_bytes(warps, blocks, nested)
+    stage_blocks = warps * blocks
+    scale_pitch = ((stage_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
+    stage = GROUP_ROWS * (stage_blocks * 32 + 32 * (stage_blocks % 2 == 0) + scale_pitch)
     codes_squares = 1024 + warps * tiles * 32 if nested else max(1024, warps * tiles * 32)
     fixed = 65536 + codes_squares + 2 * warps * tiles * 512 + 256 + slots * tiles * 512
     decoded = 65536 // ((stage_blocks + 1) // 2 * 256)

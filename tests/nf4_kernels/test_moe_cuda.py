@@ -105,7 +105,10 @@ def check(
         nested = weight.absmax_8bit is not None
         plans = moe_candidates(tokens, top_k, count, n, k, arch, processors, nested, gated)
     for plan in plans:
-        sizes = (wanted.numel() * 2, plan.workspace_bytes(experts.numel(), experts.numel(), count, n, k, routing is not None))
+        sizes = (
+            wanted.numel() * 2,
+            plan.workspace_bytes(experts.numel(), experts.numel(), count, n, k, routing is not None),
+        )
 
         def once(plan: MoePlan = plan) -> torch.Tensor:
             return cuda_moe.run(x, weight, experts, bias, routing, name, plan)
@@ -235,12 +238,12 @@ def test_plans_fit_the_device() -> None:
         for top_k, experts, n, k in ((8, 128, 1536, 2048), (4, 32, 5760, 2880), (2, 8, 4096, 14336), (1, 1, 64, 64)):
             processors = 132 if arch == 90 else 84
             choices = tokens * top_k
-            for plan in moe_candidates(tokens, top_k, experts, n, k, arch, processors, True, gated):
+            for plan in moe_candidates(tokens, top_k, experts, n, k, arch, processors, True, gated, not gated):
                 if isinstance(plan, MoeWgmma):
                     assert arch == 90
                     continue
                 assert plan.parts * plan.part_blocks >= k // 64 > (plan.parts - 1) * plan.part_blocks
-                assert plan.part_blocks <= plan.warps * plan.blocks
+                assert plan.part_blocks <= plan.warps // plan.teams * plan.blocks
                 assert plan.parts == 1 or not gated
                 assert plan.sorted or choices <= MOST_UNSORTED
                 assert plan.stages >= 2

@@ -42,10 +42,11 @@ __device__ __forceinline__ void hold(const HeldGroups<kSize>& held, int at, int 
 }
 
 // Up to 32 choices: each warp finds all groups by itself, and the first one writes those of this block. Returns how many
-// groups there are. The groups are in the order of their first choices.
+// groups there are. The groups are in the order of their first choices. by_columns: choice c has place c in its group; all
+// of them fit, and with `all` every block holds all groups.
 template <int kSize>
-__device__ __forceinline__ int group_few(const int* experts, int num_experts, int choices, int units,
-                                         const HeldGroups<kSize>& held) {
+__device__ __forceinline__ int group_few(const int* experts, int num_experts, int choices, int units, bool by_columns,
+                                         bool all, const HeldGroups<kSize>& held) {
   int lane = threadIdx.x % 32;
   int expert = lane < choices ? load_fresh(experts + lane) : -1;
   bool valid = static_cast<unsigned>(expert) < static_cast<unsigned>(num_experts);
@@ -59,8 +60,8 @@ __device__ __forceinline__ int group_few(const int* experts, int num_experts, in
   }
   int groups = __shfl_sync(~0u, end, 31), begin = __shfl_sync(~0u, end - own, leader);
   if (threadIdx.x < 32 && valid) {
-    int first = Share(groups, units).first / units;
-    hold(held, begin + rank / kSize - first, rank % kSize, expert, lane);
+    int first = all ? 0 : Share(groups, units).first / units;
+    hold(held, begin + rank / kSize - first, by_columns ? lane : rank % kSize, expert, lane);
   }
   return groups;
 }

@@ -3,29 +3,29 @@
 //
 // A thread block finds the groups itself (groups.cuh) or takes them from a list. The units of all groups are divided evenly
 // over the thread blocks; a unit is one group, one part of k and 16 weight rows. A unit is computed as linear_rows computes a
-// row group (rows/linear_rows.cuh tells it): a producer warp, two warps that decode scales, consumer warps that share k, and
-// a warp that reduces their sums and is the epilogue.
+// row group (../rows/linear_rows.cuh tells it): a producer warp, two warps that decode scales, consumer warps that share k,
+// and a warp that reduces their sums and is the epilogue (rows_epilogue.cuh). Where k is short, consumer warps work in teams
+// with a unit each, since one unit would be too little for all of them.
 #pragma once
 
-#include "../rows/linear_rows.cuh"
-#include "activation.cuh"
-#include "rows_work.cuh"
+#include "rows_epilogue.cuh"
 
 namespace nf4 {
 
 // Loads the activations of a group that a consumer warp needs, as B registers; columns without a choice are zeros.
-template <typename T, int kWarps, int kBlocks, int kTiles>
-__device__ __forceinline__ void load_group(const MoeRowsArgs& args, const int* choices, int part,
+template <typename T, typename Layout, int kBlocks, int kTiles>
+__device__ __forceinline__ void load_group(const MoeRowsArgs& args, const int* choices, int part, int warp,
                                            uint4 (&b)[kBlocks][kTiles][2]) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int begin = part * args.part_blocks, end = min(begin + args.part_blocks, args.k_blocks);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    int choice = args.same_x ? 0 : choices[tile * 8 + g];
+    int column = tile * 8 + g;
+    int choice = !args.all_columns ? choices[column] : column < args.choices ? column : -1;
     const T* row = static_cast<const T*>(args.x) + int64_t{max(choice, 0) / args.x_choices} * args.k + t * 16;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      int block = begin + i * kWarps + warp;
+      int block = begin + i * Layout::kTeamWarps + warp;
       bool valid = block < end && choice >= 0;
       const uint4* from = reinterpret_cast<const uint4*>(row + block * 64);
       // These are no __ldg, since the kernel in front may write them after this one has started.
@@ -35,34 +35,37 @@ __device__ __forceinline__ void load_group(const MoeRowsArgs& args, const int* c
   }
 }
 
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
+template <typename T, typename Layout, int kBlocks, int kTiles>
 __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* shared, MoeRun run,
                                               const HeldGroups<kTiles * 8>& held) {
-  using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  constexpr int kWarps = Layout::kWarps, kTeamWarps = Layout::kTeamWarps, kTeams = Layout::kTeams;
+  int warp = threadIdx.x / 32 % kTeamWarps, team = threadIdx.x / 32 / kTeamWarps;
+  int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   unsigned base = shared_address(shared), lane_offset = lane * 4;
-  const char* my_bytes = shared + Layout::kRing + g * Layout::kWeightPitch + warp * 32 + t * 8;
-  const char* my_scales = shared + Layout::scale_slot(0, warp) + g * 8;
-  float4* my_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + warp * kTiles * 32 + lane;
+  const char* my_bytes = shared + Layout::kRing + team * Layout::kUnitBytes + g * Layout::kWeightPitch + warp * 32 + t * 8;
+  const char* my_scales = shared + Layout::scale_slot(0, team * Layout::kUnitBlocks + warp) + g * 8;
+  float4* my_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x / 32 * kTiles * 32 + lane;
   uint4 b[kBlocks][kTiles][2];
   RingPosition ring, sums;
   int loaded_group = -1, loaded_part = -1;
-  for (; !run.done(); run.next(args)) {
-    if (run.part != loaded_part || (run.at != loaded_group && (loaded_group < 0 || !args.same_x))) {
-      load_group<T, kWarps, kBlocks, kTiles>(args, held.choices_of(run.at), run.part, b);
+  while (!run.done()) {
+    for (int i = 0; i < team && !run.done(); ++i) run.next(args);
+    bool mine = !run.done();
+    if (mine && (run.part != loaded_part || (run.at != loaded_group && !args.all_columns))) {
+      load_group<T, Layout, kBlocks, kTiles>(args, held.choices_of(run.at), run.part, warp, b);
       loaded_part = run.part;
+      loaded_group = run.at;
     }
-    loaded_group = run.at;
     float acc[kTiles][4] = {};
     const char* bytes = my_bytes + ring.stage * Layout::kStageBytes;
     const char* scales = my_scales + ring.stage * Layout::kDecodedStage;
-    int count = min(args.part_blocks, args.k_blocks - run.part * args.part_blocks) - warp;
+    int count = mine ? min(args.part_blocks, args.k_blocks - run.part * args.part_blocks) - warp : 0;
     barrier_wait(Layout::decoded(base, ring.stage), ring.parity);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      if (i * kWarps >= count) break;
-      uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kWarps * 32);
-      uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kWarps * 32);
+      if (i * kTeamWarps >= count) break;
+      uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kTeamWarps * 32);
+      uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kTeamWarps * 32);
       float part_sum[kTiles][4] = {};
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -70,8 +73,8 @@ __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* sha
         decode_codes(a, upper, lower, step, lane_offset, true, true);
         mma_step<T>(part_sum, a, b[i], step);
       }
-      static_assert(kWarps % 2 == 0, "two k blocks share a slot row");
-      float2 scale = *reinterpret_cast<const float2*>(scales + i * (kWarps / 2) * kTableStride);
+      static_assert(kTeamWarps % 2 == 0, "two k blocks share a slot row");
+      float2 scale = *reinterpret_cast<const float2*>(scales + i * (kTeamWarps / 2) * kTableStride);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         acc[tile][0] += scale.x * part_sum[tile][0];
@@ -90,77 +93,36 @@ __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* sha
     }
     barrier_arrive(Layout::sums_full(base, sums.stage));
     sums.advance(2);
+    for (int i = team; i < kTeams && !run.done(); ++i) run.next(args);
   }
 }
 
-// Bias, activation or routing weight, and the result of two rows (or of a gate and its up) of one choice.
-template <typename T>
-__device__ __forceinline__ void write_unit(const MoeRowsArgs& args, const MoeRun& run, int expert, int choice,
-                                           float upper, float lower) {
-  int g = threadIdx.x % 32 / 4;
-  const T* bias = static_cast<const T*>(args.bias) + int64_t{expert} * args.n;
-  if (args.activation) {
-    int column = run.row_group * kHalfRows + g;
-    if (column >= args.columns) return;
-    if (args.bias) {
-      upper += to_float(bias[column]);
-      lower += to_float(bias[column + args.columns]);
-    }
-    static_cast<T*>(args.out)[int64_t{choice} * args.columns + column] =
-        from_float<T>(gated_activation(args.activation, upper, lower));
-    return;
+// Fills held with the block's groups; returns how many groups there are in all.
+template <int kSize>
+__device__ __forceinline__ int find_groups(const MoeRowsArgs& args, char* scratch, const HeldGroups<kSize>& held) {
+  int units = args.parts * args.row_groups;
+  if (args.list.words) return take_listed<kSize>(args.list, units, held);
+  if (args.choices <= 32) {
+    return group_few<kSize>(args.experts, args.num_experts, args.choices, units, args.all_columns, args.adds, held);
   }
-  float by = args.routing ? load_fresh(args.routing + choice) : 1.0f;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    int row = run.row_group * kGroupRows + half * kHalfRows + g;
-    if (row >= args.n) return;
-    float value = half ? lower : upper;
-    if (args.bias && run.part == 0) value += to_float(bias[row]);
-    int64_t at = int64_t{choice} * args.n + row;
-    if (args.partial) {
-      args.partial[run.part * (int64_t{args.choices} * args.n) + at] = by * value;
-    } else {
-      static_cast<T*>(args.out)[at] = from_float<T>(value);
-    }
-  }
+  int groups = group_many<kSize>(args.experts, args.num_experts, args.choices, units, scratch, held);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies come where the counts were
+#endif
+  return groups;
 }
 
-template <typename T, int kWarps, int kTiles, typename Layout>
-__device__ __forceinline__ void reduce_units(const MoeRowsArgs& args, char* shared, MoeRun run,
-                                             const HeldGroups<kTiles * 8>& held) {
-  if (!args.partial) {
-    zero_unknown(args.experts, args.num_experts, args.choices, static_cast<T*>(args.out), args.columns, blockIdx.x,
-                 gridDim.x);
-  }
-  int t = threadIdx.x % 4;
-  Reduction<kTiles> at;
-  for (; !run.done(); run.next(args)) {
-    sum_warps<kWarps, kTiles, Layout>(shared, at);
-    int expert = held.experts[run.at];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      int2 choices = *reinterpret_cast<const int2*>(held.choices_of(run.at) + tile * 8 + t * 2);
-      float4 sum = at.sum[tile];
-      constexpr float kBy = kShrink<T>;
-      if (choices.x >= 0) write_unit<T>(args, run, expert, choices.x, sum.x * kBy, sum.z * kBy);
-      if (choices.y >= 0) write_unit<T>(args, run, expert, choices.y, sum.y * kBy, sum.w * kBy);
-    }
-  }
-}
-
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested>
-__global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, 1)
-    moe_rows(const __grid_constant__ MoeRowsArgs args) {
+template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNested>
+__global__ void __launch_bounds__((kWarps + 4) * 32, 1) moe_rows(const __grid_constant__ MoeRowsArgs args) {
 #if __CUDA_ARCH__ >= 800
-  using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
-  static_assert(Layout::kDecoders == 2, "four warps beside the consumers");
+  using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>;
   constexpr int kSize = kTiles * 8;
   extern __shared__ __align__(128) char shared[];
   unsigned base = shared_address(shared);
-  if ((base & 0xffffff) != kSharedBase || Layout::total(2, 1, 0) > kSharedBytes) __trap();
+  // Nothing is compiled for targets on which no plan fits either.
+  if ((base & 0xffffff) != kSharedBase || Layout::total(2) > kSharedBytes) __trap();
   int warp = threadIdx.x / 32;
-  HeldGroups<kSize> held(shared + Layout::total(args.stages, 1, 0), args.held_groups);
+  HeldGroups<kSize> held(shared + Layout::total(args.stages), args.held_groups);
   if (warp == kWarps) init_copy_barriers<Layout>(base);
   if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
   if (warp < kWarps) {
@@ -175,25 +137,15 @@ __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) *
     reinterpret_cast<float4*>(shared + Layout::kCode)[i] =
         __ldcg(reinterpret_cast<const float4*>(args.weight.absmax_code) + i);
   }
-  int units = args.parts * args.row_groups, groups;
-  if (args.list.words) {
-    groups = take_listed<kSize>(args.list, units, held);
-  } else if (args.choices <= 32) {
-    groups = group_few<kSize>(args.experts, args.num_experts, args.choices, units, held);
-  } else {
-    groups = group_many<kSize>(args.experts, args.num_experts, args.choices, units, shared + Layout::kRing, held);
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies come where the counts were
-#endif
-  }
+  int groups = find_groups<kSize>(args, shared + Layout::kRing, held);
   __syncthreads();
   MoeRun run(args, groups);
   if (warp == kWarps) {
     load_units<Layout, kNested>(args, base, run, held.experts);
   } else if (warp < kWarps) {
-    consume_units<T, kWarps, kBlocks, kTiles, kNested>(args, shared, run, held);
+    consume_units<T, Layout, kBlocks, kTiles>(args, shared, run, held);
   } else if (warp == kWarps + 1) {
-    reduce_units<T, kWarps, kTiles, Layout>(args, shared, run, held);
+    reduce_units<T, Layout, kTiles>(args, shared, run, held);
   } else {
     decode_unit_scales<Layout, kNested>(args, shared, run, held.experts, warp - kWarps - 2);
   }

@@ -7,6 +7,53 @@
 
 namespace nf4 {
 
+// The layout of dynamic shared memory. It is that of linear_rows (../rows/layout.cuh), where a stage holds kTeams units, each of
+// which has a team of consumer warps to itself.
+template <int kConsumers, int kTeams_, int kBlocks, int kTiles, bool kNested>
+struct MoeLayout {
+  static constexpr int kWarps = kConsumers, kTeams = kTeams_, kTeamWarps = kWarps / kTeams, kDecoders = 2;
+  static constexpr int kServiceWarps = 4;
+  static constexpr int kThreads = (kWarps + kServiceWarps) * 32;
+  static constexpr int kUnitBlocks = kTeamWarps * kBlocks;  // 64-wide k blocks of a unit
+  static constexpr int kStageBlocks = kTeams * kUnitBlocks;
+  static_assert(kUnitBlocks % 4 == 0, "a run of four scales would end in the next unit's slots");
+  static constexpr int kWeightPitch = kUnitBlocks * 32 + 32;
+  static constexpr int kScalePitch = ((kUnitBlocks * (kNested ? 1 : 4) + 15 + 15) / 16 | 1) * 16;
+  static constexpr int kScales = kGroupRows * kWeightPitch;
+  static constexpr int kUnitBytes = kScales + kGroupRows * kScalePitch;
+  static constexpr int kStageBytes = kTeams * kUnitBytes;
+  static constexpr int kCode = kTableBytes;
+  static constexpr int kSums = kCode + 1024;
+  static constexpr int kBarriers = kSums + 2 * kWarps * kTiles * 512;
+  static constexpr int kStageSlots = kMaxStages + 1, kBarrierCount = 3 * kStageSlots + 8;
+  static constexpr int kColumns = kBarriers + kBarrierCount * 8;  // [16 rows][kTiles * 8] results that wait to be added up
+  static constexpr int kRing = kColumns + kGroupRows * kTiles * 32;
+  static_assert(kRing % 128 == 0, "");
+  static constexpr int kDecodedStage = kStageBlocks / 2 * kTableStride;
+  static constexpr int kSlots = kTableBytes / kDecodedStage;
+  static constexpr int kStageLimit = kSlots < kMaxStages ? kSlots : kMaxStages;
+
+  __host__ __device__ static constexpr int total(int stages) { return kRing + stages * kStageBytes; }
+  __device__ static unsigned barrier(unsigned base, int index) { return base + kBarriers + index * 8; }
+  __device__ static unsigned full(unsigned base, int stage) { return barrier(base, stage); }
+  __device__ static unsigned decoded(unsigned base, int stage) { return barrier(base, kStageSlots + stage); }
+  __device__ static unsigned empty(unsigned base, int stage) { return barrier(base, 2 * kStageSlots + stage); }
+  __device__ static unsigned sums_full(unsigned base, int i) { return barrier(base, 3 * kStageSlots + i); }
+  __device__ static unsigned sums_empty(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 2 + i); }
+  // The clusters' barriers and the activations' of linear_rows, which are set up with the others and unused.
+  __device__ static unsigned partials_full(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 4 + i); }
+  __device__ static unsigned partials_free(unsigned base, int i) { return barrier(base, 3 * kStageSlots + 6 + i); }
+  __device__ static unsigned activations(unsigned base) { return barrier(base, 2 * kStageSlots - 1); }
+  // Byte offset of the decoded scales [row % 8][row / 8] of one k block of a stage.
+  __device__ static int scale_slot(int stage, int block) {
+    return stage * kDecodedStage + (block >> 1) * kTableStride + 128 + (block & 1) * 64;
+  }
+  // What the decoding of one unit's scales is told.
+  struct Unit {
+    static constexpr int kStageBlocks = kUnitBlocks, kDecoders = MoeLayout::kDecoders;
+  };
+};
+
 struct MoeRowsArgs {
   Nf4Weight weight;  // of one expert; those of the others lie behind it
   const void* x;
@@ -16,49 +63,67 @@ struct MoeRowsArgs {
   void* out;
   float* partial;  // null, or [parts][choices][n]: results times their routing weights, which a launch behind adds up
   GroupList list;  // words are null where a thread block groups the choices itself
-  int choices, num_experts;
-  int x_choices;  // that share a row of x
-  bool same_x;    // all choices do
-  int n;          // rows of an expert
-  int columns;    // of the output
+  int choices, num_experts, top_k, tokens;
+  int x_choices;     // that share a row of x
+  bool all_columns;  // all choices fit in the columns of a group: choice c has column c in every group, so x is loaded once
+  bool adds;         // all choices of a row are a thread block's, which adds them up itself (needs all_columns)
+  int n;             // rows of an expert
+  int columns;       // of the output
   int activation;
   int k, k_blocks, scale_shift;
   int part_blocks, parts;
+  int halves;      // halves of row groups: 8 rows, or with an activation 8 gates
   int row_groups;  // of an expert
   int stages, held_groups;
 };
 
 // A thread block's units, one after another: a unit is one group, one part of k and one row group. The 16 rows of a row group
-// are neighbours, or with an activation 8 gates and their 8 ups.
+// are neighbours, or with an activation 8 gates and their 8 ups. A block has consecutive units of all groups' in the order
+// group, part, row group; or where it adds up the choices, a run of rows, and for each row group the units of all groups.
 struct MoeRun {
-  int left, at, part, row_group;  // at: the group's place among the held ones
-  __device__ __forceinline__ MoeRun(const MoeRowsArgs& args, int groups) {
+  int left, at, part, half, last_half, groups;  // at: the group's place among the held ones; half: the row group's first
+  __device__ __forceinline__ MoeRun(const MoeRowsArgs& args, int groups) : at(0), part(0), groups(groups) {
+    if (args.adds) {
+      Share share(1, args.halves);
+      half = share.first;
+      last_half = share.first + share.count;
+      left = (share.count + 1) / 2 * groups;
+      return;
+    }
     int units = args.parts * args.row_groups;
     Share share(groups, units);
     left = share.count;
     int rest = share.first % units;
-    at = 0;
     part = rest / args.row_groups;
-    row_group = rest % args.row_groups;
+    half = rest % args.row_groups * step(args);
+    last_half = args.halves;
   }
+  __device__ __forceinline__ static int step(const MoeRowsArgs& args) { return args.activation ? 1 : 2; }
   __device__ __forceinline__ bool done() const { return left == 0; }
   __device__ __forceinline__ void next(const MoeRowsArgs& args) {
     --left;
-    if (++row_group < args.row_groups) return;
-    row_group = 0;
+    if (args.adds) {
+      if (++at < groups) return;
+      at = 0;
+      half += 2;
+      return;
+    }
+    half += step(args);
+    if (half < last_half) return;
+    half = 0;
     if (++part < args.parts) return;
     part = 0;
     ++at;
   }
-  // The first row, of all experts' rows, of the row group's half, and how many rows of that there are.
-  __device__ __forceinline__ int first_row(const MoeRowsArgs& args, int expert, int half) const {
-    int row = args.activation ? half * args.columns + row_group * kHalfRows : row_group * kGroupRows + half * kHalfRows;
+  // The first row, of all experts' rows, of the row group's upper or lower 8, and how many of them there are.
+  __device__ __forceinline__ int first_row(const MoeRowsArgs& args, int expert, int lower) const {
+    int row = args.activation ? lower * args.columns + half * kHalfRows : (half + lower) * kHalfRows;
     return expert * args.n + min(row, args.n - 1);
   }
-  __device__ __forceinline__ int rows(const MoeRowsArgs& args, int half) const {
-    int left = args.activation ? args.columns - row_group * kHalfRows
-                               : args.n - row_group * kGroupRows - half * kHalfRows;
-    return max(1, min(kHalfRows, left));
+  __device__ __forceinline__ int rows(const MoeRowsArgs& args, int lower) const {
+    int left = args.activation ? args.columns - half * kHalfRows
+                               : min(args.n, last_half * kHalfRows) - (half + lower) * kHalfRows;
+    return max(0, min(kHalfRows, left));
   }
 };
 
@@ -78,94 +143,116 @@ struct MoeScales {
   }
 };
 
-// Loads a stage: the codes of a unit, and their scales.
+// Loads the codes and scales of a unit; returns how many bytes are on their way. One lane calls it.
 template <typename Layout, bool kNested>
-__device__ __forceinline__ void load_unit(const MoeRowsArgs& args, unsigned base, const MoeRun& run, int expert,
-                                          int stage) {
+__device__ __forceinline__ unsigned load_unit(const MoeRowsArgs& args, unsigned target, unsigned full, const MoeRun& run,
+                                              int expert, uint64_t policy) {
   constexpr int kSize = kNested ? 1 : 4;
   const char* codes = reinterpret_cast<const char*>(args.weight.packed);
   const char* scales = kNested ? reinterpret_cast<const char*>(args.weight.absmax_8bit)
                                : reinterpret_cast<const char*>(args.weight.absmax);
-  unsigned target = base + Layout::kRing + stage * Layout::kStageBytes, full = Layout::full(base, stage);
   int begin = run.part * args.part_blocks, count = min(args.part_blocks, args.k_blocks - begin);
-#if __CUDA_ARCH__ >= 900
-  if (elect_one()) {
-    uint64_t policy = evict_first_policy();
-    unsigned total = 0, bytes = count * 32;
+  unsigned total = 0, bytes = count * 32;
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      int row = run.first_row(args, expert, half), rows = run.rows(args, half);
-      const char* from = codes + (int64_t{row} * args.k_blocks + begin) * 32;
-      unsigned to = target + half * kHalfRows * Layout::kWeightPitch;
-      if (rows == kHalfRows) {
+  for (int half = 0; half < 2; ++half) {
+    int row = run.first_row(args, expert, half), rows = run.rows(args, half);
+    if (rows == 0) break;
+    const char* from = codes + (int64_t{row} * args.k_blocks + begin) * 32;
+    unsigned to = target + half * kHalfRows * Layout::kWeightPitch;
+    if (rows == kHalfRows) {
 #pragma unroll
-        for (int r = 0; r < kHalfRows; ++r, from += args.k_blocks * 32) {
-          bulk_copy(to + r * Layout::kWeightPitch, from, bytes, full, policy);
-        }
-      } else {
-#pragma unroll 1
-        for (int r = 0; r < rows; ++r, from += args.k_blocks * 32) {
-          bulk_copy(to + r * Layout::kWeightPitch, from, bytes, full, policy);
-        }
+      for (int r = 0; r < kHalfRows; ++r, from += args.k_blocks * 32) {
+        bulk_copy(to + r * Layout::kWeightPitch, from, bytes, full, policy);
       }
-      total += rows * bytes;
-      to = target + Layout::kScales + half * kHalfRows * Layout::kScalePitch;
-      int together = args.parts == 1 ? rows : 1;
+    } else {
 #pragma unroll 1
-      for (int r = 0; r < rows; r += together) {
-        MoeScales<kNested> span(args, row + r, together, begin, count);
-        bulk_copy(to + r * Layout::kScalePitch, scales + span.piece() * kSize, span.bytes(), full, policy);
-        total += span.bytes();
+      for (int r = 0; r < rows; ++r, from += args.k_blocks * 32) {
+        bulk_copy(to + r * Layout::kWeightPitch, from, bytes, full, policy);
       }
     }
-    barrier_expect(full, total);
+    total += rows * bytes;
+    to = target + Layout::kScales + half * kHalfRows * Layout::kScalePitch;
+    int together = args.parts == 1 ? rows : 1;
+#pragma unroll 1
+    for (int r = 0; r < rows; r += together) {
+      MoeScales<kNested> span(args, row + r, together, begin, count);
+      bulk_copy(to + r * Layout::kScalePitch, scales + span.piece() * kSize, span.bytes(), full, policy);
+      total += span.bytes();
+    }
   }
-  __syncwarp();
-#else
+  return total;
+}
+
+// The same before sm_90, by a whole warp, whose lanes do not arrive yet.
+template <typename Layout, bool kNested>
+__device__ __forceinline__ void load_unit_by_warp(const MoeRowsArgs& args, unsigned target, const MoeRun& run,
+                                                  int expert) {
+  constexpr int kSize = kNested ? 1 : 4;
+  const char* codes = reinterpret_cast<const char*>(args.weight.packed);
+  const char* scales = kNested ? reinterpret_cast<const char*>(args.weight.absmax_8bit)
+                               : reinterpret_cast<const char*>(args.weight.absmax);
+  auto copy = [](unsigned to, const char* from, unsigned bytes) {
+    for (unsigned done = 0; done < bytes; done += 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + done), "l"(from + done) : "memory");
+    }
+  };
+  int begin = run.part * args.part_blocks, count = min(args.part_blocks, args.k_blocks - begin);
   int lane = threadIdx.x % 32, r = lane % kHalfRows, half = lane / kHalfRows % 2;
   int row = run.first_row(args, expert, half), rows = run.rows(args, half);
   bool together = args.parts == 1;
-  if (r >= rows || (lane >= kGroupRows && together && r > 0)) {
-    copy_and_arrive(0, nullptr, 0, full);
-  } else if (lane < kGroupRows) {
+  if (r >= rows) return;
+  if (lane < kGroupRows) {
     int64_t block = int64_t{row + r} * args.k_blocks + begin;
-    copy_and_arrive(target + lane * Layout::kWeightPitch, codes + block * 32, count * 32, full);
-  } else {
+    copy(target + lane * Layout::kWeightPitch, codes + block * 32, count * 32);
+  } else if (r == 0 || !together) {
     MoeScales<kNested> span(args, row + r, together ? rows : 1, begin, count);
-    copy_and_arrive(target + Layout::kScales + lane % kGroupRows * Layout::kScalePitch,
-                    scales + span.piece() * kSize, span.bytes(), full);
+    copy(target + Layout::kScales + lane % kGroupRows * Layout::kScalePitch, scales + span.piece() * kSize, span.bytes());
   }
-#endif
 }
 
+// The producer warp: a stage holds the next units, one for each team.
 template <typename Layout, bool kNested>
 __device__ __forceinline__ void load_units(const MoeRowsArgs& args, unsigned base, MoeRun run, const int* experts) {
   RingPosition ring;
-  for (int load = 0; !run.done(); run.next(args), ++load) {
+  for (int load = 0; !run.done(); ++load) {
     if (load >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
-    load_unit<Layout, kNested>(args, base, run, experts[run.at], ring.stage);
+    unsigned target = base + Layout::kRing + ring.stage * Layout::kStageBytes, full = Layout::full(base, ring.stage);
+#if __CUDA_ARCH__ >= 900
+    bool one = elect_one();
+    uint64_t policy = evict_first_policy();
+    unsigned total = 0;
+#pragma unroll 1
+    for (int team = 0; team < Layout::kTeams && !run.done(); ++team, run.next(args)) {
+      if (one) {
+        total += load_unit<Layout, kNested>(args, target + team * Layout::kUnitBytes, full, run, experts[run.at], policy);
+      }
+    }
+    if (one) barrier_expect(full, total);
+    __syncwarp();
+#else
+    for (int team = 0; team < Layout::kTeams && !run.done(); ++team, run.next(args)) {
+      load_unit_by_warp<Layout, kNested>(args, target + team * Layout::kUnitBytes, run, experts[run.at]);
+    }
+    copy_and_arrive(0, nullptr, 0, full);
+#endif
     ring.advance(args.stages);
   }
 }
 
-// Decodes the scales of every stage; lane l does row l % 16.
+// What a lane needs to decode the scales of one row of a unit.
 template <typename Layout, bool kNested>
-__device__ __forceinline__ void decode_unit_scales(const MoeRowsArgs& args, char* shared, MoeRun run,
-                                                   const int* experts, int decoder) {
-  constexpr int kSize = kNested ? 1 : 4;
-  unsigned base = shared_address(shared);
-  int row = threadIdx.x % 16, half = row / kHalfRows;
-  RowScales scales{};
-  scales.code = reinterpret_cast<const float*>(shared + Layout::kCode);
-  char* slots = shared + Layout::scale_slot(0, 0) + row % 8 * 8 + half * 4;
-  bool fours = args.scale_shift == 0 && args.k_blocks % 4 == 0 && args.part_blocks % 4 == 0;
-  RingPosition ring;
-  for (; !run.done(); run.next(args)) {
-    int begin = run.part * args.part_blocks;
+struct UnitScales {
+  RowScales scales;
+  const char* raw;
+  int phase;
+  __device__ __forceinline__ UnitScales() : scales{}, raw(nullptr), phase(0) {}
+  __device__ __forceinline__ void find(const MoeRowsArgs& args, const char* unit, const MoeRun& run, int expert) {
+    constexpr int kSize = kNested ? 1 : 4;
+    int row = threadIdx.x % 16, half = row / kHalfRows, begin = run.part * args.part_blocks;
     scales.count = min(args.part_blocks, args.k_blocks - begin);
-    int first_row = run.first_row(args, experts[run.at], half), rows = run.rows(args, half);
+    int first_row = run.first_row(args, expert, half), rows = run.rows(args, half);
     // Rows that are not there are decoded as the last one that is.
-    int mine = min(row % kHalfRows, rows - 1);
+    int mine = max(0, min(row % kHalfRows, rows - 1));
     MoeScales<kNested> span(args, first_row + mine, 1, begin, scales.count);
     MoeScales<kNested> copied(args, args.parts == 1 ? first_row : first_row + mine, 1, begin, scales.count);
     int64_t row_block = int64_t{first_row + mine} * args.k_blocks + begin;
@@ -177,15 +264,44 @@ __device__ __forceinline__ void decode_unit_scales(const MoeRowsArgs& args, char
       scales.change = static_cast<int>((((second + 1) << 8) << args.scale_shift) - row_block);
     }
     int place = half * kHalfRows + (args.parts == 1 ? 0 : mine);
-    const char* raw = shared + Layout::kRing + ring.stage * Layout::kStageBytes + Layout::kScales +
-                      place * Layout::kScalePitch + (span.first - copied.piece()) * kSize;
+    raw = unit + Layout::kScales + place * Layout::kScalePitch + (span.first - copied.piece()) * kSize;
+    phase = static_cast<int>(row_block & ((1 << args.scale_shift) - 1));
+  }
+};
+
+// The warps that decode scales, of which lane l does row l % 16; both take part in every unit. The second-level scales of all
+// units of a stage are on their way before the stage is waited for.
+template <typename Layout, bool kNested>
+__device__ __forceinline__ void decode_unit_scales(const MoeRowsArgs& args, char* shared, MoeRun run,
+                                                   const int* experts, int decoder) {
+  unsigned base = shared_address(shared);
+  int row = threadIdx.x % 16;
+  const float* code = reinterpret_cast<const float*>(shared + Layout::kCode);
+  char* slots = shared + Layout::scale_slot(0, 0) + row % 8 * 8 + row / 8 * 4;
+  bool fours = args.scale_shift == 0 && args.k_blocks % 4 == 0 && args.part_blocks % 4 == 0;
+  RingPosition ring;
+  while (!run.done()) {
+    const char* stage = shared + Layout::kRing + ring.stage * Layout::kStageBytes;
     char* target = slots + ring.stage * Layout::kDecodedStage;
+    UnitScales<Layout, kNested> units[Layout::kTeams];
+#pragma unroll
+    for (int team = 0; team < Layout::kTeams; ++team) {
+      if (run.done()) break;
+      units[team].find(args, stage + team * Layout::kUnitBytes, run, experts[run.at]);
+      units[team].scales.code = code;
+      run.next(args);
+    }
     barrier_wait(Layout::full(base, ring.stage), ring.parity);
-    if (fours) {
-      decode_fours<Layout, kNested>(raw, target, scales, decoder);
-    } else {
-      int phase = static_cast<int>(row_block & ((1 << args.scale_shift) - 1));
-      decode_any<Layout, kNested>(raw, target, scales, decoder, phase, args.scale_shift);
+#pragma unroll
+    for (int team = 0; team < Layout::kTeams; ++team) {
+      const auto& unit = units[team];
+      if (!unit.raw) break;
+      char* to = target + team * (Layout::kUnitBlocks / 2) * kTableStride;
+      if (fours) {
+        decode_fours<typename Layout::Unit, kNested>(unit.raw, to, unit.scales, decoder);
+      } else {
+        decode_any<typename Layout::Unit, kNested>(unit.raw, to, unit.scales, decoder, unit.phase, args.scale_shift);
+      }
     }
     barrier_arrive(Layout::decoded(base, ring.stage));
     ring.advance(args.stages);
