@@ -1,25 +1,39 @@
 """The CUDA kernels for mixtures of experts: checks arguments, and calls libnf4_cuda.so on torch's current stream.
 
 Source: csrc/cuda/moe/. Which experts are chosen is read on the device alone, so everything here can be captured in CUDA
-graphs; workspaces are tensors whose size follows from shapes.
+graphs; workspaces are tensors whose size follows from shapes. takes() says what may be routed here: nothing, unless the
+environment variable NF4_CUDA_MOE is 1, since these kernels have not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nf4_kernels.cuda import BLOCKSIZES
-from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWgmmaPlan, raise_for, usable
+from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWgmmaPlan, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
-from nf4_kernels.params import DTYPES, Nf4Weight
+from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
 from nf4_kernels.plan.moe import MoePlan, MoeRows, plan_moe
 
-MOE_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
-"""What gates of experts go through, and its number in csrc/params.h."""
+ENABLED = os.environ.get("NF4_CUDA_MOE") == "1"
+"""Whether whoever routes calls here may do so. These kernels have not run on a GPU yet, so they are to be asked for."""
+
+
+def takes(x: Tensor, shape: Sequence[int], blocksize: int, top_k: int, gated: bool) -> bool:
+    """Whether these kernels are asked for and compute experts' GEMMs of x with weights of that shape [E, N, K]."""
+    if not ENABLED or not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or load_error() is not None:
+        return False
+    tokens = x.shape[0]
+    if tokens == 0 or len(shape) != 3 or blocksize not in BLOCKSIZES:
+        return False
+    sizes = tuple(int(size) for size in shape)
+    return plan_on(x.device, tokens, top_k, sizes, blocksize, False, gated, False) is not None
 
 
 def moe_linear(
@@ -60,11 +74,11 @@ def moe_gated_linear(
 ) -> Tensor:
     """activation(gate) * up of moe_linear() with a weight [E, 2 F, K], whose experts' rows are F gates and then F ups.
 
-    activation: one of MOE_ACTIVATIONS. Returns [tokens, top_k, F]. ValueError and KernelError as of moe_linear().
+    activation: one of EXPERT_ACTIVATIONS. Returns [tokens, top_k, F]. ValueError and KernelError as of moe_linear().
     """
     weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
-    if activation not in MOE_ACTIVATIONS:
-        raise ValueError(f"activation must be one of {tuple(MOE_ACTIVATIONS)}, got {activation!r}")
+    if activation not in EXPERT_ACTIVATIONS:
+        raise ValueError(f"activation must be one of {tuple(EXPERT_ACTIVATIONS)}, got {activation!r}")
     return run(x, weight, experts, bias, None, activation)
 
 
@@ -112,7 +126,7 @@ def run(
             num_experts=num_experts,
             x_of_choices=x.ndim == 3,
             dtype=DTYPES[x.dtype],
-            activation=0 if activation is None else MOE_ACTIVATIONS[activation],
+            activation=0 if activation is None else EXPERT_ACTIVATIONS[activation],
             stream=torch.cuda.current_stream(device).cuda_stream,
         )
         loaded = usable()

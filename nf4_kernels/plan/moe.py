@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from nf4_kernels.plan.rows import GROUP_ROWS, shared_bytes
 
-# (warps, teams, k blocks of a warp, token tiles of 8): the instances of csrc/cuda/moe/rows.cu.
+# (warps, teams, k blocks of a warp, token tiles of 8): the instances of csrc/cuda/moe/instances.cuh.
 MOE_INSTANCES = (
-    *((16, teams, blocks, tiles) for tiles in (1, 2) for teams in (1, 2, 4) for blocks in (1, 2, 3, 4)),
-    (16, 1, 8, 1),
-    (16, 1, 1, 4),
-    (16, 1, 2, 4),
+    *((16, 1, blocks, 1) for blocks in (1, 2, 3, 4, 8)),
+    *((16, teams, blocks, 1) for teams in (2, 4) for blocks in (2, 3, 4)),
+    *((16, 1, blocks, 2) for blocks in (1, 2, 3, 4)),
+    *((16, 2, blocks, 2) for blocks in (2, 3)),
+    *((16, 1, blocks, 4) for blocks in (1, 2)),
 )
 # The same for devices whose blocks have 99 KB of shared memory.
 MOE_SMALL_INSTANCES = ((8, 1, 1, 1), (8, 1, 2, 1), (4, 1, 2, 2))
@@ -121,7 +122,7 @@ def moe_rows_candidates(
         stages, stage = moe_stages(warps, teams, blocks, tiles, nested, shared - held * (size + 1) * 4)
         if stages < 2:
             continue
-        scratch = 128 + experts * 4 + -(-choices // 32) * experts * 2
+        scratch = 128 + experts * 4 + (-(-choices // 32) * experts + 1) // 2 * 4
         is_sorted = choices > MOST_UNSORTED or (choices > 32 and scratch > stages * stage)
         found[tiles, teams] = MoeRows(
             warps, teams, blocks, tiles, stages, parts, part_blocks, multiprocessors, held, is_sorted, adds
@@ -171,9 +172,9 @@ def plan_moe(
     chosen = experts * (1 - (1 - 1 / experts) ** choices)
     each = choices / chosen
     wgmma = {c.tokens: c for c in candidates if isinstance(c, MoeWgmma)}
-    if wgmma and (each > 6 or choices > MOST_UNSORTED):
-        return wgmma[next((size for size in wgmma if size >= 1.15 * each), max(wgmma))]
     rows = [c for c in candidates if isinstance(c, MoeRows)]
+    if wgmma and (each > 6 or choices > MOST_UNSORTED or not rows):
+        return wgmma[next((size for size in wgmma if size >= 1.15 * each), max(wgmma))]
     tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
     rows.sort(key=lambda c: (abs(c.tiles - tiles), c.parts, abs(c.blocks - 2)))
     return rows[0] if rows else None

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from nf4_kernels import Weight, cuda_moe, reference
+from nf4_kernels.params import EXPERT_ACTIVATIONS
 from nf4_kernels.plan.moe import MOST_UNSORTED, MoePlan, MoeRows, MoeWgmma, moe_candidates, plan_moe
 from tests.nf4_kernels.cuda_weights import DEVICE, gpu, random_weight, relative_error
 
@@ -161,7 +162,7 @@ def test_scales(nested: bool, blocksize: int) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("activation", list(cuda_moe.MOE_ACTIVATIONS))
+@pytest.mark.parametrize("activation", list(EXPERT_ACTIVATIONS))
 def test_activations(activation: str) -> None:
     weight = random_experts(4, 128, 512, nested=False)
     for tokens in (1, 64):
@@ -261,3 +262,22 @@ def test_plan_of_few_and_many_tokens() -> None:
     assert plan_moe(1, 8, 128, 1536, 2048, 75, 40) is None
     assert plan_moe(1, 8, 128, 1536, 100, 90, 132) is None
     assert plan_moe(1, 8, 128, 1536, 2048, 90, 132, blocksize=32) is None
+
+
+def test_they_are_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has: they have not run on a GPU yet."""
+    x = torch.empty(1, 2048, dtype=torch.bfloat16, device="meta")
+    assert not cuda_moe.takes(x, [128, 1536, 2048], 64, 8, True)
+    monkeypatch.setattr(cuda_moe, "ENABLED", True)
+    assert not cuda_moe.takes(x, [128, 1536, 2048], 64, 8, True)  # not on a GPU
+
+
+@gpu
+def test_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(3, 2048, dtype=torch.bfloat16, device=DEVICE)
+    assert cuda_moe.ENABLED or not cuda_moe.takes(x, [128, 1536, 2048], 64, 8, True)
+    monkeypatch.setattr(cuda_moe, "ENABLED", True)
+    assert cuda_moe.takes(x, [128, 1536, 2048], 64, 8, True)
+    assert not cuda_moe.takes(x.float(), [128, 1536, 2048], 64, 8, True)
+    assert not cuda_moe.takes(x, [128, 1536, 2048], 32, 8, True)
+    assert not cuda_moe.takes(x[:, :100], [128, 1536, 100], 64, 8, True)

@@ -89,7 +89,7 @@ __device__ __forceinline__ int scan_block(int value, int* scratch, int* total) {
 
 // Bytes of scratch that group_many() needs.
 __host__ __device__ inline int group_scratch_bytes(int choices, int num_experts) {
-  return 128 + num_experts * 4 + (choices + 31) / 32 * num_experts * 2;
+  return 128 + num_experts * 4 + ((choices + 31) / 32 * num_experts + 1) / 2 * 4;
 }
 
 // More choices: a warp ranks 32 choices at a time among themselves, then each expert's counts are summed up. The groups are

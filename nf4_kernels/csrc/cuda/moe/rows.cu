@@ -1,61 +1,22 @@
 // The C entry of rows.cuh: it validates what is asked, fills the kernel's arguments and launches the instance that the plan
 // names, with a launch that lists the groups in front and one that adds up choices behind where they are needed.
-#include "rows.cuh"
+#include "instances.cuh"
 #include "sort.cuh"
 #include "sums.cuh"
 
 namespace nf4 {
 namespace {
 
-template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNested>
-cudaError_t launch(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan) {
-  using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>;
-  if (plan.stages < 2 || plan.stages > Layout::kStageLimit || Layout::kUnitBlocks < plan.part_blocks) {
-    return cudaErrorInvalidValue;
-  }
-  int ring = plan.stages * Layout::kStageBytes;
-  if (!plan.sorted && args.choices > 32 && group_scratch_bytes(args.choices, args.num_experts) > ring) {
-    return cudaErrorInvalidValue;
-  }
-  int shared = Layout::total(plan.stages) + HeldGroups<kTiles * 8>::bytes(plan.held_groups);
-  return launch_dependent(moe_rows<T, kWarps, kTeams, kBlocks, kTiles, kNested>, plan.grid, Layout::kThreads, shared,
-                          moe.stream, args);
-}
-
-template <int kWarps, int kTeams, int kBlocks, int kTiles>
-cudaError_t launch(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan) {
-  bool nested = moe.weight.absmax_8bit != nullptr;
-#ifndef NF4_BF16_ONLY
-  if (moe.dtype == NF4_FLOAT16) {
-    return nested ? launch<__half, kWarps, kTeams, kBlocks, kTiles, true>(args, moe, plan)
-                  : launch<__half, kWarps, kTeams, kBlocks, kTiles, false>(args, moe, plan);
-  }
-#endif
-  return nested ? launch<__nv_bfloat16, kWarps, kTeams, kBlocks, kTiles, true>(args, moe, plan)
-                : launch<__nv_bfloat16, kWarps, kTeams, kBlocks, kTiles, false>(args, moe, plan);
-}
-
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
 cudaError_t launch_instance(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan) {
-// nf4_kernels/plan/moe.py lists the same instances.
-#define NF4_INSTANCE(WARPS, TEAMS, BLOCKS, TILES)                                                                      if (plan.warps == WARPS && plan.teams == TEAMS && plan.blocks == BLOCKS && plan.tiles == TILES) {                   return launch<WARPS, TEAMS, BLOCKS, TILES>(args, moe, plan);                                                       }
-#define NF4_INSTANCES_UP_TO_4(TEAMS, TILES)   NF4_INSTANCE(16, TEAMS, 1, TILES)           NF4_INSTANCE(16, TEAMS, 2, TILES)           NF4_INSTANCE(16, TEAMS, 3, TILES)           NF4_INSTANCE(16, TEAMS, 4, TILES)
-  NF4_INSTANCES_UP_TO_4(1, 1)
-  NF4_INSTANCE(16, 1, 8, 1)
-  NF4_INSTANCES_UP_TO_4(2, 1)
-  NF4_INSTANCES_UP_TO_4(4, 1)
-  NF4_INSTANCES_UP_TO_4(1, 2)
-  NF4_INSTANCES_UP_TO_4(2, 2)
-  NF4_INSTANCES_UP_TO_4(4, 2)
-  NF4_INSTANCE(16, 1, 1, 4)
-  NF4_INSTANCE(16, 1, 2, 4)
-#ifndef NF4_BF16_ONLY
-  NF4_INSTANCE(8, 1, 1, 1)
-  NF4_INSTANCE(8, 1, 2, 1)
-  NF4_INSTANCE(4, 1, 2, 2)
-#endif
-#undef NF4_INSTANCES_UP_TO_4
-#undef NF4_INSTANCE
+  switch (plan.tiles) {
+    case 1:
+      return launch_moe_rows_of_1_tile(args, moe, plan);
+    case 2:
+      return launch_moe_rows_of_2_tiles(args, moe, plan);
+    case 4:
+      return launch_moe_rows_of_4_tiles(args, moe, plan);
+  }
   return cudaErrorInvalidValue;
 }
 
