@@ -152,7 +152,8 @@ def plan_on(
     """plan_moe() for a CUDA device of this machine."""
     properties = torch.cuda.get_device_properties(device)
     arch, multiprocessors = 10 * properties.major + properties.minor, properties.multi_processor_count
-    return plan_moe(tokens, top_k, *shape, arch, multiprocessors, blocksize, nested, gated, routed)
+    experts, n, k = shape
+    return plan_moe(tokens, top_k, experts, n, k, arch, multiprocessors, blocksize, nested, gated, routed)
 
 
 def _check(
