@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nf4_kernels.plan.rows import GROUP_ROWS, shared_bytes
+from nf4_kernels.plan.wgmma import WGMMA_COSTS
 
 # (warps, teams, k blocks of a warp, token tiles of 8): the instances of csrc/cuda/moe/instances.cuh.
 MOE_INSTANCES = (
@@ -151,6 +152,13 @@ def moe_candidates(
     return found
 
 
+def _wgmma_cost(plan: MoeWgmma, each: float) -> float:
+    """Microseconds of a k step of all token tiles of an expert with `each` choices, as linear_wgmma's steps are fitted."""
+    costs = WGMMA_COSTS[plan.tokens, plan.groups]
+    tiles = max(1.0, each / plan.tokens + 0.5)  # choices are uneven: the last tile is half full
+    return tiles * (costs.step + (costs.step_more_tiles if each > plan.tokens else 0.0))
+
+
 def plan_moe(
     tokens: int,
     top_k: int,
@@ -164,7 +172,10 @@ def plan_moe(
     gated: bool = False,
     routed: bool = False,
 ) -> MoePlan | None:
-    """The choice for x of so many tokens and experts' weights [n, k] in 16-bit types; None where no kernel fits."""
+    """The choice for x of so many tokens and experts' weights [n, k] in 16-bit types; None where no kernel fits.
+
+    Thresholds are estimates from linear_rows and linear_wgmma: these launches have not run on a GPU yet.
+    """
     if k % 64 or blocksize < 64 or arch < 80 or tokens < 1 or n < 1 or k < 1 or (gated and n % 2):
         return None
     candidates = moe_candidates(tokens, top_k, experts, n, k, arch, multiprocessors, nested, gated, routed)
@@ -174,7 +185,7 @@ def plan_moe(
     wgmma = {c.tokens: c for c in candidates if isinstance(c, MoeWgmma)}
     rows = [c for c in candidates if isinstance(c, MoeRows)]
     if wgmma and (each > 6 or choices > MOST_UNSORTED or not rows):
-        return wgmma[next((size for size in wgmma if size >= 1.15 * each), max(wgmma))]
+        return min(wgmma.values(), key=lambda plan: _wgmma_cost(plan, each))
     tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
     rows.sort(key=lambda c: (abs(c.tiles - tiles), c.parts, abs(c.blocks - 2)))
     return rows[0] if rows else None

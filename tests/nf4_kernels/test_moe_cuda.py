@@ -258,7 +258,11 @@ def test_plan_of_few_and_many_tokens() -> None:
     assert isinstance(few, MoeRows)
     assert few.tiles == 1
     assert isinstance(many, MoeWgmma)
-    assert many.tokens >= 128
+    assert many.tokens == 256
+    # 128 choices an expert: tiles of 256 would be half empty.
+    middle = plan_moe(2048, 8, 128, 1536, 2048, 90, 132, gated=True)
+    assert isinstance(middle, MoeWgmma)
+    assert middle.tokens == 128
     assert plan_moe(1, 8, 128, 1536, 2048, 75, 40) is None
     assert plan_moe(1, 8, 128, 1536, 100, 90, 132) is None
     assert plan_moe(1, 8, 128, 1536, 2048, 90, 132, blocksize=32) is None
