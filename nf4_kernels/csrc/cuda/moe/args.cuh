@@ -6,9 +6,9 @@
 
 namespace nf4 {
 
-// Groups are choices of one expert, up to `size` of them. sort.cu leaves a list of them in the workspace:
-// [0] how many groups there are; from kListHeader on each one's expert (`capacity` places); then its choices, -1 where it has
-// fewer than size.
+// Groups are choices of one expert, up to `size` of them. sort.cuh's launch leaves a list of them in the workspace: [0] how
+// many there are; from kListHeader on each one's expert (`capacity` places); then its choices, -1 where it has fewer than
+// size.
 constexpr int kListHeader = 4;
 struct GroupList {
   const int* words;
@@ -64,14 +64,15 @@ cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t grid, int th
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(values)...);
 }
 
-// Writes zeros to the output rows of choices whose expert does not exist; all warps of a launch call it, each with its number.
+// Writes zeros to the output rows of choices whose expert does not exist. All warps of a launch call it, each with its number.
 template <typename T>
 __device__ __forceinline__ void zero_unknown(const int* experts, int num_experts, int choices, T* out, int columns,
                                              int warp, int warps) {
   int lane = threadIdx.x % 32;
   for (int first = warp * 32; first < choices; first += warps * 32) {
     int choice = first + lane;
-    bool unknown = choice < choices && static_cast<unsigned>(load_fresh(experts + choice)) >= static_cast<unsigned>(num_experts);
+    int expert = choice < choices ? load_fresh(experts + choice) : 0;
+    bool unknown = static_cast<unsigned>(expert) >= static_cast<unsigned>(num_experts);
     for (unsigned left = __ballot_sync(~0u, unknown); left; left &= left - 1) {
       T* row = out + int64_t{first + __ffs(static_cast<int>(left)) - 1} * columns;
       for (int i = lane; i < columns; i += 32) row[i] = from_float<T>(0.0f);

@@ -142,7 +142,7 @@ __device__ __forceinline__ int group_many(const int* experts, int num_experts, i
   return groups;
 }
 
-// Groups that sort.cu has listed.
+// Groups that the launch of sort.cuh has listed.
 template <int kSize>
 __device__ __forceinline__ int take_listed(const GroupList& list, int units, const HeldGroups<kSize>& held) {
   int groups = list.count(), first = Share(groups, units).first / units;

@@ -1,4 +1,4 @@
-// The launch that lists the groups of choices for the launches behind it (args.cuh). One thread block counts the choices of
+// What lists the groups of choices for the launches behind it (args.cuh). One thread block counts the choices of
 // each expert and hands out their places. Which place of its group a choice has may depend on timing; no result does.
 #pragma once
 
