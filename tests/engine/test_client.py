@@ -215,11 +215,10 @@ async def test_a_damaged_checkpoint_is_fatal(tmp_path: Path) -> None:
 
 
 async def test_an_error_of_code_ends_the_start_at_once(tmp_path: Path) -> None:
-    """As fatal as a damaged checkpoint: here heads of a size that the model's code does not fit together."""
+    """As fatal as a damaged checkpoint: here heads of an odd size, which rotary embeddings do not fit."""
     config = config_of(
-        "deepseek_v2", hidden_size=64, intermediate_size=96, num_hidden_layers=2, first_k_dense_replace=2, vocab_size=128,
-        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=16, v_head_dim=16, head_dim=16,
+        "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=128, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=15,
     )  # fmt: skip
     random_model(config).save_pretrained(tmp_path)
     async with running(tmp_path) as client:
