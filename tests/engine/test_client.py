@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 from server.config import Config, EngineConfig
 from server.engine.supervisor.client import EngineClient, EngineStatus, EngineUnavailableError
 from server.types import RequestOutput, StepOutputs, TokenLogprob
-from tests.checkpoint.layouts import config_of, random_model
 from tests.engine.factories import make_request
 
 START_S = 120
@@ -212,22 +211,6 @@ async def test_a_damaged_checkpoint_is_fatal(tmp_path: Path) -> None:
         assert client.status.state == "failed"
         assert client.restarts == 0
         assert client.pid is None
-
-
-async def test_an_error_of_code_ends_the_start_at_once(tmp_path: Path) -> None:
-    """As fatal as a damaged checkpoint: here heads of a size that the model's code does not fit together."""
-    config = config_of(
-        "deepseek_v2", hidden_size=64, intermediate_size=96, num_hidden_layers=2, first_k_dense_replace=2, vocab_size=128,
-        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=16, v_head_dim=16, head_dim=16,
-    )  # fmt: skip
-    random_model(config).save_pretrained(tmp_path)
-    async with running(tmp_path) as client:
-        with pytest.raises(EngineUnavailableError) as caught:
-            await asyncio.wait_for(client.wait_ready(), START_S)
-        assert str(caught.value).startswith(f"{tmp_path}: the start fails (RuntimeError: The size of tensor")
-        assert "\n" not in str(caught.value)
-        assert client.restarts == 0
 
 
 async def test_an_engine_that_takes_too_long_to_start_is_started_again(embedded_folder: Path) -> None:
