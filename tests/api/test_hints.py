@@ -19,6 +19,7 @@ PATHS: dict[Endpoint, str] = {
     "completions": "/v1/completions",
     "responses": "/v1/responses",
     "messages": "/v1/messages",
+    "embeddings": "/v1/embeddings",
 }
 HEADER = "x-ignored-options"
 ENTRIES = [(endpoint, hint) for hint in HINTS for endpoint in hint.endpoints]

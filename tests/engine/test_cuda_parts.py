@@ -33,7 +33,7 @@ pytestmark = [
 @pytest.mark.parametrize(("heads", "dim", "block_size"), [(8, 128, 16), (3, 64, 4), (1, 256, 1)])
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_write_kv_writes_its_slots_and_nothing_else(heads: int, dim: int, block_size: int, tokens: int) -> None:
-    from server.engine.runtime.attention.kv_write import write_kv
+    from server.engine.runtime.attention.triton_kernels.kv_write import write_kv
 
     blocks = 320 // block_size
     cache = torch.full((blocks, 2, block_size, heads, dim), -77.0, dtype=torch.bfloat16, device="cuda")

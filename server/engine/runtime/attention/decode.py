@@ -179,7 +179,7 @@ class DecodeAttention:
         scratch_block: the KV block of padding.
         """
         # Triton is not installed without CUDA.
-        from server.engine.runtime.attention.decode_kernel import Partials, attend_newest
+        from server.engine.runtime.attention.triton_kernels.decode import Partials, attend_newest
 
         self._attend: Callable[..., torch.Tensor] = attend_newest
         self._windows = list(dict.fromkeys(kind.options.window for kind in kinds))
@@ -220,7 +220,7 @@ class DecodeAttention:
         rotary: RotaryEmbedding | None = None,
         tile: int = 0,
     ) -> torch.Tensor:
-        """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest()."""
+        """Write the step's keys and values into a layer's cache and attend, see triton_kernels.decode.attend_newest()."""
         window, sequences = self._windows.index(options.window), query.shape[0]
         first = item_places(sequences, self._rooms)[window]
         step = self._numbers, first, window, sequences + self._rooms[window].spare, self._tables.blocks

@@ -62,7 +62,7 @@ class FlashInferBackend(GraphBackend):
         # Neither package is installed without CUDA.
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        from server.engine.runtime.attention.kv_write import write_kv
+        from server.engine.runtime.attention.triton_kernels.kv_write import write_kv
 
         self._write_kv = write_kv
         self._block_size = block_size

@@ -7,8 +7,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
-from server.engine.runtime.attention.decode_sums import add_up, put_part, put_result, result_row
 from server.engine.runtime.attention.rotary import RotaryEmbedding
+from server.engine.runtime.attention.triton_kernels.decode_sums import add_up, put_part, put_result, result_row
 
 # Keys of a tile; warps of a thread block; tiles that are being loaded at a time.
 _TILE = 64
