@@ -27,7 +27,7 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def long_context(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a server with a small random model that has 65536 tokens of context."""
     folder = tmp_path_factory.mktemp("long_context")

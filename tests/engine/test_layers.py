@@ -82,7 +82,7 @@ def test_a_damaged_kept_layer_is_compiled_anew(compilations: list[nn.Module], tm
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gemma3_text", 2)])
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), pytest.param("gemma3_text", 2, marks=pytest.mark.slow)])
 def test_compiled_layers_give_the_same_logits(
     family: str, kinds: int, compilations: list[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
