@@ -46,7 +46,7 @@ def check_calls(calls: list[Any]) -> None:
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_forced_calls(client: openai.OpenAI, choice: Any, temperature: float) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, n=3, seed=3,
+        model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, n=2, seed=3,
         temperature=temperature, max_tokens=150,
     )  # fmt: skip
     ended = [c for c in answer.choices if c.finish_reason != "length"]

@@ -84,7 +84,7 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
 
 
 def own_limit(text: Any) -> int | None:
-    """Longest input that the model is made for, and at which a token's rotary embedding depends on its place only.
+    """Longest input that the model is made for and that leaves a token's rotary embedding to its position alone.
 
     transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence.
     """

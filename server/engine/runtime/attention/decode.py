@@ -1,4 +1,4 @@
-"""Decode steps' attention by our own kernel: which sequence's keys each of its thread blocks goes through.
+"""Decode steps' attention by our own kernel: which sequence's keys each of its thread blocks reads.
 
 FlashInfer takes two launches for such a step, and a third one writes the new keys and values. With few sequences these
 launches are bound by latency alone; our kernel does all of it in one.

@@ -38,7 +38,7 @@ class DeviceTables:
             raise
 
     def take_new(self, spans: Spans) -> npt.NDArray[np.int64]:
-        """What the copy lacks: int64 [2, new], places in the flattened copy and the blocks there. It counts as copied."""
+        """What the copy lacks, which counts as copied then: int64 [2, new], places in the flattened copy and blocks."""
         tables = spans.tables
         if tables is not self._source:
             self._source = tables

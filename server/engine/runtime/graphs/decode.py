@@ -96,7 +96,7 @@ class DecodeGraphs:
         return self._replay(batch, batch.ids).logits[: len(batch.spans)]
 
     def run_async(self, step: Step, batch: Batch, previous: AsyncStep | None) -> AsyncStep:
-        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids."""
+        """Launch a decode step. On the device the tokens of the previous step replace the PLACEHOLDER ids."""
         ids = batch.ids
         sequences = [chunk.sequence for chunk in step.chunks]
         if previous is not None:

@@ -114,7 +114,7 @@ class AdaptedLinear(nn.Module):
 
 
 class AdapterTable:
-    """The adapters on the device: which module has room for them, and what is in each slot."""
+    """The adapters on the device: which modules have room for them, and which adapter each slot holds."""
 
     def __init__(self, model: nn.Module, layers: nn.Module, slots: int, rank: int, targets: set[str] | None) -> None:
         """Put room for adapters beside the projections of layers; targets: the modules that get it, None for all.
