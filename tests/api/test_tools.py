@@ -109,14 +109,14 @@ def test_auto_answers_or_calls(http: httpx.Client) -> None:
     assert called == (choice["finish_reason"] == "tool_calls") or choice["finish_reason"] == "length"
 
 
-def test_a_form_or_a_call(http: httpx.Client) -> None:
+def test_a_form_or_a_call(long_context: httpx.Client) -> None:
     """With tools to choose and a schema for the answer, it is one or the other."""
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for seed in range(2):
         body = chat_body(messages=QUESTION, tools=[CLOCK], response_format=form, temperature=1.5, seed=seed)
-        message = http.post(CHAT, json=body | {"max_tokens": 100}).json()["choices"][0]["message"]
+        message = long_context.post(CHAT, json=body | {"max_tokens": 100}).json()["choices"][0]["message"]
         if "tool_calls" in message:
             assert message["tool_calls"][0]["function"]["name"] == "clock"
         else:
