@@ -45,6 +45,13 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="session")
+def quick(long_context: httpx.Client) -> Iterator[openai.OpenAI]:
+    """A client of the same server, for tests of forms that any model has to keep to."""
+    with openai_client(str(long_context.base_url).rstrip("/")) as client:
+        yield client
+
+
 def openai_client(base_url: str, **options: Any) -> openai.OpenAI:
     os.environ.setdefault("NO_PROXY", "127.0.0.1")
     return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60, **options)
