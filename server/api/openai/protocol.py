@@ -131,7 +131,7 @@ class Timings(msgspec.Struct):
 
     @classmethod
     def of(cls, timeline: RequestTimeline) -> Timings:
-        """The engine's account, and what the API process saw."""
+        """From a sequence's timeline: the engine's own times, and those that the API process measured."""
         known = timeline.timings or RequestTimings()
         return cls(
             **msgspec.structs.asdict(known),

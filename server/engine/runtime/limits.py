@@ -103,7 +103,7 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
 
 
 def own_limit(text: Any) -> int | None:
-    """Longest input that the model is made for, and at which a token's rotary embedding depends on its place only.
+    """Longest input that the model is made for and that leaves a token's rotary embedding to its position alone.
 
     transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence. Layers that attend
     within chunks (Llama 4) attend as all others do in contexts of one chunk.

@@ -194,7 +194,7 @@ def bias_of(base: nn.Module) -> torch.Tensor | None:
 
 
 class AdapterTable:
-    """The adapters on the device: which module has room for them, and what is in each slot."""
+    """The adapters on the device: which modules have room for them, and which adapter each slot holds."""
 
     def __init__(
         self,
