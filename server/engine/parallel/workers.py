@@ -47,6 +47,7 @@ STEP_S = {"cuda": 9.0, "cpu": 300.0}
 END_GRACE_S = 2.0
 _POLL_MS = 250
 _SETTLE_S = 0.2
+_EXPLAIN_S = 1.0
 
 Failed = Callable[[str, bool], None]
 """Called once, from a thread, with why the workers cannot go on and whether a new start is pointless."""
@@ -118,6 +119,10 @@ class Workers:
         self._busy_since = time.monotonic()
         try:
             yield
+        except Exception:
+            # Mostly an exchange that another rank has left: the thread that watches them knows why, and ends this process.
+            self._watcher.join(_EXPLAIN_S)
+            raise
         finally:
             self._busy_since = None
 
