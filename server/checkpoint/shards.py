@@ -62,7 +62,7 @@ class Part:
 def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
     """Into how many shards a model can be divided. blocksize: of its NF4 weights, whose scale blocks stay whole."""
     text = config.get_text_config()
-    if any(getattr(text, name, None) for name in _EXPERTS):
+    if _undivided(config):
         return [1]
     heads, kv_heads, wide = _sizes(text)
     dim = _head_dim(text)
@@ -86,13 +86,22 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str)
         return
     text = config.get_text_config()
     heads, kv_heads, wide = _sizes(text)
-    reason = f"{heads} heads, {kv_heads} KV heads and {wide} features of the MLP in blocks of {blocksize}"
-    if any(getattr(text, name, None) for name in _EXPERTS):
-        reason = "a mixture of experts, which is not split yet"
+    sizes = f"{heads} heads, {kv_heads} KV heads and {wide} features of the MLP in blocks of {blocksize}"
+    reason = _undivided(config) or sizes
     raise CheckpointError(
         f"{what}: engine.tensor_parallel_size {count} does not divide the model: it has {reason};"
         f" possible: {', '.join(map(str, possible))}"
     )
+
+
+def _undivided(config: PretrainedConfig) -> str | None:
+    """What a model has that is not divided yet, whatever its sizes."""
+    text = config.get_text_config()
+    if text is not config:
+        return f"parts beside its text model ({config.model_type}), which are not split yet"
+    if any(getattr(text, name, None) for name in _EXPERTS):
+        return "a mixture of experts, which is not split yet"
+    return None
 
 
 def shard_config(config: PretrainedConfig, count: int) -> PretrainedConfig:

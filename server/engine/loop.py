@@ -281,7 +281,7 @@ def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, cha
         for result in engine.settle_adapters():
             channel.send(result)
         if engine.has_work and not stop.requested:
-            with nullcontext() if workers is None else workers.step():
+            with nullcontext() if workers is None else workers.explained():
                 outputs = engine.step()
             channel.send(outputs)
         elif aborted:

@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
-from transformers import BitsAndBytesConfig, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Olmo2Config
+from transformers import (
+    BitsAndBytesConfig,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Qwen3MoeConfig,
+)
 
 from nf4_kernels import Weight, cpu, reference
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.dummy import dummy_shard
 from server.checkpoint.loading import load_model
 from server.checkpoint.sharded import load_shard
-from server.checkpoint.shards import Shard, parts_of, possible_counts
+from server.checkpoint.shards import Shard, check_count, parts_of, possible_counts
 from tests.engine.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -106,6 +114,13 @@ def test_layers_that_were_left_in_16_bit_are_split_too(tmp_path: Path) -> None:
 def test_what_does_not_divide_is_refused_with_what_does(embedded_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tensor_parallel_size 2 does not divide the model: .* possible: 1, 3$"):
         load_shard(embedded_folder, CPU, torch.float32, silent, Shard(0, 2))
+
+
+def test_models_of_several_parts_and_experts_are_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"parts beside its text model \(gemma3\), .* possible: 1$"):
+        check_count(Gemma3Config(), 64, 2, "folder")
+    with pytest.raises(CheckpointError, match="a mixture of experts"):
+        check_count(Qwen3MoeConfig(), 64, 2, "folder")
 
 
 def test_possible_counts() -> None:

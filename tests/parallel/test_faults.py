@@ -29,6 +29,7 @@ def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     )
     with start_server(root / "log", "--config", str(config)) as running:
         yield running
+        until_ready(running)
         ranks = _ranks(running)
     # SIGTERM has ended the server; its ranks have ended with it.
     deadline = time.monotonic() + 10
@@ -58,13 +59,14 @@ def _ask(server: RunningServer, tokens: int) -> httpx.Response:
 
 
 def _text(server: RunningServer) -> str:
-    text: str = _ask(server, 4).json()["choices"][0]["text"]
+    text: str = _ask(server, 6).json()["choices"][0]["text"]
     return text
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_engine_ends_and_comes_back_as_a_whole(server: RunningServer, number: signal.Signals) -> None:
-    assert _text(server) == " Paris.\n\nThe"
+    text = _text(server)
+    assert text.startswith(" Paris.")
     before = _ranks(server)
     answers: list[tuple[float, httpx.Response]] = []
 
@@ -83,7 +85,7 @@ def test_the_engine_ends_and_comes_back_as_a_whole(server: RunningServer, number
     assert answer.status_code == 500
     assert "the engine ended: rank 2 " in answer.json()["error"]["message"]
     until_ready(server)
-    assert _text(server) == " Paris.\n\nThe"
+    assert _text(server) == text
     assert set(_ranks(server)).isdisjoint(before)
     assert not any(_lives(pid) for pid in before)
 

@@ -118,8 +118,8 @@ class StepWriter:
         adapted = given.adapters.count(None) < len(given.adapters)
         sampling = None
         if launch is not None:
-            table = None if launch.table is None else launch.table.tobytes()
-            sampling = Sampling(launch.follows, launch.source, table)
+            table = launch.table()
+            sampling = Sampling(launch.follows, launch.source, None if table is None else table.tobytes())
         return ComputeStep(
             _bytes(np.stack((rows, given.starts, given.lengths))),
             _bytes(np.array(given.ids)),
@@ -152,7 +152,7 @@ class StepReader:
         launch, sampling = None, message.sampling
         if sampling is not None:
             table = None if sampling.table is None else np.frombuffer(bytearray(sampling.table)).reshape(-1, 6)
-            launch = Launch(sampling.follows, sampling.source, table)
+            launch = Launch(sampling.follows, sampling.source, lambda: table)
         return StepInput(tables, rows, starts, lengths, ids, wanted, adapters), launch
 
 

@@ -47,6 +47,7 @@ STEP_S = {"cuda": 9.0, "cpu": 300.0}
 END_GRACE_S = 2.0
 _POLL_MS = 250
 _SETTLE_S = 0.2
+_EXPLAIN_S = 1.0
 
 Failed = Callable[[str, bool], None]
 """Called once, from a thread, with why the workers cannot go on and whether a new start is pointless."""
@@ -75,7 +76,7 @@ class Workers:
         self._reports.bind(_address(folder, "reports"))
         self._ready = {rank: threading.Event() for rank in range(1, len(processes) + 1)}
         self._heard: dict[int, float] = {}
-        self._busy_since: float | None = None
+        self._waiting_since: float | None = None
         self._ending = threading.Event()
         self._memory = dict.fromkeys(self._ready, (0, 0))
         self._watcher = threading.Thread(target=self._watch, name="workers-watcher", daemon=True)
@@ -113,13 +114,25 @@ class Workers:
         self._send(WriteAdapter(slot, path))
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A step of the engine; one that takes too long counts as a hanging exchange."""
-        self._busy_since = time.monotonic()
+    def waiting(self) -> Iterator[None]:
+        """While entered, the engine's thread computes a step or waits for it; if that takes too long, an exchange hangs."""
+        self._waiting_since = time.monotonic()
         try:
             yield
         finally:
-            self._busy_since = None
+            self._waiting_since = None
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """A step of the engine. Where it fails, the thread that watches the workers has a moment to say why.
+
+        It is mostly an exchange that fails, which another rank has left; that thread then ends this process.
+        """
+        try:
+            yield
+        except Exception:
+            self._watcher.join(_EXPLAIN_S)
+            raise
 
     def end(self) -> None:
         """Let the workers leave, then kill those that have not."""
@@ -180,7 +193,7 @@ class Workers:
         for rank in self._ready:
             if self._ready[rank].is_set() and now - self._heard[rank] > SILENCE_S:
                 return f"rank {rank} has been silent for {SILENCE_S:.0f} s", False
-        since = self._busy_since
+        since = self._waiting_since
         if since is not None and now - since > self._step_s:
             return f"a step has taken more than {self._step_s:.0f} s: a rank hangs", False
         return None

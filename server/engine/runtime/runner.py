@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -56,6 +57,10 @@ class Followers(Protocol):
 
     def decode(self, given: StepInput, launch: Launch) -> None:
         """Begin to compute a step whose tokens are sampled on the device."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """To be entered while this rank waits for a step: if that takes too long, an exchange hangs."""
         ...
 
 
@@ -126,7 +131,11 @@ class ModelRunner:
             return self.compute(given, bool(step.guesses))
         self._followers.compute(given)
         try:
-            return self.compute(given)
+            with self._followers.waiting():
+                logits = self.compute(given)
+                if logits.is_cuda:
+                    torch.cuda.synchronize(logits.device)
+            return logits
         except Exception as e:
             raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
 
@@ -198,7 +207,10 @@ class ModelRunner:
         launch = Launch.of(step, previous, self.limits.vocab_size)
         if self._followers is not None:
             self._followers.decode(given, launch)
-        return graphs.run_async(step, batch, launch, previous)
+        if self._followers is None:
+            return graphs.run_async(step, batch, launch, previous)
+        with self._followers.waiting():
+            return replace(graphs.run_async(step, batch, launch, previous), waiting=self._followers.waiting)
 
     @torch.inference_mode()
     def follow(self, given: StepInput, launch: Launch | None) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +26,8 @@ class Launch:
     """Whether tokens of the step launched before stand in the places of PLACEHOLDER ids."""
     source: list[int] | None
     """Each sequence's row among that step's tokens; None: the same rows."""
-    table: npt.NDArray[np.float64] | None
-    """sampling_table() of the sequences."""
+    table: Callable[[], npt.NDArray[np.float64] | None]
+    """Gives the sampling_table() of the sequences, which is made when it is first asked for: once the step runs."""
 
     @classmethod
     def of(cls, step: Step, previous: AsyncStep | None, vocabulary: int) -> Launch:
@@ -36,7 +39,7 @@ class Launch:
             if sequences != before:
                 rows = {id(sequence): row for row, sequence in enumerate(before)}
                 source = [rows.get(id(sequence), 0) for sequence in sequences]
-        return cls(previous is not None, source, sampling_table(sequences, vocabulary))
+        return cls(previous is not None, source, cache(partial(sampling_table, sequences, vocabulary)))
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class AsyncStep:
     times: tuple[DeviceClock, torch.Tensor] | None
     """The device's clock, and its totals, valid once done has happened."""
     done: torch.cuda.Event
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while read() waits."""
 
     def complete(self) -> bool:
         """True: the sampling has been launched with the step."""
@@ -58,7 +63,8 @@ class AsyncStep:
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens; one result for each of step.sampled."""
-        self.done.synchronize()
+        with self.waiting():
+            self.done.synchronize()
         if self.times is not None:
             clock, totals = self.times
             clock.note(totals)

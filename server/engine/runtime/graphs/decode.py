@@ -134,8 +134,8 @@ class DecodeGraphs:
         captured = self._replay(batch, _ids(batch, launch, newest))
         count = len(batch.spans)
         best, tokens = captured.greedy[:, :count]
-        tokens = tokens.long()
-        return best, tokens if launch.table is None else sample_by_table(captured.logits[:count], launch.table, tokens)
+        tokens, table = tokens.long(), launch.table()
+        return best, tokens if table is None else sample_by_table(captured.logits[:count], table, tokens)
 
     def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
