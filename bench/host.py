@@ -106,6 +106,9 @@ class PendingStep:
     step: Step
     copied: torch.Tensor
 
+    def complete(self) -> None:
+        """The tokens are there."""
+
     def read(self) -> list[Sampled]:
         """The tokens."""
         _, tokens = self.copied.tolist()

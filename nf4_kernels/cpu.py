@@ -34,6 +34,7 @@ def library() -> ctypes.CDLL | str:
         integer, pointer = ctypes.c_int64, ctypes.c_void_p
         loaded.nf4_cpu_dequantize.argtypes = (ctypes.POINTER(Nf4Weight), pointer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_linear_at.argtypes = (*[pointer] * 4, integer, ctypes.c_int32, ctypes.c_int32)
+        loaded.nf4_cpu_moe.argtypes = (*[pointer] * 6, *[integer] * 3, *[ctypes.c_int32] * 4)
         loaded.nf4_cpu_linear_bf16w.argtypes = (*[pointer] * 4, *[integer] * 3, ctypes.c_int32)
         loaded.nf4_cpu_struct_size.restype = integer
         loaded.nf4_cpu_struct_size.argtypes = (ctypes.c_char_p,)
@@ -58,13 +59,13 @@ def load_error() -> str | None:
 
 def isa() -> str:
     """The instruction set in use: portable, avx2, avx512 or amx. KernelError where the library is missing."""
-    name: bytes = _usable().nf4_cpu_isa()
+    name: bytes = usable().nf4_cpu_isa()
     return name.decode()
 
 
 def set_isa(name: str) -> None:
     """Use another instruction set from now on. ValueError where this CPU does not have it."""
-    if _usable().nf4_cpu_set_isa(name.encode()):
+    if usable().nf4_cpu_set_isa(name.encode()):
         raise ValueError(f"{name!r} is not an instruction set of this CPU (portable, avx2, avx512, amx)")
 
 
@@ -91,10 +92,10 @@ class PreparedLinear:
                 f"bias must be float32, bfloat16 or float16 with {self.n} elements, got {bias.dtype} with {bias.numel()}"
             )
         self._keep = weight.contiguous()
-        self._weight = ctypes.byref(_struct(self._keep, self.n, self.k))
+        self._weight = ctypes.byref(struct_of(self._keep, self.n, self.k))
         self.bias = None if bias is None else bias.contiguous()
         self._bias_pointer = None if self.bias is None else self.bias.data_ptr()
-        self._run = _usable().nf4_cpu_linear_at
+        self._run = usable().nf4_cpu_linear_at
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] of float32, bfloat16 or float16 to [..., N]."""
@@ -128,9 +129,9 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     keep = weight.contiguous()
     count = math.prod(keep.shape)
-    struct = _struct(keep, 1, count)
+    struct = struct_of(keep, 1, count)
     out = torch.empty([int(size) for size in keep.shape], dtype=dtype)
-    if count and _usable().nf4_cpu_dequantize(
+    if count and usable().nf4_cpu_dequantize(
         ctypes.byref(struct), out.data_ptr(), DTYPES[dtype], torch.get_num_threads()
     ):
         raise KernelError(f"nf4_cpu_dequantize refused {count} elements in blocks of {keep.blocksize}")
@@ -149,12 +150,12 @@ def linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     bias_pointer = None if bias is None else bias.data_ptr()
     pointers = (x.data_ptr(), weight.data_ptr(), bias_pointer, out.data_ptr())
     m = x.numel() // k
-    if m and _usable().nf4_cpu_linear_bf16w(*pointers, m, n, k, torch.get_num_threads()):
+    if m and usable().nf4_cpu_linear_bf16w(*pointers, m, n, k, torch.get_num_threads()):
         raise KernelError(f"nf4_cpu_linear_bf16w refused M={m}, N={n}, K={k}")
     return out
 
 
-def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
+def struct_of(weight: Weight, n: int, k: int) -> Nf4Weight:
     """The C interface's view of a contiguous weight's tensors, as n rows of k. ValueError where they do not fit."""
     check(weight)
     if weight.absmax_8bit is None:
@@ -174,7 +175,7 @@ def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
     return weight_struct(weight, n, k, nested)
 
 
-def _usable() -> ctypes.CDLL:
+def usable() -> ctypes.CDLL:
     loaded = library()
     if isinstance(loaded, str):
         raise KernelError(loaded)

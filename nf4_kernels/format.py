@@ -71,6 +71,22 @@ class Weight:
             raise ValueError(f"shape must be [N, K], got {list(self.shape)}")
         return self.shape[0], self.shape[1]
 
+    def expert(self, index: int) -> Weight:
+        """Expert index's [n, k] of a weight [experts, n, k] that check_experts() has passed; views of its tensors."""
+        _, n, k = self.shape
+        codes, blocks = n * k // 2, n * k // self.blocksize
+        packed = self.packed.reshape(-1)[index * codes : (index + 1) * codes]
+        if self.absmax_8bit is None:
+            absmax = self.absmax.reshape(-1)[index * blocks : (index + 1) * blocks]
+            return Weight(packed, (n, k), absmax, self.blocksize)
+        absmax_8bit = self.absmax_8bit.reshape(-1)[index * blocks : (index + 1) * blocks]
+        groups = -(-blocks // NESTED_BLOCKSIZE)
+        own = slice(index * groups, (index + 1) * groups)
+        absmax, offset = self.absmax.reshape(-1)[own], self.absmax_offset
+        if offset is not None and offset.numel() > 1:
+            offset = offset.reshape(-1)[own]
+        return Weight(packed, (n, k), absmax, self.blocksize, absmax_8bit, self.absmax_code, offset)
+
     def contiguous(self) -> Weight:
         """This weight, or one of contiguous copies where a tensor of it is not contiguous."""
         if self.packed.is_contiguous() and self.absmax.is_contiguous():
@@ -101,6 +117,27 @@ def check(weight: Weight) -> int:
     if absmax_8bit is not None and (absmax_8bit.dtype != torch.uint8 or absmax_8bit.numel() < blocks):
         raise ValueError(f"absmax_8bit must be uint8 with {blocks} elements, got {absmax_8bit.numel()}")
     return count
+
+
+def check_experts(weight: Weight) -> tuple[int, int, int]:
+    """(experts, n, k) of a weight whose every expert begins with a scale block and, where nested, with a group of 256.
+
+    ValueError as check(), and where experts share a block or a group.
+    """
+    if len(weight.shape) != 3:
+        raise ValueError(f"shape must be [experts, N, K], got {list(weight.shape)}")
+    experts, n, k = weight.shape
+    if n * k % weight.blocksize or weight.blocksize < 2:
+        raise ValueError(f"experts of [{n}, {k}] are no whole scale blocks of {weight.blocksize}")
+    if weight.absmax_8bit is not None and n * k // weight.blocksize % NESTED_BLOCKSIZE:
+        raise ValueError(
+            f"experts of [{n}, {k}] are no whole groups of {NESTED_BLOCKSIZE} scale blocks of {weight.blocksize};"
+            " expand their nested scales"
+        )
+    check(weight)
+    if weight.absmax_8bit is not None:
+        second_level(weight)
+    return experts, n, k
 
 
 def second_level(weight: Weight) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -16,6 +16,9 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 """What a gate goes through, and its number there; 0 is none."""
 
+EXPERT_ACTIVATIONS = {**ACTIVATIONS, "swiglu_oai": 3}
+"""What an expert's gates go through; swiglu_oai is gpt-oss' clamped one, which changes the ups, too."""
+
 
 class Nf4Weight(ctypes.Structure):
     """Nf4Weight of csrc/params.h."""

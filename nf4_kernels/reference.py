@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nf4_kernels.format import CODEBOOK, Weight, block_scales, check, unpack
-from nf4_kernels.params import ACTIVATIONS
+from nf4_kernels.format import CODEBOOK, Weight, block_scales, check, check_experts, unpack
+from nf4_kernels.params import ACTIVATIONS, EXPERT_ACTIVATIONS
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+"""Of swiglu_oai, from gpt-oss: where gates and ups are clamped, and how steep its sigmoid is."""
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -37,14 +40,59 @@ def check_gate(n: int, activation: str, tile: int) -> None:
 
 
 def gated(gate_up: Tensor, activation: str, tile: int = 0) -> Tensor:
-    """gate_up [..., 2 K]: activation (params.ACTIVATIONS) of its first K, rounded, times its last: [..., K].
+    """gate_up [..., 2 K]: activation (params.EXPERT_ACTIVATIONS) of its first K, rounded, times its last: [..., K].
+
+    swiglu_oai clamps gates from above and ups from both sides, and adds one to the ups.
 
     tile: where not 0, tile_activations() of all these tokens.
     """
     gate, up = gate_up.chunk(2, -1)
-    activated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+        activated = gate * torch.sigmoid(gate * SWIGLU_ALPHA)
+    else:
+        activated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
     out = activated * up
     return tile_activations(out.reshape(-1, out.shape[-1]), tile) if tile else out
+
+
+def moe_linear(
+    x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None = None, routing_weights: Tensor | None = None
+) -> Tensor:
+    """nf4::moe_linear: x [tokens, K] or [tokens, top_k, K] times what each of a token's experts has of weight [E, N, K].
+
+    experts int32 [tokens, top_k]; an id outside of 0 ... E - 1 gives zeros. bias [E, N]. [tokens, top_k, N] in x's dtype, or
+    with routing_weights (float32 [tokens, top_k]) the sum over top_k of these, each rounded, times their weights: products
+    and sum in float32, rounded once, [tokens, N].
+    """
+    count, n, _ = check_experts(weight)
+    rows = x.unsqueeze(1).expand(-1, experts.shape[1], -1) if x.dim() == 2 else x
+    out = x.new_zeros(*experts.shape, n)
+    for index in range(count):
+        chosen = experts == index
+        if chosen.any():
+            out[chosen] = linear(rows[chosen], weight.expert(index), None if bias is None else bias[index])
+    return out if routing_weights is None else weighted_sum(out, routing_weights)
+
+
+def weighted_sum(out: Tensor, routing_weights: Tensor) -> Tensor:
+    """out [tokens, top_k, N] times routing_weights [tokens, top_k], summed over top_k: in float32, then in out's dtype."""
+    return (out.float() * routing_weights.unsqueeze(-1)).sum(1).to(out.dtype)
+
+
+def check_expert_gate(n: int, activation: str) -> None:
+    """ValueError where moe_gated_linear() of experts of n rows cannot be."""
+    if activation not in EXPERT_ACTIVATIONS or n % 2:
+        raise ValueError(f"activation must be one of {tuple(EXPERT_ACTIVATIONS)} and N even, got {activation!r}, {n}")
+
+
+def moe_gated_linear(x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+    """nf4::moe_gated_linear: gated() of moe_linear() with a weight [E, 2 F, K] of F gates, then F ups: [tokens, top_k, F].
+
+    An id outside of 0 ... E - 1 gives zeros.
+    """
+    check_expert_gate(weight.shape[1], activation)
+    return gated(moe_linear(x, weight, experts, bias), activation)
 
 
 def tiles_shape(tokens: int, k: int, tile: int) -> tuple[int, int, int, int]:

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
 """Environment variables with our prefix that belong to nf4_kernels."""
+ASYNC_OPTIONS_VARIABLE = "NF4_ASYNC_OPTIONS"
+"""1: on CUDA, penalties, log-probabilities, grammars and the like stay within async scheduling (docs/adr/0022)."""
 
 
 MetricsNames = Literal["nf4", "vllm", "both"]
@@ -272,7 +274,7 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> C
             raise ConfigError(f"{path}: expected a mapping at the top, got {type(loaded).__name__}")
         data = loaded or {}
     for key, value in os.environ.items():
-        if key.startswith("NF4_") and key not in KERNEL_VARIABLES and value:
+        if key.startswith("NF4_") and key not in {*KERNEL_VARIABLES, ASYNC_OPTIONS_VARIABLE} and value:
             _set(data, key.removeprefix("NF4_").lower().replace("__", "."), value)
     for key, value in (overrides or {}).items():
         if value is not None:

@@ -11,11 +11,13 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nf4_kernels.format import CODEBOOK
+from nf4_kernels import Weight
+from nf4_kernels.format import CODEBOOK, NESTED_BLOCKSIZE
 from server.checkpoint.base import CheckpointError, Progress
+from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
+from server.checkpoint.experts.module import NF4Experts, StackedWeight
 
 BLOCKSIZE = 64
-NESTED_BLOCKSIZE = 256
 # Scales around this make weights with a standard deviation near 0.02, what trained linear layers have.
 MEAN_ABSMAX = 0.05
 SAMPLED_AT_ONCE = 1 << 26
@@ -26,8 +28,8 @@ def dummy_model(
 ) -> PreTrainedModel:
     """A model of folder's config.json with random weights that seed decides, in eval mode.
 
-    NF4 (blocks of 64, double quantization) in every linear layer but lm_head, dtype elsewhere. Nothing that ends in NF4
-    is ever held in 16 bit. Raises CheckpointError when config.json does not describe a causal language model.
+    NF4 (blocks of 64, double quantization) in experts and in every linear layer but lm_head, dtype elsewhere. Nothing that
+    ends in NF4 is ever held in 16 bit. Raises CheckpointError when config.json does not describe a causal language model.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -45,8 +47,14 @@ def dummy_model(
 
 
 def _fill(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
+    for layout in list(experts_layouts(model)):
+        if layout.activation is not None:
+            biased = bool(getattr(model.get_submodule(layout.name), "has_bias", False))
+            replace_experts(model, layout, _random_experts(layout, device, dtype, biased))
     modules = list(model.named_modules())
     for done, (name, module) in enumerate(modules):
+        if isinstance(module, NF4Experts | StackedWeight):
+            continue
         if type(module) is nn.Linear and module is not model.get_output_embeddings():
             model.set_submodule(name, _random_linear(module, device, dtype))
         elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
@@ -80,6 +88,28 @@ def _pairs_by_frequency() -> torch.Tensor:
     likely = scaled.view(256, -1).mean(1)
     codes = (likely.unsqueeze(1) - torch.tensor(CODEBOOK)).abs().argmin(1).to(torch.uint8)
     return (codes.unsqueeze(1) << 4 | codes).flatten()
+
+
+def _random_experts(layout: ExpertsLayout, device: torch.device, dtype: torch.dtype, biased: bool) -> NF4Experts:
+    """One layer's experts as a checkpoint with a tensor for each of them gives them."""
+
+    def stacked(rows: int, columns: int) -> StackedWeight:
+        shape, size = (layout.count, rows, columns), layout.count * rows * columns
+        packed = _random_pairs(size // 2, device)
+        bias = torch.zeros(layout.count, rows, dtype=dtype, device=device) if biased else None
+        blocks, each = size // BLOCKSIZE, rows * columns // BLOCKSIZE
+        scales = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device)
+        code = create_dynamic_map().to(device)
+        if each % NESTED_BLOCKSIZE:
+            return StackedWeight(
+                Weight(packed, shape, code[scales.long()] * (MEAN_ABSMAX / 2) + MEAN_ABSMAX, BLOCKSIZE), bias
+            )
+        groups = torch.full((blocks // NESTED_BLOCKSIZE,), MEAN_ABSMAX, device=device)
+        return StackedWeight(Weight(packed, shape, groups / 2, BLOCKSIZE, scales, code, groups), bias)
+
+    assert layout.activation is not None
+    gate_up, down = stacked(2 * layout.inner, layout.hidden), stacked(layout.hidden, layout.inner)
+    return NF4Experts(gate_up, down, layout.activation)
 
 
 def _random_linear(linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> Linear4bit:

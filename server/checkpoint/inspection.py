@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from server.checkpoint.base import CheckpointError
+from server.checkpoint.experts.names import described, place_of
 
 Quantization = Literal["nf4", "none"]
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
@@ -20,7 +21,8 @@ _NEEDED = "bitsandbytes NF4 or an unquantized model is needed"
 # safetensors' own limit; a larger header is damage, and must not be read into memory.
 _MAX_HEADER = 100 * 2**20
 # A weight's share in NF4 with double quantization: 4 bits, 8 bits per 64, 32 bits per 64 * 256.
-_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+_NESTED = 256
+_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * _NESTED)
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,14 @@ class CheckpointInfo:
         total = 0.0
         for name, (dtype, shape) in self.tensors.items():
             count = math.prod(shape)
-            if self.packed.get(name) == "fp4":
+            place = place_of(name)
+            experts = place is not None and not place.bias
+            if self.packed.get(name) == "fp4" and not experts:
                 total += 2 * count * item_bytes
-            elif self.quantization == "none" and name.endswith("proj.weight") and len(shape) == 2:
+            elif self.quantization == "none" and (experts or (name.endswith("proj.weight") and len(shape) == 2)):
                 total += count * _NF4_BYTES
+            elif dtype == "U8" and name.endswith(".absmax") and place_of(described(name)) and count % _NESTED:
+                total += 4 * count  # scales that cannot stay nested are expanded
             elif dtype in _FLOATS and name not in self.packed and not _is_quantization_state(name):
                 total += count * item_bytes
             else:

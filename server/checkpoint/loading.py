@@ -16,6 +16,8 @@ from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import is_left_out, loading_of
 from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
 from server.checkpoint.embedding import MODULES
+from server.checkpoint.experts.loading import ExpertsLoader
+from server.checkpoint.experts.tensors import CheckpointTensors
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
 from server.checkpoint.quantizer import TensorRefused, by_file
 
@@ -32,9 +34,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     chosen = loading_of(info)
     _check_memory(info, chosen.config, device, dtype)
     options = _quantization_options(info, chosen.config, dtype)
+    experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, stage), by_file(info, chosen.key_mapping), _quiet():
+        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts.take_over), _quiet():
             model, report = chosen.auto.from_pretrained(
                 folder,
                 config=chosen.config,
@@ -57,6 +60,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     except Exception as e:
         raise CheckpointError(f"{folder}: cannot be loaded: {first_line(e)}") from e
     _check_complete(folder, _without_head(folder, model, report), chosen.config)
+    try:
+        experts.fill(model, progress)
+    except torch.OutOfMemoryError as e:
+        raise CheckpointError(f"{folder}: out of memory on {device} while loading experts") from e
     _set_dtype(model, dtype)
     check_finite(folder, model)
     return model.eval().requires_grad_(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,12 +41,15 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         self,
         info: CheckpointInfo,
         key_mapping: Mapping[str, str] | None,
+        take_over: Callable[[PreTrainedModel], None],
         quantization_config: BitsAndBytesConfig,
         **options: Any,
     ) -> None:
+        """take_over: takes out of a model, before it is loaded, what transformers is not to load."""
         super().__init__(quantization_config, **options)
         self._info = info
         self._key_mapping = key_mapping
+        self._take_over = take_over
 
     def __deepcopy__(self, _: Any) -> FileQuantizer:
         # transformers copies it for every tensor, and the list of all tensors with it.
@@ -58,11 +61,11 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         check_shapes(self._info, model, names)
         if not self.pre_quantized:
             super()._process_model_before_weight_loading(model, device_map, **options)
-            return
         for name, table in self._info.packed.items():
             module_name = names.get(name, "").rpartition(".")[0]
-            if table == "nf4" and module_name:
+            if self.pre_quantized and table == "nf4" and module_name:
                 _make_packed(model, module_name, self.quantization_config)
+        self._take_over(model)
 
     def get_load_operations(self) -> dict[str, Any]:
         """What makes a parameter of a packed tensor and its companions."""
@@ -98,10 +101,15 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
 
 
 @contextmanager
-def by_file(info: CheckpointInfo, key_mapping: Mapping[str, str] | None) -> Iterator[None]:
-    """While entered, transformers quantizes by a FileQuantizer of this checkpoint; key_mapping as from_pretrained has it."""
+def by_file(
+    info: CheckpointInfo, key_mapping: Mapping[str, str] | None, take_over: Callable[[PreTrainedModel], None]
+) -> Iterator[None]:
+    """While entered, transformers quantizes by a FileQuantizer of this checkpoint.
+
+    key_mapping as from_pretrained has it; take_over as FileQuantizer has it.
+    """
     registered = quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED]
-    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info, key_mapping)
+    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info, key_mapping, take_over)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
 from server.engine.requests import check_request
-from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.graphs.async_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
@@ -55,7 +55,7 @@ class Engine:
         self._clocks: dict[str, RequestClock] = {}
         self._step_clock = StepClock(self._runner.kernel_times)
         self._rejected: list[RequestOutput] = []
-        self._pending: AsyncStep | None = None
+        self._pending: LaunchedStep | None = None
         self._random = random.SystemRandom()
         self._speculator: Speculator | None = None
         if config.speculation == "lookup" and runner.step_costs is not None:
@@ -112,7 +112,7 @@ class Engine:
         step = self._scheduler.schedule()
         # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
         guessing = self._speculator is not None and self._speculator.plan(step)
-        launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
+        launched = self._launch(step, pending) if step.chunks and not guessing else None
         if pending is None:
             self._step_clock.start()
         for sequence in step.admitted:
@@ -125,7 +125,10 @@ class Engine:
         if launched is None:
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
             if guessing and not self._has_guesses(step, planned=pending is None):
-                launched = self._runner.execute_async(step, None) if step.chunks else None
+                launched = self._launch(step, None) if step.chunks else None
+        if launched is not None and not self._complete(launched):
+            launched = None
+            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
         if launched is not None:
             self._scheduler.advance(step)
             self._pending = launched
@@ -134,6 +137,27 @@ class Engine:
         if self._speculator is not None and (pending is None) == (launched is None):
             self._speculator.note_time(step, time.perf_counter() - begun)
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
+
+    def _launch(self, step: Step, pending: LaunchedStep | None) -> LaunchedStep | None:
+        """Launch a step without waiting for it, where that can be. What fails is executed, which finds who is at fault."""
+        try:
+            return self._runner.execute_async(step, pending)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost: only a new process helps
+        except Exception:
+            logger.exception("launching a step of %d sequences failed", len(step.chunks))
+            return None
+
+    def _complete(self, launched: LaunchedStep) -> bool:
+        """Have a launched step's tokens sampled, now that those before are known; False where that failed."""
+        try:
+            launched.complete()
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("sampling for %d sequences failed", len(launched.step.chunks))
+            return False
+        return True
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""

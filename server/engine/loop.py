@@ -212,8 +212,8 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
     for adapter in setup.adapters:
         _restore_adapter(runner, adapter)
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
-    look_ahead = runner.device.type != "cpu"
-    engine = Engine(runner, config, Grammars(Path(setup.checkpoint_folder), limits.vocab_size, end, look_ahead))
+    grammars = Grammars(Path(setup.checkpoint_folder), limits.vocab_size, end, runner.looks_ahead)
+    engine = Engine(runner, config, grammars)
     channel.send(
         EngineReady(
             max_model_len=limits.max_model_len,

@@ -10,13 +10,16 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 
+from nf4_kernels.reference import dequantize
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.dummy import dummy_model
+from server.checkpoint.experts.module import NF4Experts
 
 MODELS = Path(__file__).parents[2] / "bench" / "models"
 SMALL = {
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "vocab_size": 200, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "moe_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8,
 }  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -28,10 +31,16 @@ def silent(stage: str, fraction: float) -> None:
 @pytest.mark.parametrize("name", sorted(folder.name for folder in MODELS.iterdir()))
 def test_every_benchmarked_family_runs_on_random_weights(name: str, tmp_path: Path) -> None:
     settings = json.loads((MODELS / name / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**settings, **SMALL}))
+    layer_types = {"layer_types": settings["layer_types"][:7]} if "layer_types" in settings else {}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, **SMALL, **layer_types}))
     model = dummy_model(tmp_path, CPU, torch.float32, silent, seed=1)
     layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
-    assert len(layers) == 7 * 7
+    experts = [m for m in model.modules() if isinstance(m, NF4Experts)]
+    assert len(layers) == 7 * (4 if experts else 7)
+    assert len(experts) in (0, 7)
+    for stacked in (weight for module in experts for weight in (module.gate_up, module.down)):
+        assert stacked.shape[0] == 8
+        assert 0.015 < dequantize(stacked.weight, torch.float32).std() < 0.04
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False
         assert 0.015 < dequantize_4bit(layer.weight.data, layer.weight.quant_state).std() < 0.04

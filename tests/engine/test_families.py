@@ -70,9 +70,10 @@ def _reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor
 
 
 def test_windows_and_soft_caps_are_those_of_each_layer() -> None:
-    _, options = probe_layers(tiny_model("gemma2"))
+    _, options, sinks = probe_layers(tiny_model("gemma2"))
     assert [o.window for o in options] == [12, None, 12, None]
     assert {o.softcap for o in options} == {2.0}
+    assert not sinks
 
 
 def test_layers_that_keep_state_elsewhere_are_refused() -> None:

@@ -28,8 +28,13 @@ pytestmark = [
 
 DEVICE = torch.device("cuda", 0)
 BLOCK = 16
-SHAPES = [LayerShape(2, 128, 128, 8)] * 2
-OPTIONS = [AttentionOptions(128**-0.5), AttentionOptions(0.1, window=64)]
+SHAPES = [LayerShape(2, 128, 128, 8)] * 4
+OPTIONS = [
+    AttentionOptions(128**-0.5),
+    AttentionOptions(0.1, window=64),
+    AttentionOptions(0.1, window=64, sinks=True),
+    AttentionOptions(128**-0.5, sinks=True),
+]
 
 
 def make_batch(pieces: list[tuple[int, int]], tables: list[tuple[int, ...]]) -> Batch:
@@ -65,6 +70,7 @@ def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int]) -> 
     assert kernels == ("fa3" if torch.cuda.get_device_capability() == (9, 0) else None)
     tested = FlashInferBackend(SHAPES, OPTIONS, len(blocks), BLOCK, torch.bfloat16, DEVICE, kernels)
     reference = SdpaBackend(SHAPES, len(blocks), BLOCK, torch.float32, DEVICE)
+    tested.sinks = reference.sinks = {layer: torch.randn(8, device=DEVICE) * 3 for layer in (2, 3)}
     before = [i for i, end in enumerate(earlier) if end > 0]
     # The tokens before, as a step of their own, and then the step.
     for pieces, sequences in (
@@ -86,6 +92,7 @@ def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int]) -> 
 
 CAPPED = AttentionOptions(0.2, window=300, softcap=3.0)
 PLAIN = AttentionOptions(0.09)
+SINKS = AttentionOptions(0.125, window=128, sinks=True)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +106,8 @@ PLAIN = AttentionOptions(0.09)
         (LayerShape(2, 256, 256, 10), CAPPED, torch.float16, [17, 1000, 16]),
         (LayerShape(1, 128, 128, 48), PLAIN, torch.float16, [700, 20]),
         (LayerShape(16, 128, 128, 16), AttentionOptions(0.1, window=1), torch.bfloat16, [500, 3]),
+        (LayerShape(8, 64, 64, 64), SINKS, torch.bfloat16, [1, 300, 9000, 128, 129]),
+        (LayerShape(8, 64, 64, 64), AttentionOptions(0.125, sinks=True), torch.bfloat16, [1, 300, 9000]),
     ],
 )
 def test_a_decode_step_attends_as_the_reference(
@@ -142,6 +151,8 @@ def check_decode(
     kinds = [Kind(shape.heads, shape.kv_heads, shape.key_dim, o) for o in (AttentionOptions(1.0, window=77), options)]
     decode = DecodeAttention(kinds, len(lengths), max(len(s.blocks) for s in spans), 0, DEVICE)
     reference = SdpaBackend([shape], used, BLOCK, torch.float32, DEVICE)
+    sinks = torch.randn(shape.heads, device=DEVICE) * 3 if options.sinks else None
+    reference.sinks = {} if sinks is None else {0: sinks}
     # What is not yet written is not a number, here and in memory that the kernel uses for itself.
     cache = torch.full((used, 2, BLOCK, shape.kv_heads, shape.key_dim), torch.nan, dtype=dtype, device=DEVICE)
     partials = decode._partials
@@ -162,7 +173,7 @@ def check_decode(
     turned = (query, key) if rotary is None else [rotated(x, rotary, i) for i, x in enumerate((query, key))]
     expected = reference.attend(0, turned[0].float(), turned[1].float(), value.float(), options)
     decode.plan(Spans.of(spans), count)
-    found = decode.attend(LayerCache(cache, None), query, key, value, options, rotary)
+    found = decode.attend(LayerCache(cache, None), query, key, value, options, rotary, sinks=sinks)
     assert (found - expected).abs().max() < (0.03 if dtype is torch.bfloat16 else 0.005)
     keys, values = cache.transpose(1, 2).flatten(0, 1)[slots].unbind(1)
     assert torch.equal(values, value)
@@ -170,12 +181,14 @@ def check_decode(
     torch.testing.assert_close(keys.double(), turned[1].double(), atol=1e-6, rtol=torch.finfo(dtype).eps / 1.99)
     assert not partials.arrived.any()
     for _ in range(20):
-        assert torch.equal(decode.attend(LayerCache(cache, None), query, key, value, options, rotary), found)
+        assert torch.equal(
+            decode.attend(LayerCache(cache, None), query, key, value, options, rotary, sinks=sinks), found
+        )
     width = shape.heads * shape.key_dim
     for tile in tiles:
         # Freed at once: the next tensor of its size lies there.
         torch.full((-(-count // tile), width // 64, tile, 64), torch.nan, dtype=dtype, device=DEVICE)
-        tiled = decode.attend(LayerCache(cache, None), query, key, value, options, rotary, tile)
+        tiled = decode.attend(LayerCache(cache, None), query, key, value, options, rotary, tile, sinks)
         assert torch.equal(untile_activations(tiled, count, width), found.flatten(1))
 
 
@@ -194,11 +207,11 @@ def shuffled(lengths: list[int]) -> tuple[list[Span], int]:
 def test_a_decode_kernel_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shapes = [LayerShape(2, 128, 128, 8)] * 2
-    backend = FlashInferBackend(shapes, OPTIONS, 40, BLOCK, torch.bfloat16, DEVICE)
+    shapes, options = SHAPES[:2], OPTIONS[:2]
+    backend = FlashInferBackend(shapes, options, 40, BLOCK, torch.bfloat16, DEVICE)
     backend.set_up_graphs(640, 4, split_keys=True)
     assert backend._decode is not None
-    backend = FlashInferBackend(shapes, OPTIONS, 40, BLOCK, torch.bfloat16, DEVICE)
+    backend = FlashInferBackend(shapes, options, 40, BLOCK, torch.bfloat16, DEVICE)
     monkeypatch.setattr(flashinfer, "disagreement", lambda *_: "outputs are off by 1.0")
     backend.set_up_graphs(640, 4, split_keys=True)
     assert backend._decode is None

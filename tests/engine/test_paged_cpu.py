@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,12 @@ def _batch(chunks: list[tuple[int, int]], rng: random.Random, size: int = SIZE) 
 
 
 def _exact(
-    batch: Batch, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: AttentionOptions
+    batch: Batch,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    how: AttentionOptions,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The batch's attention in float64 over the cache [blocks, size, kv_heads, dim] as it lies after writing."""
     group = query.shape[1] // keys.shape[2]
@@ -80,7 +86,10 @@ def _exact(
         hidden = behind < 0
         if how.window is not None:
             hidden |= behind >= how.window
-        shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+        shares = scores.softmax(-1)[..., : span.end]
         outputs.append(torch.einsum("hqk,khd->qhd", shares, value))
     return torch.cat(outputs)
 
@@ -96,6 +105,8 @@ CASES = [
     ([(37, 1), (100, 100), (0, 61)], {"softcap": 20.0}),
     ([(90, 100)], {"softcap": 5.0, "window": 33}),
     ([(i * 7, 3 + i * 5) for i in range(12)], {"window": 130}),
+    ([(9, 1), (0, 1), (300, 1), (256, 256), (0, 33)], {"sinks": True}),
+    ([(37, 1), (100, 100), (0, 61)], {"softcap": 20.0, "window": 33, "sinks": True}),
 ]
 
 
@@ -104,6 +115,8 @@ def _check(chunks: list[tuple[int, int]], shape: LayerShape, how: AttentionOptio
     torch.manual_seed(shape.heads + size)
     blocks = BLOCKS * SIZE // size
     backend = PagedCpuBackend([shape], [how], blocks, size, torch.float32, torch.device("cpu"))
+    if how.sinks:
+        backend.sinks = {0: torch.randn(shape.heads) * 5}
     batch = _batch(sorted(chunks, key=lambda c: c[1] > 1), random.Random(shape.heads), size)
     backend._keys[0].normal_()
     backend._values[0].normal_()
@@ -118,7 +131,7 @@ def _check(chunks: list[tuple[int, int]], shape: LayerShape, how: AttentionOptio
     values.flatten(0, 1)[batch.slots] = value
     assert torch.equal(backend._keys[0], keys)
     assert torch.equal(backend._values[0], values)
-    exact = _exact(batch, query, keys, values, how)
+    exact = _exact(batch, query, keys, values, how, backend.sinks.get(0))
     errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1)
     worst = errors.max().item()
     assert worst <= most
@@ -131,14 +144,14 @@ def _check(chunks: list[tuple[int, int]], shape: LayerShape, how: AttentionOptio
 )
 def test_attends_as_float64(
     chunks: list[tuple[int, int]],
-    options: dict[str, float],
+    options: dict[str, Any],
     heads: int,
     kv_heads: int,
     key_dim: int,
     value_dim: int,
     tolerance: float,
 ) -> None:
-    how = AttentionOptions(key_dim**-0.5, options.get("window"), options.get("softcap"))  # type: ignore[arg-type]
+    how = AttentionOptions(key_dim**-0.5, **options)
     _check(chunks, LayerShape(kv_heads, key_dim, value_dim, heads), how, SIZE, tolerance)
 
 

@@ -71,7 +71,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 64), (33, 64), (31, 576), (100, 320), (7, 100), (5, 65)])
 def test_linear_and_dequantize_stay_inside(guarded: Guarded, n: int, k: int, dtype: torch.dtype) -> None:
-    library, number = cpu._usable(), DTYPES[dtype]
+    library, number = cpu.usable(), DTYPES[dtype]
     width = dtype.itemsize
     for blocksize, nested in ((64, True), (64, False), (32, True), (128, True)):
         q = quantized((n, k), blocksize, nested, seed=n)
@@ -96,4 +96,4 @@ def test_linear_with_bfloat16_weights_stays_inside(guarded: Guarded, n: int, k: 
     for rows in (1, 3, 8, 9, 17, 40):
         weight, out = torch.randn(n, k).to(torch.bfloat16), guarded.room(rows * n * 4)
         pointers = [guarded.copy(t) for t in (torch.randn(rows, k), weight, torch.randn(n))]
-        assert cpu._usable().nf4_cpu_linear_bf16w(*pointers, out, rows, n, k, 2) == 0
+        assert cpu.usable().nf4_cpu_linear_bf16w(*pointers, out, rows, n, k, 2) == 0

@@ -19,6 +19,15 @@ NF4_EXPORT int nf4_cpu_linear_group(const Nf4Linear* ps, int32_t count, int32_t 
 NF4_EXPORT int nf4_cpu_linear_at(const Nf4Weight* w, const void* bias, const void* x, void* out, int64_t m,
                                  int32_t dtype, int32_t threads);
 
+/* A GEMM for each choice of an expert, with that expert's [n, k] of a weight [count, n, k] (w has one expert's n, and its
+ * scales from the first expert on). Experts begin with a block, and with a group of 256 blocks where scales are nested.
+ * experts [tokens, top_k]: ids, others than 0 ... count - 1 give zeros. x [tokens, k], or [tokens, top_k, k] where
+ * per_choice. bias [count, n] or null. out [tokens, top_k, n]; with an activation (params.h; 3: gpt-oss' clamped one)
+ * [tokens, top_k, n / 2], of gates and ups; with routing [tokens, top_k] the sum over top_k, [tokens, n]. */
+NF4_EXPORT int nf4_cpu_moe(const Nf4Weight* w, const void* bias, const void* x, const int32_t* experts,
+                           const float* routing, void* out, int64_t count, int64_t tokens, int64_t top_k,
+                           int32_t per_choice, int32_t dtype, int32_t activation, int32_t threads);
+
 /* out[m, n] = x[m, k] w[n, k]^T + bias; w is stored as bfloat16, the rest float32. bias may be null. */
 NF4_EXPORT int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const float* bias, float* out, int64_t m,
                                     int64_t n, int64_t k, int32_t threads);

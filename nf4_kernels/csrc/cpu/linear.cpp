@@ -47,10 +47,8 @@ Tasks::Tasks(int64_t units_, int64_t m_, int64_t threads, int64_t row_bytes) : u
   ranges = (m + rows_per_range - 1) / rows_per_range;
 }
 
-namespace {
-
 /* Blocks of 64 columns that lie in one quantization block each: what the fused and the tile kernels need. */
-bool regular(const Nf4Weight& w) { return w.k % 64 == 0 && w.blocksize % 64 == 0; }
+static bool regular(const Nf4Weight& w) { return w.k % 64 == 0 && w.blocksize % 64 == 0; }
 
 Path choose_path(const Kernels* kernels, const Nf4Linear* ps, int count) {
   for (int i = 0; i < count; ++i) {
@@ -61,14 +59,7 @@ Path choose_path(const Kernels* kernels, const Nf4Linear* ps, int count) {
   return Path::kPanel;
 }
 
-/* One unit of weight rows of one GEMM, for tokens [m_begin, m_end) of x. */
-struct Unit {
-  const Nf4Linear* p;
-  int64_t row0;
-  int rows;
-  int64_t m_begin, m_end;
-  bool timed; /* the first thread adds its decoding time to the clock */
-};
+namespace {
 
 void emit(const Kernels* kernels, const Unit& u, const float* sums, int64_t m0, int count, int64_t row0, int rows) {
   kernels->emit(sums, u.p->bias, u.p->out, u.p->dtype, u.p->weight.n, m0, count, row0, rows);
@@ -140,13 +131,23 @@ void run_tiles(const Kernels* kernels, const Prepared& x, const Unit& u, bool sp
   }
 }
 
-/* This thread's part of x in the order of the path's kernel. */
+}  // namespace
+
 void order_x(const Kernels* kernels, Path path, const Prepared& x, void* order, bool split, int id, int threads) {
   if (path == Path::kFused && id == 0) kernels->fused_order(&x, static_cast<float*>(order));
   if (path != Path::kTiles) return;
   Share share((x.m + 15) / 16, id, threads);
   for (int64_t t = share.begin; t < share.end; ++t) kernels->tiles_order(&x, t, split, false, order);
 }
+
+void run_unit(const Kernels* kernels, Path path, const Prepared& x, const Unit& u, bool split, ThreadScratch& scratch) {
+  if (path == Path::kFused) run_fused(kernels, x, u, scratch);
+  if (path == Path::kPanel) run_panel(kernels, x, u, scratch);
+  if (path == Path::kTiles && x.m <= kTileRows) run_tiles_fused(kernels, x, u, split, scratch);
+  if (path == Path::kTiles && x.m > kTileRows) run_tiles(kernels, x, u, split, scratch);
+}
+
+namespace {
 
 void run_tasks(const Kernels* kernels, Path path, const Nf4Linear* ps, const Prepared& x, const Tasks& tasks,
                bool split, int id, int threads) {
@@ -160,10 +161,7 @@ void run_tasks(const Kernels* kernels, Path path, const Nf4Linear* ps, const Pre
     int64_t row0 = (unit - first_unit) * kUnit;
     int64_t left = p->weight.n - row0;
     Unit u{p, row0, (int)(left < kUnit ? left : kUnit), tasks.m_begin(t), tasks.m_end(t), id == 0};
-    if (path == Path::kFused) run_fused(kernels, x, u, scratch);
-    if (path == Path::kPanel) run_panel(kernels, x, u, scratch);
-    if (path == Path::kTiles && x.m <= kTileRows) run_tiles_fused(kernels, x, u, split, scratch);
-    if (path == Path::kTiles && x.m > kTileRows) run_tiles(kernels, x, u, split, scratch);
+    run_unit(kernels, path, x, u, split, scratch);
   }
 }
 

@@ -16,7 +16,7 @@ inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1)
 /* Scratch memory of the calling thread: `shared` is what it prepares for all threads of a GEMM. */
 struct ThreadScratch {
   Scratch x, order;
-  Scratch panel, small;
+  Scratch panel, small, outputs;
   static ThreadScratch& mine();
 };
 
@@ -49,6 +49,24 @@ struct Tasks {
     return end < m ? end : m;
   }
 };
+
+/* How GEMMs that share x run. */
+Path choose_path(const Kernels* kernels, const Nf4Linear* ps, int count);
+
+/* Part `id` of `threads` of x in the order of the path's kernel. */
+void order_x(const Kernels* kernels, Path path, const Prepared& x, void* order, bool split, int id, int threads);
+
+/* One unit of weight rows of one GEMM, for tokens [m_begin, m_end) of x. */
+struct Unit {
+  const Nf4Linear* p;
+  int64_t row0;
+  int rows;
+  int64_t m_begin, m_end;
+  bool timed; /* the first thread adds its decoding time to the clock */
+};
+
+/* Computes a unit; split: see Kernels::tiles_decode. On tiles between tiles_begin() and tiles_end(). */
+void run_unit(const Kernels* kernels, Path path, const Prepared& x, const Unit& u, bool split, ThreadScratch& scratch);
 
 /* Bytes of x as the tile kernels want it: 16 rows a tile column, two parts where split. */
 inline size_t tile_order_bytes(int64_t m, int64_t k, bool split) {

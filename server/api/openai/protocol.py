@@ -24,7 +24,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
     """Tokens of thoughts and of the marks around them."""
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Guesses that were checked and right (speculation); they are among the completion's tokens. Set if any was."""
+    """Guesses that were checked and right (speculation), among the completion's tokens; set where there were any."""
     rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
     """Guesses that were checked and wrong; they are not among the completion's tokens."""
 

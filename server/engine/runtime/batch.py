@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -132,7 +133,7 @@ class Batch:
         return self.ids.shape[0]
 
 
-def to_device(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def to_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """numbers on a device; the host does not wait for it."""
     tensor = torch.from_numpy(numbers)
     # From other than pinned memory a transfer would wait for the step that is running.

@@ -10,7 +10,7 @@ import torch
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, build_batch
-from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.graphs.async_step import LaunchedStep
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
@@ -21,6 +21,7 @@ from server.engine.runtime.model.expanded import expanded_bytes
 from server.engine.runtime.model.lora_registry import AdapterRegistry
 from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
 from server.engine.runtime.verification import sampled_sequences
@@ -49,11 +50,14 @@ class ModelRunner:
         adapters: AdapterRegistry | None = None,
         graphs: StepGraphs | None = None,
         step_costs: StepCosts | None = None,
+        sampler: DeviceSampler | None = None,
     ) -> None:
+        """sampler: samples with all options on the device; without one, those need the host between two steps."""
         self._paged = paged
         self._graphs = graphs or StepGraphs()
         self.step_costs = step_costs
         """What decode steps cost by their tokens, where the configuration has speculation."""
+        self._sampler = sampler
         self.limits = limits
         """What the model and the cache allow."""
         self.adapters = adapters
@@ -76,6 +80,11 @@ class ModelRunner:
     def dtype(self) -> torch.dtype:
         """Type of the activations."""
         return self._paged.dtype
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it gains from grammars' look_ahead(): where a GPU computes and nothing finds masks of many at once."""
+        return self.device.type != "cpu" and self._sampler is None
 
     @property
     def graph_replays(self) -> int:
@@ -112,7 +121,8 @@ class ModelRunner:
             score_prompts(step, logits[len(sampled) :])
             logits = logits[: len(sampled)]
         sequences = sampled_sequences(step) if step.guesses else [chunk.sequence for chunk in sampled]
-        results = sample(logits, sequences) if sampled else []
+        choose = sample if self._sampler is None else self._sampler.sample
+        results = choose(logits, sequences) if sampled else []
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
         return results
@@ -131,19 +141,24 @@ class ModelRunner:
         ]
 
     @torch.inference_mode()
-    def execute_async(self, step: Step, previous: AsyncStep | None) -> AsyncStep | None:
+    def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
         """Launch a step without waiting for its tokens, or None where that cannot be: it needs execute() then.
 
-        It can be for a decode step that fits a CUDA graph and whose tokens are all sampled from the model's raw logits.
-        previous is the step before it where that has not been read yet.
+        It can be for a decode step that fits a CUDA graph and whose tokens are all sampled from the model's raw logits, or
+        by a DeviceSampler. previous is the step before it where that has not been read yet. complete() of what is
+        launched has to follow, once it has been.
         """
-        graphs = self._graphs.decode
+        graphs, sampler = self._graphs.decode, self._sampler
         if graphs is None or not all(
-            c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks
+            c.samples
+            and c.length == 1
+            and not c.sequence.embeds
+            and (sampler is not None or is_sampled_from_raw_logits(c.sequence))
+            for c in step.chunks
         ):
             return None
         batch = self._batch(step)
-        return graphs.run_async(step, batch, previous) if graphs.fits(batch) else None
+        return graphs.run_async(step, batch, previous, sampler) if graphs.fits(batch) else None
 
     def _batch(self, step: Step) -> Batch:
         return build_batch(step, self._paged.block_size, self.device)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,12 +43,14 @@ class LayerShape:
 class AttentionOptions:
     """How one layer attends. Query i sees key j when j <= i and, with a window, j > i - window.
 
-    softcap: scores become softcap * tanh(scores / softcap).
+    softcap: scores become softcap * tanh(scores / softcap). sinks: each query head sees one more key, whose score is a
+    number of that head and whose value is zero; the backend has the numbers (AttentionBackend.sinks).
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 class AttentionBackend(ABC):
@@ -55,6 +58,8 @@ class AttentionBackend(ABC):
 
     runs_compiled_layers = False
     """Whether the decoder layers may be compiled, which takes attend_next()."""
+    sinks: Mapping[int, torch.Tensor] = MappingProxyType({})
+    """By layer whose options say so, each query head's sink, float32 [heads]."""
 
     @abstractmethod
     def begin(self, batch: Batch) -> None:
@@ -69,6 +74,9 @@ class AttentionBackend(ABC):
         query [T, heads, key_dim], key [T, kv_heads, key_dim], value [T, kv_heads, value_dim] for the batch's T tokens,
         any strides with a contiguous last dimension; returns [T, heads, value_dim].
         """
+
+    def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:  # noqa: B027 - most need not know
+        """Called before attend() in a layer that has sinks, [heads], unless the layer is compiled."""
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """attend() for the layer after the last one that attended, as compiled model code calls it."""
@@ -226,6 +234,7 @@ def _paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers: query [1, heads, T, dim] to [1, T, heads, dim]."""
@@ -236,7 +245,7 @@ def _paged_attention(
     backend = _Active.backend
     if backend is None:
         raise RuntimeError("the model was called outside attending()")
-    for name in ("s_aux", "position_bias", "head_mask", "cache"):
+    for name in ("position_bias", "head_mask", "cache"):
         if others.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses {name}, which the paged attention does not have")
     if not getattr(module, "is_causal", True):
@@ -248,7 +257,10 @@ def _paged_attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is")
-    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    if s_aux is not None:
+        backend.see_sinks(layer, s_aux)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scaling, sliding_window, softcap, s_aux is not None)
     # Batch 1 always: all tokens of a forward pass are one row.
     out = backend.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), options)
     return out.unsqueeze(0), None

@@ -234,9 +234,12 @@ inline void run(const Task& t, Workspace& w) {
   w.reserve(a.key_dim, a.value_dim, tiles);
   load_queries(t, w);
   std::fill(w.out, w.out + tiles * value_wide * kTile, 0.0f);
-  std::fill(w.total, w.total + tiles * kTile, 0.0f);
-  // Finite, so that a query with no key yet stays a number.
-  std::fill(w.peak, w.peak + tiles * kTile, -1e30f);
+  for (int64_t i = 0; i < tiles; ++i) {
+    // As in chunk_cpu.h; scores are to base 2 here.
+    const float* sink = a.sinks ? a.sinks + t.head * t.group() + i / columns : nullptr;
+    std::fill_n(w.total + i * kTile, kTile, sink ? 1.0f : 0.0f);
+    std::fill_n(w.peak + i * kTile, kTile, sink ? *sink * kLog2e : -1e30f);
+  }
   const Tiles loaded;
   const auto tile_at = [&](int64_t i) -> Tile {
     return {t.first + i % columns * kTile, w.query + i * key_wide / 32 * kStep, w.out + i * value_wide * kTile,

@@ -194,9 +194,12 @@ inline void run(const Task& t, Workspace& w) {
   w.reserve(a.key_dim, a.value_dim, tiles);
   load_queries(t, w);
   std::fill(w.out, w.out + tiles * padded * kTile, 0.0f);
-  std::fill(w.total, w.total + tiles * kTile, 0.0f);
-  // Finite, so that a query with no key yet stays a number.
-  std::fill(w.peak, w.peak + tiles * kTile, -1e30f);
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    // A sink is a key that every query has seen. Without one it is finite, so that a query with no key stays a number.
+    const float* sink = a.sinks ? a.sinks + t.head * t.group() + tile / t.columns() : nullptr;
+    std::fill_n(w.total + tile * kTile, kTile, sink ? 1.0f : 0.0f);
+    std::fill_n(w.peak + tile * kTile, kTile, sink ? *sink : -1e30f);
+  }
   const int64_t from = a.window > 0 ? std::max<int64_t>(0, t.first - a.window + 1) / kKeys * kKeys : 0;
   for (int64_t begin = from; begin < t.last; begin += kKeys) {
     load_keys(t, begin, t.last, w);

@@ -190,6 +190,8 @@ def _try_flashinfer(
 
     tokens = LONG_CHUNKS if long_chunks else 1
     backend = FlashInferBackend(shapes, options, -(-tokens // block_size), block_size, dtype, device, long_chunks)
+    sinks = [torch.zeros(shape.heads, device=device) for shape in shapes]
+    backend.sinks = {layer: sinks[layer] for layer, option in enumerate(options) if option.sinks}
     try_layers(backend, shapes, options, block_size, dtype, device, tokens)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import Any
 
 import torch
@@ -216,8 +217,13 @@ class FlashInferBackend(GraphBackend):
         self._next_layer = layer + 1
         query = query.contiguous()
         out = torch.empty_like(query)
+        sinks = self.sinks.get(layer)
         for rows, wrapper in self._parts[self._kinds[layer]]:
-            wrapper.run(query[rows], cache, out=out[rows])
+            if sinks is None:
+                wrapper.run(query[rows], cache, out=out[rows])
+            else:
+                _, sums = wrapper.run(query[rows], cache, out=out[rows], return_lse=True)
+                _add_sinks(out[rows], sums, sinks)
         return out
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -245,7 +251,9 @@ class FlashInferBackend(GraphBackend):
         cache, options = LayerCache(self._cache[layer], None), self._kinds[layer].options
         if self._shared:
             self._write_kv(cache.data, key, value, self._slots)
-        return decode.attend(cache, query, key, value, options, rotary, tile, written=self._shared)
+        return decode.attend(
+            cache, query, key, value, options, rotary, tile, self.sinks.get(layer), written=self._shared
+        )
 
     @property
     def applies_rotary(self) -> bool:
@@ -258,11 +266,19 @@ class FlashInferBackend(GraphBackend):
 
 
 def is_plain(options: AttentionOptions) -> bool:
-    """Whether a layer attends to all keys, without a cap.
+    """Whether a layer attends to all keys, without a cap and without sinks.
 
     The other layers gain little from kernels for long chunks, or have no such kernels.
     """
-    return options.window is None and options.softcap is None
+    return options.window is None and options.softcap is None and not options.sinks
+
+
+def _add_sinks(out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Make outputs [T, heads, dim] what they are with sinks [heads]; sums [T, heads]: log2 of the weights' sums.
+
+    A sink adds to the sum of the weights alone, so outputs shrink by the other keys' share of it.
+    """
+    out.mul_(torch.sigmoid(sums * math.log(2.0) - sinks).unsqueeze(-1))
 
 
 def _window_left(options: AttentionOptions) -> int:

@@ -33,15 +33,15 @@ inline void add_scaled(float* out, const float* row, float weight, int64_t dim) 
   for (int64_t i = 0; i < count; ++i) out[i] += weight * row[i];
 }
 
-void soften(float* scores, int64_t count, const PagedAttention& a) {
+void soften(float* scores, int64_t count, const PagedAttention& a, int64_t head) {
   for (int64_t i = 0; i < count; ++i) scores[i] *= a.scaling;
   if (a.softcap > 0.0f) {
     for (int64_t i = 0; i < count; ++i) scores[i] = a.softcap * std::tanh(scores[i] / a.softcap);
   }
-  float most = scores[0];
+  float most = a.sinks ? std::max(scores[0], a.sinks[head]) : scores[0];
 #pragma omp simd reduction(max : most)
   for (int64_t i = 0; i < count; ++i) most = std::max(most, scores[i]);
-  float total = 0.0f;
+  float total = a.sinks ? exp_negative(a.sinks[head] - most) : 0.0f;
 #pragma omp simd reduction(+ : total)
   for (int64_t i = 0; i < count; ++i) {
     scores[i] = exp_negative(scores[i] - most);
@@ -85,7 +85,7 @@ void attend(const PagedAttention& a, int64_t single, int64_t first_head, int64_t
   });
   float* const out = a.out + single * a.heads * a.value_dim;
   std::fill(out + first * a.value_dim, out + last * a.value_dim, 0.0f);
-  for (int64_t q = first; q < last; ++q) soften(scores + q * count, count, a);
+  for (int64_t q = first; q < last; ++q) soften(scores + q * count, count, a, q);
   for_each_key(a, single, begin, end, [&](int64_t i, int64_t row) {
     for (int64_t h = first_head; h < last_head; ++h) {
       const float* value = a.value_cache + (row + h) * a.value_dim;

@@ -21,6 +21,7 @@ struct PagedAttention {
   const int64_t* spans;   // [sequences, 3]: row of the batch, start and end of its tokens
   int64_t tokens, singles, sequences, table_width, block_size, heads, kv_heads, key_dim, value_dim;
   int64_t window;  // 0: none
+  const float* sinks;  // [heads]: the score of one more key, whose value is zero; null: none
   float scaling;
   float softcap;  // 0: none
   int32_t amx;    // whether this machine runs AMX

@@ -27,6 +27,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "key_cache", "value_cache", "slots", "tables", "spans")),
         *((name, ctypes.c_int64) for name in ("tokens", "singles", "sequences", "table_width", "block_size")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_dim", "value_dim", "window")),
+        ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
         ("amx", ctypes.c_int32),
     )
@@ -106,5 +107,6 @@ class PagedCpuBackend(SdpaBackend):
         call.heads, call.kv_heads = query.shape[1], shape.kv_heads
         call.key_dim, call.value_dim = shape.key_dim, shape.value_dim
         call.window, call.scaling, call.softcap = options.window or 0, options.scaling, options.softcap or 0.0
+        call.sinks = self.sinks[layer].data_ptr() if options.sinks else None
         self._attend(self._address)
         return out

@@ -139,23 +139,23 @@ class TritonBackend(GraphBackend):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         self._next_layer = layer + 1
-        cache, decode = self._cache[layer], self._decode
+        cache, decode, sinks = self._cache[layer], self._decode, self.sinks.get(layer)
         assert decode is not None
         if self._newest_only and not self._shared:
-            return decode.attend(cache, query, key, value, options)
+            return decode.attend(cache, query, key, value, options, sinks=sinks)
         if cache.scales is None:
             self._write_kv(cache.data, key, value, self._slots)
         else:
             self._quantize_kv(cache.data, cache.scales, key, value, self._slots)
         if self._shared:
-            return decode.attend(cache, query, key, value, options, written=True)
+            return decode.attend(cache, query, key, value, options, sinks=sinks, written=True)
         out = query.new_empty(query.shape)
         launches = self._launches
         if launches.sequences:
-            decode.attend(cache, query, key, value, options, sequences=launches.sequences, out=out)
+            decode.attend(cache, query, key, value, options, sinks=sinks, sequences=launches.sequences, out=out)
         if launches.chunks:
             numbers, items = launches.chunks[self._tokens_per_item[self._kinds[layer]]]
-            self._attend_chunks(cache, query, out, numbers, items, decode.tables.blocks, options)
+            self._attend_chunks(cache, query, out, numbers, items, decode.tables.blocks, options, sinks)
         return out
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,8 @@ class TritonBackend(GraphBackend):
         assert self._decode is not None
         layer, self._next_layer = self._next_layer, self._next_layer + 1
         options = self._kinds[layer].options
-        return self._decode.attend(self._cache[layer], query, key, value, options, rotary, tile)
+        sinks = self.sinks.get(layer)
+        return self._decode.attend(self._cache[layer], query, key, value, options, rotary, tile, sinks)
 
     @property
     def applies_rotary(self) -> bool:

@@ -21,9 +21,13 @@ class _Probe(AttentionBackend):
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.options: dict[int, AttentionOptions] = {}
+        self.seen_sinks: dict[int, torch.Tensor] = {}
 
     def begin(self, batch: Batch) -> None:
         pass
+
+    def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        self.seen_sinks[layer] = sinks.detach().float().contiguous()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -37,8 +41,12 @@ class _Probe(AttentionBackend):
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
-def probe_layers(model: PreTrainedModel) -> tuple[list[LayerShape], list[AttentionOptions]]:
-    """Switch the model to the paged attention and return what each of its layers keeps and how it attends.
+Probed = tuple[list[LayerShape], list[AttentionOptions], dict[int, torch.Tensor]]
+"""What each layer keeps, how it attends, and the sinks of those that have some (AttentionBackend.sinks)."""
+
+
+def probe_layers(model: PreTrainedModel) -> Probed:
+    """Switch the model to the paged attention and find out what each of its layers keeps and how it attends.
 
     Raises UnsupportedModelError for a model that keeps state elsewhere (recurrent or linear attention layers, shared
     caches) or whose code does not go through transformers' attention interface.
@@ -59,4 +67,5 @@ def probe_layers(model: PreTrainedModel) -> tuple[list[LayerShape], list[Attenti
     expected = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(expected)):
         raise UnsupportedModelError(f"{name}: {len(probe.shapes)} of {expected} layers use the attention interface")
-    return [probe.shapes[i] for i in range(expected)], [probe.options[i] for i in range(expected)]
+    layers = range(expected)
+    return [probe.shapes[i] for i in layers], [probe.options[i] for i in layers], probe.seen_sinks

@@ -80,7 +80,7 @@ class SdpaBackend(AttentionBackend):
         """Fill out's rows of one sequence; the batch's keys and values are in the cache already."""
         rows = slice(span.row, span.row + span.length)
         keys, values = self._gather(layer, span) if span.start else (key[rows], value[rows])
-        out[rows] = _attend_chunk(query[rows], keys, values, span, options)
+        out[rows] = _attend_chunk(query[rows], keys, values, span, options, self._sinks(layer, options))
 
     def _attend_singles(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """All one-token sequences at once: query [S, heads, dim]."""
@@ -93,8 +93,15 @@ class SdpaBackend(AttentionBackend):
         keys, values = keys[:, : singles.keys].transpose(1, 2), values[:, : singles.keys].transpose(1, 2)
         # The query heads that share a key head are rows of one small matrix, so keys need not be repeated.
         grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], query.shape[2])
-        out = _scaled_dot_product(grouped, keys, values, singles.mask, options)
+        sinks = self._sinks(layer, options)
+        if sinks is not None:
+            sinks = sinks.view(keys.shape[1], -1)  # the heads that share a key head are queries here
+        out = _scaled_dot_product(grouped, keys, values, singles.mask, options, sinks)
         return out.reshape(count, heads, -1)
+
+    def _sinks(self, layer: int, options: AttentionOptions) -> torch.Tensor | None:
+        """The layer's sinks [heads, 1], if it has some."""
+        return self.sinks[layer].unsqueeze(-1) if options.sinks else None
 
     def _locate_singles(self, window: int | None) -> _Singles:
         assert self._batch is not None
@@ -124,14 +131,19 @@ class SdpaBackend(AttentionBackend):
 
 
 def _attend_chunk(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, options: AttentionOptions
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    span: Span,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One sequence's chunk: query [length, heads, dim], keys [end, kv_heads, dim]."""
+    """One sequence's chunk: query [length, heads, dim], keys [end, kv_heads, dim], sinks [heads, 1]."""
     heads, kv_heads = query.shape[1], keys.shape[1]
     query = query.transpose(0, 1).unsqueeze(0)
     keys, values = (t.transpose(0, 1).repeat_interleave(heads // kv_heads, 0).unsqueeze(0) for t in (keys, values))
     windowed = options.window is not None and span.end > options.window
-    if span.start == 0 and not windowed and options.softcap is None:
+    if span.start == 0 and not windowed and options.softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=options.scaling)
         return out[0].transpose(0, 1)
     rows = torch.arange(span.start, span.end, device=query.device).unsqueeze(1)
@@ -139,7 +151,7 @@ def _attend_chunk(
     mask = columns <= rows
     if options.window is not None:
         mask &= columns > rows - options.window
-    return _scaled_dot_product(query, keys, values, mask, options)[0].transpose(0, 1)
+    return _scaled_dot_product(query, keys, values, mask, options, sinks)[0].transpose(0, 1)
 
 
 def _scaled_dot_product(
@@ -148,12 +160,20 @@ def _scaled_dot_product(
     values: torch.Tensor,
     mask: torch.Tensor | None,
     options: AttentionOptions,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(cap(query keys^T * scaling)) values, with mask False where a key does not count."""
-    if options.softcap is None:
+    """softmax(cap(query keys^T * scaling)) values, with mask False where a key does not count.
+
+    sinks: scores of one more key of zeros, [heads, queries or 1] for a query [any, heads, queries, dim].
+    """
+    if options.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling)
     scores = torch.matmul(query, keys.transpose(-1, -2)).float() * options.scaling
-    scores = torch.tanh(scores / options.softcap) * options.softcap
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.unsqueeze(-1).expand(*scores.shape[:-1], 1)), -1)
+        return torch.matmul(scores.softmax(-1)[..., :-1].to(values.dtype), values)
     return torch.matmul(scores.softmax(-1).to(values.dtype), values)

@@ -17,11 +17,12 @@ from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
-from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.graphs.async_step import AsyncStep, LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
 from server.engine.runtime.graphs.pool import GraphPool, unowned
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.lora import adding_masked, others_of
+from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import PLACEHOLDER
@@ -106,8 +107,13 @@ class DecodeGraphs:
         """Logits [sequences, vocabulary], valid until the next run."""
         return self._replay(batch, batch.ids).logits[: len(batch.spans)]
 
-    def run_async(self, step: Step, batch: Batch, previous: AsyncStep | None) -> AsyncStep:
-        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids."""
+    def run_async(
+        self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler | None = None
+    ) -> LaunchedStep:
+        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids.
+
+        Without a sampler all tokens are sampled from the model's raw logits.
+        """
         ids = batch.ids
         sequences = [chunk.sequence for chunk in step.chunks]
         if previous is not None:
@@ -121,6 +127,9 @@ class DecodeGraphs:
         captured = self._replay(batch, ids)
         count = len(batch.spans)
         best, tokens = captured.greedy[:, :count]
+        if sampler is not None:
+            output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
+            return OptionsStep(step, output, sampler, self._clock)
         tokens = sample_by_inversion(captured.logits[:count], sequences, tokens.long())
         copied = torch.empty(2, count, dtype=torch.float32, pin_memory=True)
         copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)

@@ -66,7 +66,7 @@ class _Counter(TorchDispatchMode):
             given = bound_arguments(func, args, kwargs or {})
             found.norms += given.get("norm_weight") is not None
             found.residuals += given.get("residual") is not None
-            found.gates += "activation" in given
+            found.gates += func is torch.ops.nf4.gated_linear.default
             found.tiled += "tiles" in given
         return func(*args, **(kwargs or {}))
 

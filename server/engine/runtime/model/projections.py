@@ -11,6 +11,7 @@ from torch import nn
 
 import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
 from nf4_kernels.format import NESTED_BLOCKSIZE
+from server.checkpoint.experts.module import StackedWeight
 
 # Projections that one module of transformers' model code applies to one input, in the order in which it does so.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -164,9 +165,10 @@ def replace_projections(model: nn.Module) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the codes and scales of all NF4Linear modules."""
+    """Bytes of the codes and scales of all NF4Linear modules and experts."""
     linears = (module for module in model.modules() if isinstance(module, NF4Linear))
-    return sum(buffer.nbytes for linear in linears for name, buffer in linear.named_buffers() if name != "expanded")
+    projections = sum(b.nbytes for linear in linears for name, b in linear.named_buffers() if name != "expanded")
+    return projections + sum(module.nbytes for module in model.modules() if isinstance(module, StackedWeight))
 
 
 def _is_ours(layer: Linear4bit) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from nf4_kernels import Weight, prefetch_next
+from server.checkpoint.experts.module import NF4Experts
 from server.engine.runtime.model.projections import NF4Linear
 
 # Numbers of tokens of the trial runs: a weight that follows another one in both runs does so for any number.
@@ -20,8 +21,9 @@ TRIALS = (1, 7)
 def set_weight_order(model: nn.Module, run: Callable[[int], object]) -> int:
     """Tell the kernels each GEMM's next weight where that is always the same one; returns for how many it is.
 
-    run(n) runs model on n tokens. GEMMs that a run calls several times or not at all (experts of a mixture) have no next
-    weight. GEMMs of CUDA graphs that are captured afterwards prefetch (see nf4_kernels.prefetch_next).
+    run(n) runs model on n tokens. GEMMs that a run calls several times or not at all have no next weight, nor have those in
+    front of a mixture of experts, which reads more than a cache keeps. GEMMs of CUDA graphs that are captured afterwards
+    prefetch (see nf4_kernels.prefetch_next).
     """
     orders = []
     for count in TRIALS:
@@ -32,27 +34,28 @@ def set_weight_order(model: nn.Module, run: Callable[[int], object]) -> int:
     always = set.intersection(*({(id(a), id(b)) for a, b in pairwise(order)} for order in orders))
     linked = 0
     for first, then in pairwise(orders[0]):
-        if (id(first), id(then)) in always and all(id(first) in seen and id(then) in seen for seen in once):
+        follows = (id(first), id(then)) in always and all(id(first) in seen and id(then) in seen for seen in once)
+        if follows and isinstance(first, NF4Linear) and isinstance(then, NF4Linear):
             prefetch_next(_weight(first), _weight(then))
             linked += 1
     return linked
 
 
-def _counted(orders: list[list[NF4Linear]]) -> Iterator[tuple[list[NF4Linear], Counter[int]]]:
+def _counted(orders: list[list[nn.Module]]) -> Iterator[tuple[list[nn.Module], Counter[int]]]:
     for order in orders:
         yield order, Counter(id(linear) for linear in order)
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[list[NF4Linear]]:
+def _recorded(model: nn.Module) -> Iterator[list[nn.Module]]:
     """The layers called while entered, in order."""
-    called: list[NF4Linear] = []
+    called: list[nn.Module] = []
 
     def hook(module: nn.Module, _: tuple[Any, ...]) -> None:
-        if isinstance(module, NF4Linear):
-            called.append(module)
+        called.append(module)
 
-    handles = [m.register_forward_pre_hook(hook) for m in model.modules() if isinstance(m, NF4Linear)]
+    readers = [module for module in model.modules() if isinstance(module, NF4Linear | NF4Experts)]
+    handles = [module.register_forward_pre_hook(hook) for module in readers]
     try:
         yield called
     finally:

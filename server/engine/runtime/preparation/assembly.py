@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from transformers import PreTrainedModel
 
 from nf4_kernels.cuda import load_error, start_clock
 from server.checkpoint.base import Progress
-from server.config import EngineConfig
+from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
@@ -26,7 +28,9 @@ from server.engine.runtime.preparation.graph_capture import (
 )
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.runner import ModelRunner, StepGraphs
+from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
+from server.engine.runtime.sampling.option_trials import use_device_options
 
 
 def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
@@ -58,7 +62,16 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
     with torch.inference_mode():
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
         costs = measure_steps(paged, limits, graphs) if config.speculation != "off" else None
-    return ModelRunner(paged, limits, adapters, graphs, costs)
+    sampler = _device_sampler(paged, limits) if config.speculation == "off" else None
+    return ModelRunner(paged, limits, adapters, graphs, costs, sampler)
+
+
+def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
+    """What samples with all options within async scheduling: on CUDA, where NF4_ASYNC_OPTIONS=1 asks for it."""
+    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) != "1":
+        return None
+    use_device_options(paged.device, paged.dtype, limits.vocab_size)
+    return DeviceSampler(limits.vocab_size, paged.device)
 
 
 def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:

@@ -34,6 +34,7 @@ class CacheSpec:
 
     shapes: list[LayerShape]
     options: list[AttentionOptions]
+    sinks: dict[int, torch.Tensor]
     block_size: int
     dtype: torch.dtype
     """Of the activations."""
@@ -44,10 +45,10 @@ class CacheSpec:
     @classmethod
     def of(cls, model: PreTrainedModel, config: EngineConfig) -> CacheSpec:
         """The spec of a model, which attends through our backends from here on. Raises UnsupportedModelError."""
-        shapes, options = probe_layers(model)
-        own = shapes, options, config.block_size, model.dtype, model.device
-        check_cache_dtype(config.kv_cache_dtype, *own)
-        return cls(*own, stored_dtype(config.kv_cache_dtype, model.dtype))
+        shapes, options, sinks = probe_layers(model)
+        own = config.block_size, model.dtype, model.device
+        check_cache_dtype(config.kv_cache_dtype, shapes, options, *own)
+        return cls(shapes, options, sinks, *own, stored_dtype(config.kv_cache_dtype, model.dtype))
 
     @property
     def bytes_per_block(self) -> int:
@@ -57,7 +58,9 @@ class CacheSpec:
     def backend(self, num_blocks: int) -> AttentionBackend:
         """A new cache of num_blocks KV blocks, and the backend that owns it."""
         own = self.block_size, self.dtype, self.device, self.cache_dtype
-        return create_backend(self.shapes, self.options, num_blocks, *own)
+        backend = create_backend(self.shapes, self.options, num_blocks, *own)
+        backend.sinks = self.sinks
+        return backend
 
 
 PagedWith = Callable[[int], PagedModel]

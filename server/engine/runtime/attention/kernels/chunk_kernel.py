@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.chunk_items import FIELDS
-from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_tile, load_tile, quantization_limit
+from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_sinks, add_tile, load_tile, quantization_limit
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
 
 ROWS = 128
@@ -34,12 +34,13 @@ def attend_chunks(
     items: int,
     tables: torch.Tensor,
     options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the attention of chunks' tokens into their rows of out [T, heads, dim], contiguous.
 
     query [T, heads, dim] of 16 bits, any strides with a contiguous last dimension. numbers int32, chunk_items.layout():
     how many items there are, at most that many, and the items. tables int32 [any, blocks of the longest], contiguous: the
-    rows that items name.
+    rows that items name. sinks float32 [heads], see AttentionOptions.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = cache.data.shape[3], cache.data.shape[2]
@@ -54,6 +55,8 @@ def attend_chunks(
         *query.stride()[:2],
         options.scaling * LOG2_E,
         tables.shape[1],
+        query if sinks is None else sinks,
+        sinks is not None,
         options.window or 0,
         kv_heads,
         heads // kv_heads,
@@ -83,6 +86,8 @@ def _attend(  # type: ignore[no-untyped-def]
     query_head,
     scale,
     pitch,
+    sinks,
+    has_sinks: tl.constexpr,
     window: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -141,6 +146,8 @@ def _attend(  # type: ignore[no-untyped-def]
         if window != 0:
             seen = seen & (at[None, :] > newest[:, None] - window)
         acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, limit)
+    if has_sinks:
+        acc, best, weight = add_sinks(acc, best, weight, sinks + head * group + sharer, real)
     place = out + ((row + token).to(tl.int64) * (kv_heads * group) + head * group + sharer) * dim
     result = (acc / tl.where(real, weight, 1.0)[:, None]).to(out.dtype.element_ty)
     tl.store(place[:, None] + column[None, :], result, mask=real[:, None])

@@ -237,6 +237,7 @@ class DecodeAttention:
         options: AttentionOptions,
         rotary: RotaryEmbedding | None = None,
         tile: int = 0,
+        sinks: torch.Tensor | None = None,
         sequences: int | None = None,
         out: torch.Tensor | None = None,
         written: bool = False,
@@ -248,4 +249,4 @@ class DecodeAttention:
         window, room_for = self._windows.index(options.window), query.shape[0] if sequences is None else sequences
         first = item_places(room_for, self._rooms)[window]
         step = self._numbers, first, window, room_for + self._rooms[window].spare, self.tables.blocks
-        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, out, written)
+        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out, written)

@@ -10,6 +10,7 @@ from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.decode_sums import add_up, put_part, put_result, result_row
 from server.engine.runtime.attention.kernels.key_tiles import (
     LOG2_E,
+    add_sinks,
     add_tile,
     load_tile,
     quantization_limit,
@@ -50,6 +51,7 @@ def attend_newest(
     options: AttentionOptions,
     rotary: RotaryEmbedding | None,
     tile: int = 0,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     written: bool = False,
 ) -> torch.Tensor:
@@ -58,8 +60,9 @@ def attend_newest(
     query [T, heads, dim], key and value [T, kv_heads, dim] in 16 bits, the cache's own where it has 16, any strides with a
     contiguous last dimension; numbers int32, decode.layout(): from first on lie the items, at most that many; their number
     is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key get rotary
-    first. out: where the result goes, contiguous; a new tensor if None. written: the launch in front has written the keys
-    and values, so that several of the tokens may be of one sequence, one after another.
+    first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new tensor if None.
+    written: the launch in front has written the keys and values, so that several of the tokens may be of one sequence, one
+    after another.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
@@ -88,6 +91,8 @@ def attend_newest(
         turned.eps,
         turned.offset,
         cache.data if cache.scales is None else cache.scales,
+        query if sinks is None else sinks,
+        sinks is not None,
         rotary is not None,
         turned.norms is not None,
         counted,
@@ -112,7 +117,7 @@ def attend_newest(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     cache,
     query,
     key,
@@ -138,6 +143,8 @@ def _attend(  # type: ignore[no-untyped-def]
     eps,
     offset,
     scales,
+    sinks,
+    has_sinks: tl.constexpr,
     has_rotary: tl.constexpr,
     norms: tl.constexpr,
     counted: tl.constexpr,
@@ -165,24 +172,22 @@ def _attend(  # type: ignore[no-untyped-def]
     if item >= tl.load(numbers + counted):
         return
     # The newest key may not be in the cache yet.
-    old, last = tl.minimum(end, newest), end > newest
-    column, line = tl.arange(0, dim), tl.arange(0, rows)
+    old = tl.minimum(end, newest)
+    column, table = tl.arange(0, dim), tables + blocks.to(tl.int64) * pitch
     width: tl.constexpr = kv_heads * dim
     pages, own_scales = cache + head * dim, scales + head
-    table = tables + blocks.to(tl.int64) * pitch
-    if not written:
-        # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
-        k, v, k_scale, v_scale, inside = load_tile(
-            pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
-        )
+    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended; but
+    # where that one writes the step's keys, some of which are older than others.
+    if overlap and written:
+        tl.extra.cuda.gdc_wait()
+    k, v, k_scale, v_scale, inside = load_tile(
+        pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
+    )
     q_weight, q_weight_other = _weights(query_norm, offset, dim, norms)
     k_weight, k_weight_other = _weights(key_norm, offset, dim, norms)
-    if overlap:
+    if overlap and not written:
         tl.extra.cuda.gdc_wait()
-    if written:
-        k, v, k_scale, v_scale, inside = load_tile(
-            pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
-        )
+    line = tl.arange(0, rows)
     real = line < group
     queries = query + row.to(tl.int64) * query_token + (head * group + line[:, None]) * query_head
     own_key = key + row.to(tl.int64) * key_token + head * key_head
@@ -198,8 +203,10 @@ def _attend(  # type: ignore[no-untyped-def]
         k_new = tl.reshape(
             _rotated(k_new[None, :], k_other, cos, sin, k_weight, k_weight_other, eps, dim, norms), [dim]
         )
+    last = end > newest
     if not written:
-        _put(pages, own_scales, table, newest, k_new, v_new, last, width, kv_heads, dim, block_size, limit)
+        place = tl.load(table + newest // block_size).to(tl.int64) * 2 * block_size + newest % block_size
+        store_kv(pages, own_scales, place, k_new, v_new, last, width, kv_heads, dim, block_size, limit)
     own = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap)
     best = tl.where(last, own, -1e38)
     weight = tl.zeros([rows], tl.float32) + tl.where(last, 1.0, 0.0)
@@ -210,6 +217,8 @@ def _attend(  # type: ignore[no-untyped-def]
             pages, own_scales, table, start, old, width, kv_heads, dim, block_size, tile, limit
         )
         acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, inside[None, :], scale, cap, limit)
+    if has_sinks:
+        acc, best, weight = add_sinks(acc, best, weight, sinks + head * group + line, real & (item == first))
     to_out = result_row(out, row, head, kv_heads, group, dim, tile_rows)
     if parts == 1:
         put_result(to_out, acc / weight[:, None], row, head, line, group, dim, tile_rows)
@@ -220,26 +229,6 @@ def _attend(  # type: ignore[no-untyped-def]
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
             add_up(to_out, sums, weights, first, parts, row, head, kv_heads, group, few, dim, tile_rows)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _put(  # type: ignore[no-untyped-def]
-    pages,
-    own_scales,
-    table,
-    newest,
-    k,
-    v,
-    wanted,
-    width: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-    block_size: tl.constexpr,
-    limit: tl.constexpr,
-):
-    """Write the newest key and value into the cache if wanted."""
-    place = tl.load(table + newest // block_size).to(tl.int64) * 2 * block_size + newest % block_size
-    store_kv(pages, own_scales, place, k, v, wanted, width, kv_heads, dim, block_size, limit)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

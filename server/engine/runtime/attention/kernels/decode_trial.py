@@ -47,7 +47,9 @@ def disagreement(
     for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim))):
         query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
         cache[:used].normal_()
-        found = decode.attend(LayerCache(cache, None), query, key, value, kind.options, rotary)
+        found = decode.attend(
+            LayerCache(cache, None), query, key, value, kind.options, rotary, sinks=reference.sinks.get(layer)
+        )
         written = cache.transpose(1, 2).flatten(0, 1)[slots]
         if rotary is not None:
             query, key = rotary.apply(query, key)

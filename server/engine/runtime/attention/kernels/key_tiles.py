@@ -71,6 +71,15 @@ def add_tile(  # type: ignore[no-untyped-def]
     return acc, higher, weight * shrink + tl.sum(p, 1)
 
 
+@triton.jit
+def add_sinks(acc, best, weight, places, wanted):  # type: ignore[no-untyped-def]
+    """Sums with each row's sink added where wanted, see AttentionOptions. No launch writes the parameters."""
+    sink = tl.load(places, mask=wanted, other=-float("inf")) * 1.4426950408889634
+    higher = tl.maximum(best, sink)
+    shrink = tl.exp2(best - higher)
+    return acc * shrink[:, None], higher, weight * shrink + tl.exp2(sink - higher)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def scores_of(dots, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scores times log2(e), with a soft cap where cap, the cap times log2(e), is not 0."""

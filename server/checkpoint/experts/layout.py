@@ -1,0 +1,83 @@
+"""What a transformers module of experts computes and how it has its weights, found out without its class's name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
+
+from nf4_kernels.params import EXPERT_ACTIVATIONS
+from nf4_kernels.reference import gated
+from server.checkpoint.experts.llama4 import Llama4Experts
+from server.checkpoint.experts.module import NF4Experts
+
+_LAYER = re.compile(r".*\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class ExpertsLayout:
+    """One layer's experts as transformers' module has them."""
+
+    name: str
+    """The module's, within the model."""
+    layer: int
+    count: int
+    hidden: int
+    inner: int
+    transposed: bool
+    """Stacked weights are [experts, inputs, outputs]."""
+    interleaved: bool
+    """Rows of gates and ups take turns: gate 0, up 0, gate 1, ..."""
+    activation: str | None
+    """One of EXPERT_ACTIVATIONS; None where what the module computes is none of these."""
+    kind: str
+    """The module's class."""
+
+
+def experts_layouts(model: nn.Module) -> Iterator[ExpertsLayout]:
+    """Of every module in model that stacks the gates, ups and downs of a layer's experts."""
+    for name, module in model.named_modules():
+        found = _LAYER.match(name)
+        gate_up, down = (module._parameters.get(part) for part in ("gate_up_proj", "down_proj"))
+        count = getattr(module, "num_experts", None)
+        if found is None or gate_up is None or down is None or gate_up.dim() != 3 or not isinstance(count, int):
+            continue
+        transposed = isinstance(module, Llama4TextExperts) or bool(getattr(module, "is_transposed", False))
+        inner, hidden = down.shape[1:] if transposed else reversed(down.shape[1:])
+        interleaved = not getattr(module, "is_concatenated", True)
+        yield ExpertsLayout(
+            name, int(found[1]), count, int(hidden), int(inner), transposed, interleaved,
+            _activation(module, interleaved), type(module).__name__,
+        )  # fmt: skip
+
+
+def replace_experts(model: nn.Module, layout: ExpertsLayout, experts: NF4Experts) -> None:
+    """Put experts in the place of the module of that layout, or of what has replaced it."""
+    model.set_submodule(layout.name, experts)
+    block = layout.name.rpartition(".")[0]
+    parent = model.get_submodule(block)
+    if isinstance(parent, Llama4TextMoe):
+        model.set_submodule(block, Llama4Experts(parent))
+
+
+def _activation(module: Any, interleaved: bool) -> str | None:
+    """What the module puts between gates, ups and downs, tried on numbers from far below to far above its clamps."""
+    if getattr(module, "has_post_expert_norm", False) or not getattr(module, "has_gate", True):
+        return None
+    values = torch.linspace(-20, 20, 41)
+    gate_up = torch.stack((values.repeat_interleave(41), values.repeat(41)), 1)  # one gate and one up a row
+    if hasattr(module, "_apply_gate"):
+        found = module._apply_gate(gate_up)
+    elif isinstance(module, Llama4TextExperts):
+        found = module.act_fn(gate_up[:, :1]) * gate_up[:, 1:]
+    else:
+        return None
+    for activation in EXPERT_ACTIVATIONS:
+        if torch.allclose(found, gated(gate_up, activation), rtol=1e-4, atol=1e-4):
+            return activation
+    return None

@@ -1,0 +1,160 @@
+"""Mixtures of experts through the engine: every family's greedy tokens and log-probabilities are transformers' own."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from transformers import PreTrainedModel
+
+from nf4_kernels import Weight
+from nf4_kernels.reference import dequantize
+from server.checkpoint.experts.module import NF4Experts
+from server.checkpoint.loading import load_model
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.start import load_runner
+from tests.engine.factories import make_request, run_together, tokens
+from tests.moe_checkpoints import FAMILIES, VOCABULARY, is_projection, save_moe, tiny_moe, unsloth_gpt_oss
+
+CONFIG = EngineConfig(
+    device="cpu", dtype="float32", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=8,
+    enforce_eager=True,
+)  # fmt: skip
+LENGTHS = (1, 5, 41, 17, 30, 2, 9, 12)
+
+
+RENAMES = {"gpt_oss": unsloth_gpt_oss}
+
+
+def unchanged(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: tensor}
+
+
+def experts_in(engine: Engine) -> int:
+    """Layers of experts in NF4."""
+    return sum(isinstance(module, NF4Experts) for module in engine._runner._paged.model.modules())
+
+
+def engine_of(folder: Path, config: EngineConfig = CONFIG) -> Engine:
+    return Engine(load_runner(folder, config, lambda stage, fraction: None), config)
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """transformers' tokens and their log-probabilities."""
+    ids, scores = list(prompt), []
+    with torch.inference_mode():
+        for _ in range(count):
+            logprobs = model(torch.tensor([ids]), use_cache=False).logits[0, -1].float().log_softmax(-1)
+            ids.append(int(logprobs.argmax()))
+            scores.append(float(logprobs.max()))
+    return ids[len(prompt) :], scores
+
+
+def check(engine: Engine, reference: PreTrainedModel, seed: int = 0) -> None:
+    """One request alone, then eight of several lengths at once, give the reference's tokens and log-probabilities."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    wanted = [greedy(reference, prompt, 8) for prompt in prompts]
+    options: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1}
+    for group in ([4], range(len(prompts))):
+        requests = [make_request(prompts[i], **options) for i in group]
+        found = run_together(engine, *requests)
+        for index, request in zip(group, requests, strict=True):
+            outputs = found[request.request_id]
+            assert tokens(outputs) == wanted[index][0]
+            scores = [entry.logprob for output in outputs for entry in output.logprobs or ()]
+            torch.testing.assert_close(scores, wanted[index][1], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_in_nf4_give_transformers_tokens(family: str, tmp_path: Path) -> None:
+    """A tensor for each expert and projection, or what the family has in its place, and routers in 16 bit."""
+    reference = save_moe(tmp_path, tiny_moe(family), rename=RENAMES.get(family, unchanged))
+    engine = engine_of(tmp_path)
+    assert experts_in(engine) >= 1
+    check(engine, reference)
+
+
+def in_nf4_with_routers(name: str) -> bool:
+    return is_projection(name) or name.endswith((".gate.weight", ".router.linear.weight"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "phimoe", "gpt_oss"])
+def test_routers_may_be_in_nf4(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference = save_moe(tmp_path, tiny_moe(family), in_nf4_with_routers, RENAMES.get(family, unchanged))
+    with caplog.at_level(logging.INFO):
+        engine = engine_of(tmp_path)
+    assert "2 layers of 8 experts in NF4, router in float32, expanded from NF4" in caplog.text
+    check(engine, reference)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe", "deepseek_v3"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_experts_may_be_one_tensor_in_nf4(family: str, nested: bool, tmp_path: Path) -> None:
+    reference = save_moe(tmp_path, tiny_moe(family), stacked=True, nested=nested)
+    engine = engine_of(tmp_path)
+    assert experts_in(engine) >= 1
+    check(engine, reference)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_stayed_16_bit_beside_nf4_are_served_as_they_are(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What transformers 5 saves: it quantizes linear layers only."""
+    reference = save_moe(tmp_path, tiny_moe(family), in_nf4=lambda name: "self_attn" in name and is_projection(name))
+    with caplog.at_level(logging.INFO):
+        engine = engine_of(tmp_path)
+    assert experts_in(engine) == 0
+    assert "2 layers of 8 experts in float32, router in float32" in caplog.text
+    check(engine, reference)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_16_bit_checkpoints_experts_are_quantized(family: str, tmp_path: Path) -> None:
+    model = tiny_moe(family)
+    save_moe(tmp_path, model, in_nf4=lambda name: False)
+    reference = expanded(load_model(tmp_path, torch.device("cpu"), torch.float32, lambda *_: None), model)
+    engine = engine_of(tmp_path)
+    assert experts_in(engine) >= 1
+    check(engine, reference)
+
+
+def expanded(loaded: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+    """model with the weights that loaded has in NF4, which are model's but for rounding."""
+    reference = copy.deepcopy(model)
+    for name, module in loaded.named_modules():
+        if isinstance(module, Linear4bit):
+            weight = Weight.from_quant_state(module.weight, module.weight.quant_state)
+            _replace(reference.get_submodule(name).weight, dequantize(weight, torch.float32))
+        elif isinstance(module, NF4Experts):
+            theirs: Any = reference.get_submodule(name)
+            gate_up, down = (dequantize(w.weight, torch.float32) for w in (module.gate_up, module.down))
+            if not getattr(theirs, "is_concatenated", True):
+                gate_up = gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            if theirs.gate_up_proj.shape != gate_up.shape or getattr(theirs, "is_transposed", False):
+                gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+            _replace(theirs.gate_up_proj, gate_up)
+            _replace(theirs.down_proj, down)
+    return reference
+
+
+def _replace(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    # Half of NF4's widest gap between neighbouring codes, of the largest weight.
+    assert (values - parameter).abs().max() < 0.16 * parameter.abs().max()
+    parameter.copy_(values)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_compiled_layers_of_experts_give_transformers_tokens(family: str, tmp_path: Path) -> None:
+    reference = save_moe(tmp_path, tiny_moe(family))
+    engine = engine_of(tmp_path, CONFIG.model_copy(update={"enforce_eager": False}))
+    assert all("forward" in vars(layer) for layer in engine._runner._paged.model.get_decoder().layers)
+    check(engine, reference)
