@@ -18,8 +18,8 @@ class _Times:
         if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
             raise ValueError("step costs need at least one number of tokens, each with a time above 0")
         self.sizes = sorted(seconds)
-        # More tokens never take less time, but for noise.
-        self.seconds = [max(seconds[size] for size in self.sizes[: i + 1]) for i in range(len(self.sizes))]
+        # Fewer tokens never take more time, but for noise, which only ever adds.
+        self.seconds = [min(seconds[size] for size in self.sizes[i:]) for i in range(len(self.sizes))]
         self.extra = 0.0
 
     def of(self, tokens: int) -> float | None:
