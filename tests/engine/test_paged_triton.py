@@ -13,6 +13,7 @@ from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.paged_triton import TritonBackend
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.graphs.invariant import in_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +53,8 @@ def check(
 ) -> None:
     """Compare a step with the reference. earlier, now: tokens of each sequence before and after it.
 
-    graph: "decode" or "mixed": the step is laid out as for a graph that is larger than it.
+    graph: "decode", "shared" or "mixed": the step is laid out as for a graph that is larger than it. In a shared one each
+    token is a sequence of its own.
     """
     torch.manual_seed(0)
     blocks = list(range(sum(-(-end // BLOCK) for end in now) + 5))
@@ -61,7 +63,7 @@ def check(
     tables = [tuple(itertools.islice(free, -(-end // BLOCK))) for end in now]
     tested = TritonBackend([shape], [options], len(blocks), BLOCK, cache_dtype, DEVICE)
     if graph:
-        tested.set_up_graphs(max(now), len(now) + 3, True)
+        tested.set_up_graphs(max(now), sum(now) - sum(earlier) + 3, True)
     reference = SdpaBackend([shape], len(blocks), BLOCK, torch.float32, DEVICE)
     before = [i for i, end in enumerate(earlier) if end > 0]
     for pieces, sequences in (
@@ -86,9 +88,10 @@ def check(
         if graph and sequences != before:
             padding = 3
             slots = torch.cat((batch.slots, torch.full((padding,), tested.scratch_block * BLOCK, device=DEVICE)))
-            if graph == "decode":
-                tested.plan_decode_graph(batch.spans, tokens + padding)
-                tested.begin_decode_graph(slots)
+            if graph in ("decode", "shared"):
+                singles = next(in_groups(batch, BLOCK, tokens))[1].spans if graph == "shared" else batch.spans
+                tested.plan_decode_graph(singles, tokens + padding)
+                tested.begin_decode_graph(slots, graph == "shared")
             else:
                 tested.begin_mixed_graph(slots, tested.plan_mixed_graph(batch.spans, tokens + padding, len(now) + 3))
             made = [torch.cat((x, torch.randn_like(x[:1]).expand(padding, -1, -1))) for x in made]
@@ -145,6 +148,26 @@ def test_a_decode_graph_attends_as_the_reference(
     shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, cache_dtype: torch.dtype, lengths: list[int]
 ) -> None:
     check(shape, options, dtype, cache_dtype, [n - 1 for n in lengths], lengths, "decode")
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES)
+@pytest.mark.parametrize(
+    ("shape", "options", "earlier", "now"),
+    [
+        (LayerShape(8, 128, 128, 32), PLAIN, [8996, 13, 63, 64, 0], [9000, 20, 66, 65, 3]),
+        (LayerShape(4, 128, 128, 28), CAPPED, [600, 298, 15], [608, 302, 17]),
+        (LayerShape(3, 64, 64, 9), WINDOW, [61, 200, 1024, 1], [69, 204, 1025, 4]),
+    ],
+)
+def test_tokens_of_one_sequence_see_each_other_in_a_shared_graph(
+    shape: LayerShape,
+    options: AttentionOptions,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    earlier: list[int],
+    now: list[int],
+) -> None:
+    check(shape, options, dtype, cache_dtype, earlier, now, "shared")
 
 
 def test_without_splitting_a_sequence_has_the_same_bits_in_any_batch() -> None:

@@ -18,9 +18,13 @@ class _Times:
         if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
             raise ValueError("step costs need at least one number of tokens, each with a time above 0")
         self.sizes = sorted(seconds)
-        # More tokens never take less time, but for noise.
-        self.seconds = [max(seconds[size] for size in self.sizes[: i + 1]) for i in range(len(self.sizes))]
+        # Fewer tokens never take more time, but for noise, which only ever adds.
+        self.seconds = [min(seconds[size] for size in self.sizes[i:]) for i in range(len(self.sizes))]
         self.extra = 0.0
+
+    def __repr__(self) -> str:
+        times = ", ".join(f"{size}: {1e3 * own:.2f}" for size, own in zip(self.sizes, self.seconds, strict=True))
+        return f"{{{times}}} ms + {1e3 * self.extra:.2f}"
 
     def of(self, tokens: int) -> float | None:
         """Seconds of a step of tokens, which takes as long as the next larger one known; None beyond the largest."""
@@ -45,6 +49,9 @@ class StepCosts:
         Raises ValueError where there are none.
         """
         self._checking, self._plain = _Times(checking), _Times(checking if plain is None else plain)
+
+    def __repr__(self) -> str:
+        return f"StepCosts(without guesses: {self._plain}; with: {self._checking})"
 
     @property
     def most_tokens(self) -> int:

@@ -7,8 +7,8 @@ from server.engine.speculation.suffixes import SuffixIndex
 _LONGEST = 24
 # Suffixes of these lengths and up to the next share what is learned.
 _STEPS = (1, 2, 3, 4, 6, 9, 14, 22)
-# How often the token is right that followed the longest suffix before, until the sequence's own answer says otherwise: of
-# the embedded model's answers to bench/speculation.py's tasks.
+# How often the token is right that followed the longest suffix before, until the sequence's own answer says otherwise: in
+# the embedded model's answers to bench.speculation.texts' tasks.
 _PRIORS = (0.2, 0.4, 0.5, 0.65, 0.75, 0.82, 0.9, 0.95)
 _CLASS = tuple(sum(length >= step for step in _STEPS) for length in range(_LONGEST + 1))
 _LEARNING_RATE = 1 / 8

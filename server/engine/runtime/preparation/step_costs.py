@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ from server.engine.runtime.runner import StepGraphs
 from server.engine.speculation.costs import StepCosts
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-_REPEATS = 3
+_REPEATS = 4
 _REPLAYS = 8
 
 
@@ -30,7 +30,7 @@ def measure_steps(paged: PagedModel, limits: ModelLimits, graphs: StepGraphs) ->
     if graphs.decode is not None and graphs.verify is not None:
         return _of_graphs(graphs.decode, graphs.verify, steps, paged.block_size, limits)
     sizes = [size for size in _SIZES if size <= limits.max_model_len]
-    return StepCosts({size: _least(steps.run, size, _REPEATS) for size in sizes})
+    return StepCosts(_least(steps.run, sizes, _REPEATS))
 
 
 def _of_graphs(
@@ -42,7 +42,7 @@ def _of_graphs(
     def checked(size: int) -> torch.Tensor:
         return verify.run(steps.first_chunk(size))
 
-    checking = {size: _least(checked, size, _REPLAYS) for size in sizes}
+    checking = _least(checked, sizes, _REPLAYS)
     plain_sizes = [size for size in decode.sizes if size <= sizes[-1]]
     return StepCosts(checking, {size: _of_groups(decode, steps, block_size, size) for size in plain_sizes})
 
@@ -62,12 +62,17 @@ def _replays(decode: DecodeGraphs, batch: Batch) -> float:
     return (time.perf_counter() - begun) / _REPLAYS
 
 
-def _least(run: Callable[[int], torch.Tensor], size: int, repeats: int) -> float:
-    """The least seconds until the tokens of run(size) are on the host."""
+def _least(run: Callable[[int], torch.Tensor], sizes: Sequence[int], repeats: int) -> dict[int, float]:
+    """For each size the least seconds until the tokens of run(size) are on the host.
 
-    def seconds() -> float:
+    Sizes take turns, so that what holds up the machine for a while does not fall on one of them.
+    """
+
+    def seconds(size: int) -> float:
         begun = time.perf_counter()
         run(size).argmax(dim=-1).tolist()
         return time.perf_counter() - begun
 
-    return min([seconds() for _ in range(repeats + 1)][1:])
+    rounds = [{size: seconds(size) for size in sizes} for _ in range(repeats + 1)]
+    # The first round warms up.
+    return {size: min(own[size] for own in rounds[1:]) for size in sizes}

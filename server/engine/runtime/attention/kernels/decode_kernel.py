@@ -117,7 +117,7 @@ def attend_newest(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     cache,
     query,
     key,
@@ -171,23 +171,22 @@ def _attend(  # type: ignore[no-untyped-def]
     if item >= tl.load(numbers + counted):
         return
     # The newest key may not be in the cache yet.
-    old, last = tl.minimum(end, newest), end > newest
-    column, line = tl.arange(0, dim), tl.arange(0, rows)
+    old = tl.minimum(end, newest)
+    column, table = tl.arange(0, dim), tables + blocks.to(tl.int64) * pitch
     width: tl.constexpr = kv_heads * dim
-    pages, own_scales, table = cache + head * dim, scales + head, tables + blocks.to(tl.int64) * pitch
-    if not written:
-        # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
-        k, v, k_scale, v_scale, inside = load_tile(
-            pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
-        )
+    pages, own_scales = cache + head * dim, scales + head
+    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended; but
+    # where that one writes the step's keys, some of which are older than others.
+    if overlap and written:
+        tl.extra.cuda.gdc_wait()
+    k, v, k_scale, v_scale, inside = load_tile(
+        pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
+    )
     q_weight, q_weight_other = _weights(query_norm, offset, dim, norms)
     k_weight, k_weight_other = _weights(key_norm, offset, dim, norms)
-    if overlap:
+    if overlap and not written:
         tl.extra.cuda.gdc_wait()
-    if written:
-        k, v, k_scale, v_scale, inside = load_tile(
-            pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
-        )
+    line = tl.arange(0, rows)
     real = line < group
     queries = query + row.to(tl.int64) * query_token + (head * group + line[:, None]) * query_head
     own_key = key + row.to(tl.int64) * key_token + head * key_head
@@ -203,8 +202,10 @@ def _attend(  # type: ignore[no-untyped-def]
         k_new = tl.reshape(
             _rotated(k_new[None, :], k_other, cos, sin, k_weight, k_weight_other, eps, dim, norms), [dim]
         )
+    last = end > newest
     if not written:
-        _put(pages, own_scales, table, newest, k_new, v_new, last, width, kv_heads, dim, block_size, limit)
+        place = tl.load(table + newest // block_size).to(tl.int64) * 2 * block_size + newest % block_size
+        store_kv(pages, own_scales, place, k_new, v_new, last, width, kv_heads, dim, block_size, limit)
     own = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap)
     best = tl.where(last, own, -1e38)
     weight = tl.zeros([rows], tl.float32) + tl.where(last, 1.0, 0.0)
@@ -227,26 +228,6 @@ def _attend(  # type: ignore[no-untyped-def]
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
             add_up(to_out, sums, weights, first, parts, row, head, kv_heads, group, few, dim, tile_rows)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _put(  # type: ignore[no-untyped-def]
-    pages,
-    own_scales,
-    table,
-    newest,
-    k,
-    v,
-    wanted,
-    width: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-    block_size: tl.constexpr,
-    limit: tl.constexpr,
-):
-    """Write the newest key and value into the cache if wanted."""
-    place = tl.load(table + newest // block_size).to(tl.int64) * 2 * block_size + newest % block_size
-    store_kv(pages, own_scales, place, k, v, wanted, width, kv_heads, dim, block_size, limit)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,6 +1,6 @@
 """Speculation by lookup on real texts: tokens per second with it and without, interleaved in one run.
 
-python -m bench.speculation --batches 1,8
+python -m bench.speculation.texts --batches 1,8
 
 Tasks whose answers repeat their prompts (edit this file, answer from this document, JSON in and JSON out) and tasks whose
 answers do not, greedy, over texts of this repository. Decode is timed from the step in which every request has its first
@@ -31,7 +31,7 @@ from server.engine.runtime.runner import ModelRunner
 from server.engine.start import load_runner
 from server.types import GenerateRequest, SamplingParams
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 _numbers = itertools.count()
 
@@ -224,7 +224,7 @@ def _batches(text: str) -> list[int]:
 
 def main() -> int:
     """Measure, print and write the rows."""
-    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation.texts", description=__doc__)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--batches", type=_batches, default=[1, 8])

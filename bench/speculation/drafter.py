@@ -1,0 +1,210 @@
+"""What steps with guesses cost on a GPU, and what they gain with a drafter that is right so often. Dummy NF4 weights.
+
+python -m bench.speculation.drafter --model qwen3-32b
+
+Prints, for one model: seconds of a step of one sequence with 0, 3, 7 and 15 guesses; tokens per second with a drafter whose
+guesses are each right with a probability, by that speculation chooses how many it checks (which guesses are accepted is
+drawn, not compared, because dummy weights have near ties; a draft model's own time is not in it); and tokens per second of
+random text, on which lookup finds nothing, with speculation on and off. What is compared is interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from server.config import EngineConfig
+from server.engine import core
+from server.engine.core import Engine
+from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.scheduler import Step
+from server.engine.speculation.costs import StepCosts
+from server.engine.start import load_runner
+from server.engine.supervisor.process import ENVIRONMENT
+from server.types import GenerateRequest, SamplingParams
+
+MODELS = Path(__file__).parents[1] / "models"
+ROUNDS = 3
+VOCABULARY = 30_000
+_numbers = itertools.count()
+_chance = random.Random(0)
+
+
+class Drafter:
+    """Guesses of which each is said to be right with one probability."""
+
+    def __init__(self, right: float) -> None:
+        self._right = right
+        self.known = 0
+
+    def follow(self, tokens: list[int], known: int, most: int) -> int:
+        """See GuessSource."""
+        more, self.known = known - self.known, known
+        return more
+
+    def survival(self, count: int) -> list[float]:
+        """See GuessSource."""
+        return [self._right ** (place + 1) for place in range(count)]
+
+    def guesses(self, count: int) -> list[int]:
+        """See GuessSource."""
+        return list(range(5, 5 + count))
+
+
+@contextmanager
+def drafting(engine: Engine, right: float, guesses: int | None = None) -> Iterator[None]:
+    """Let an engine's sequences have a Drafter while entered; with guesses, one sequence has that many in every step."""
+    speculator = engine._speculator
+    assert speculator is not None
+    costs, plan = speculator.costs, speculator.plan
+    if guesses is not None:
+        speculator.costs = StepCosts({1 + guesses: 1e-9}, {1: 1.0})
+
+    def planned(step: Step) -> bool:
+        for chunk in step.chunks:
+            if chunk.sequence.guesser is None:
+                chunk.sequence.guesser = Drafter(right)
+        return plan(step)
+
+    def drawn(step: Step, results: list[Sampled]) -> tuple[list[Sampled], dict[str, list[Sampled]]]:
+        firsts: list[Sampled] = []
+        others: dict[str, list[Sampled]] = {}
+        rows = iter(results)
+        for chunk in step.chunks:
+            count = len(step.guesses.get(chunk.sequence.request_id, ()))
+            firsts.append(next(rows))
+            following = list(itertools.islice(rows, count))
+            if count:
+                wrong = (place for place in range(count) if _chance.random() >= right)
+                others[chunk.sequence.request_id] = following[: next(wrong, count)]
+        return firsts, others
+
+    with patch.object(speculator, "plan", planned), patch.object(core, "accepted", drawn):
+        yield
+    speculator.costs = costs
+
+
+def run(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+    """Tokens per second of decode, and the median seconds of its steps."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    counts: dict[str, int] = {}
+    for prompt in prompts:
+        request = GenerateRequest(str(next(_numbers)), prompt, params)
+        counts[request.request_id] = 0
+        engine.add(request)
+    steps: list[float] = []
+    begun, started, counted = False, 0.0, 0
+    while engine.has_work:
+        now = time.perf_counter()
+        for output in engine.step().outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            counts[output.request_id] += len(output.new_token_ids)
+        if begun:
+            steps.append(time.perf_counter() - now)
+        elif min(counts.values()) >= 4:
+            begun, started, counted = True, time.perf_counter(), sum(counts.values())
+    return (sum(counts.values()) - counted) / (time.perf_counter() - started), statistics.median(steps)
+
+
+def random_prompts(count: int, length: int) -> list[list[int]]:
+    """Prompts of random tokens."""
+    return [[_chance.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+def step_times(off: Engine, on: Engine, contexts: list[int]) -> None:
+    """Print the seconds of steps of one sequence by its guesses."""
+    for context in contexts:
+        prompts = random_prompts(1, context)
+        found: dict[int, list[float]] = {count: [] for count in (0, 3, 7, 15)}
+        for _ in range(ROUNDS):
+            found[0].append(run(off, prompts, 100)[1])
+            for count in (3, 7, 15):
+                with drafting(on, 0.0, count):
+                    found[count].append(run(on, prompts, 100)[1])
+        medians = {count: statistics.median(own) for count, own in found.items()}
+        shown = (f"{count} guesses {1e3 * own:.3f} ms ({own / medians[0]:.3f} x)" for count, own in medians.items())
+        print(f"context {context}: {', '.join(shown)}", flush=True)
+
+
+def drafted(off: Engine, on: Engine, batches: list[int]) -> None:
+    """Print what a drafter gains by how often it is right."""
+    for batch, right in itertools.product(batches, (0.6, 0.7, 0.8)):
+        prompts, ratios, rates, before = random_prompts(batch, 500), [], [], on.stats()
+        for _ in range(ROUNDS):
+            plain = run(off, prompts, 200)[0]
+            with drafting(on, right):
+                rates.append(run(on, prompts, 200)[0])
+            ratios.append(rates[-1] / plain)
+        after = on.stats()
+        checked = after.draft_tokens - before.draft_tokens
+        each = checked / max(1, after.drafts - before.drafts)
+        print(
+            f"batch {batch}, right {right}: {statistics.median(rates):.1f} tokens/s, {statistics.median(ratios):.3f} x,"
+            f" {each:.1f} guesses",
+            flush=True,
+        )
+
+
+def nothing_to_guess(off: Engine, on: Engine, batches: list[int]) -> None:
+    """Print how much slower random text is with lookup."""
+    for batch in batches:
+        prompts, ratios = random_prompts(batch, 300), []
+        for number in range(2 * ROUNDS):
+            pair = {engine: run(engine, prompts, 120)[0] for engine in ((off, on) if number % 2 else (on, off))}
+            ratios.append(pair[on] / pair[off])
+        print(
+            f"random text, batch {batch}: {pair[off]:.1f} tokens/s without, {statistics.median(ratios):.3f} x with"
+            f" ({min(ratios):.3f} to {max(ratios):.3f})",
+            flush=True,
+        )
+
+
+def _engines(runner: ModelRunner, config: EngineConfig) -> tuple[Engine, Engine]:
+    return Engine(runner, config.model_copy(update={"speculation": "off"})), Engine(runner, config)
+
+
+def _numbers_of(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main() -> int:
+    """Measure one model and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation.drafter", description=__doc__)
+    parser.add_argument("--model", default="qwen3-32b", help="a folder of bench/models")
+    parser.add_argument("--contexts", type=_numbers_of, default=[500, 4000])
+    parser.add_argument("--batches", type=_numbers_of, default=[1, 8])
+    parser.add_argument("--random", type=_numbers_of, default=[1, 8, 32, 128], help="batches of random text")
+    parser.add_argument("--kv-gib", type=int, default=24)
+    asked = parser.parse_args()
+    if ENVIRONMENT.keys() - os.environ:
+        # As in bench.e2e: C libraries and torch read these variables when they are loaded.
+        command = [sys.executable, "-m", "bench.speculation.drafter", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**ENVIRONMENT, **os.environ})
+    config = EngineConfig(
+        device="cuda", load_format="dummy", speculation="lookup", enable_prefix_caching=False, max_model_len=8448,
+        kv_cache_bytes=asked.kv_gib * 2**30,
+    )  # fmt: skip
+    runner = load_runner(MODELS / asked.model, config, lambda *_: None)
+    print(f"{asked.model} on {torch.cuda.get_device_name()}; {runner.step_costs}", flush=True)
+    off, on = _engines(runner, config)
+    step_times(off, on, asked.contexts)
+    drafted(off, on, asked.batches)
+    nothing_to_guess(off, on, asked.random)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
