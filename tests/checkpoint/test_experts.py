@@ -164,7 +164,6 @@ def _renumbered(tensors: Tensors) -> None:
         (_state(shape=None), EXPERT),
         (_state(shape=[64, "x"]), EXPERT),
         (_state(blocksize=0), EXPERT),
-        (_state(blocksize="64"), EXPERT),
         (_state(quant_type="fp4"), rf"{EXPERT} .*quant_type must be nf4"),
         (_state(nested_blocksize=64), rf"{EXPERT} .*nested scales must be in blocks of 256"),
         (_state(nested_offset="much"), EXPERT),
