@@ -36,9 +36,13 @@ _cuda_moe: Any = (
 )
 
 
-def _runs_on_cuda_kernels(x: Tensor) -> bool:
-    """Whether the CUDA library computes experts of x."""
-    return x.is_cuda and _cuda_moe is not None and x.dtype is not torch.float32 and backend("cuda") is cuda
+def _has_cuda_kernel(x: Tensor, weight: Weight, experts: Tensor, gated: bool, routed: bool) -> bool:
+    """Whether the CUDA library computes such experts of x."""
+    if not x.is_cuda or _cuda_moe is None or not _cuda_moe.ENABLED or x.dtype is torch.float32:
+        return False
+    nested = weight.absmax_8bit is not None
+    question = (x.device, *experts.shape, weight.shape, weight.blocksize, nested, gated, routed)
+    return backend("cuda") is cuda and _cuda_moe.plan_on(*question) is not None
 
 
 def _library_of(device_type: str) -> ModuleType:
@@ -79,10 +83,8 @@ def _moe_linear(
     ):
         given = f"{routing_weights.dtype} {list(routing_weights.shape)}"
         raise ValueError(f"routing_weights must be float32 {list(experts.shape)}, got {given}")
-    if _runs_on_cuda_kernels(x):
-        out: Tensor = _cuda_moe.moe_linear(
-            x, packed, list(shape), absmax, blocksize, experts, bias, routing_weights, *weight.nested
-        )
+    if _has_cuda_kernel(x, weight, experts, False, routing_weights is not None):
+        out: Tensor = _cuda_moe.run(x, weight, experts, bias, routing_weights, None)
     else:
         out = _library_of(x.device.type).moe_linear(x, weight, experts, bias, routing_weights)
     return out
@@ -104,10 +106,8 @@ def _moe_gated_linear(
     weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
     _check(x, weight, experts, bias)
     reference.check_expert_gate(shape[1], activation)
-    if _runs_on_cuda_kernels(x):
-        out: Tensor = _cuda_moe.moe_gated_linear(
-            x, packed, list(shape), absmax, blocksize, experts, activation, bias, *weight.nested
-        )
+    if _has_cuda_kernel(x, weight, experts, True, False):
+        out: Tensor = _cuda_moe.run(x, weight, experts, bias, None, activation)
     else:
         out = _library_of(x.device.type).moe_gated_linear(x, weight, experts, activation, bias)
     return out

@@ -22,14 +22,22 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.start import load_runner
 from tests.engine.factories import make_request, run_together, tokens
-from tests.moe_checkpoints import FAMILIES, VOCABULARY, is_projection, save_moe, tiny_moe, unsloth_gpt_oss
+from tests.moe_checkpoints import (
+    FAMILIES,
+    VOCABULARY,
+    is_projection,
+    save_moe,
+    separate_experts,
+    tiny_moe,
+    unsloth_gpt_oss,
+)
 
 CONFIG = EngineConfig(
     device="cpu", dtype="float32", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=8, threads=1,
     enforce_eager=True,
 )  # fmt: skip
 LENGTHS = (1, 5, 41, 17, 30, 2, 9, 12)
-RENAMES = {"gpt_oss": unsloth_gpt_oss}
+RENAMES = {"gpt_oss": unsloth_gpt_oss, "llama4_text": separate_experts}
 
 
 @pytest.fixture(autouse=True)
