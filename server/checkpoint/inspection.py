@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from server.checkpoint.experts.names import described, place_of
 Quantization = Literal["nf4", "none"]
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_NEEDED = "bitsandbytes NF4 or an unquantized model is needed"
 # safetensors' own limit; a larger header is damage, and must not be read into memory.
 _MAX_HEADER = 100 * 2**20
 # A weight's share in NF4 with double quantization: 4 bits, 8 bits per 64, 32 bits per 64 * 256.
@@ -30,11 +33,20 @@ class CheckpointInfo:
     model_type: str
     architecture: str
     quantization: Quantization
-    """nf4: bitsandbytes NF4, loaded as it is. none: 16 or 32 bit, quantized while loading."""
+    """nf4: some tensors are packed by bitsandbytes (see packed). none: 16 or 32 bit, quantized while loading."""
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     """Name to (safetensors dtype, shape)."""
     files: tuple[Path, ...] = ()
-    """Those that the tensors are in."""
+    """The safetensors files."""
+
+    @functools.cached_property
+    def packed(self) -> dict[str, str]:
+        """Tensors that bitsandbytes has packed to 4 bits, each with its table: nf4 or fp4. The files say so themselves."""
+        return packed_tensors(self.tensors)
+
+    def without(self, left_out: Callable[[str], bool]) -> CheckpointInfo:
+        """The same with fewer tensors."""
+        return replace(self, tensors={name: kind for name, kind in self.tensors.items() if not left_out(name)})
 
     def loaded_bytes(self, item_bytes: int) -> int:
         """Bytes the weights take once loaded, with unquantized floats in item_bytes each."""
@@ -43,13 +55,15 @@ class CheckpointInfo:
             count = math.prod(shape)
             place = place_of(name)
             experts = place is not None and not place.bias
-            if self.quantization == "none" and (experts or (name.endswith("proj.weight") and len(shape) == 2)):
+            if self.packed.get(name) == "fp4":
+                total += 2 * count * item_bytes
+            elif self.quantization == "none" and (experts or (name.endswith("proj.weight") and len(shape) == 2)):
                 total += count * _NF4_BYTES
             elif place is None and place_of(described(name)) and not name.endswith("absmax"):
                 continue  # tables of single experts, which are not kept
             elif dtype == "U8" and name.endswith(".absmax") and place_of(described(name)) and count % _NESTED:
                 total += 4 * count  # scales that cannot stay nested are expanded
-            elif dtype in _FLOATS and not _is_quantization_state(name):
+            elif dtype in _FLOATS and name not in self.packed and not _is_quantization_state(name):
                 total += count * item_bytes
             else:
                 total += count * _ITEM_BYTES.get(dtype, 1)
@@ -69,30 +83,49 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         raise CheckpointError(
             f"{folder}: {architectures[0]} is an encoder-decoder model; only decoder-only ones are served"
         )
-    quantization = _quantization(folder, config)
+    settings = _quantization_settings(config)
+    _refuse_other_quantizations(folder, settings)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    files = _weight_files(folder)
+    files = tuple(_weight_files(folder))
     for file in files:
         tensors.update(_read_header(file))
-    if quantization == "nf4" and not any(name.endswith(".quant_state.bitsandbytes__nf4") for name in tensors):
-        raise CheckpointError(f"{folder}: config.json says NF4, but no weight in it is in NF4")
-    return CheckpointInfo(folder, model_type, str(architectures[0]), quantization, tensors, tuple(files))
-
-
-def _quantization(folder: Path, config: dict[str, Any]) -> Quantization:
-    settings = config.get("quantization_config")
-    if settings is None:
-        return "none"
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if method != "bitsandbytes" or not settings.get("load_in_4bit"):
-        eight = " (8 bit)" if method == "bitsandbytes" else ""
+    eight_bit = next((name for name in tensors if name.endswith(".SCB")), None)
+    if eight_bit is not None:
+        raise CheckpointError(f"{folder}: {eight_bit.removesuffix('.SCB')} is in bitsandbytes' 8 bit; {_NEEDED}")
+    packed = packed_tensors(tensors)
+    if settings is not None and not packed:
         raise CheckpointError(
-            f"{folder}: quantized with {method}{eight}; bitsandbytes NF4 or an unquantized model is needed"
+            f"{folder}: config.json says NF4, but no weight in it is in NF4; if its weights are in 16 bit, remove"
+            " quantization_config from config.json, and they are quantized while loading"
         )
-    kind = settings.get("bnb_4bit_quant_type", "fp4")
-    if kind != "nf4":
-        raise CheckpointError(f"{folder}: bitsandbytes {kind!s} is not NF4")
-    return "nf4"
+    quantization: Quantization = "nf4" if packed else "none"
+    return CheckpointInfo(folder, model_type, str(architectures[0]), quantization, tensors, files)
+
+
+def packed_tensors(tensors: Iterable[str]) -> dict[str, str]:
+    """Of a checkpoint's names of tensors those that are packed to 4 bits, each with its table: nf4 or fp4."""
+    found = {}
+    for name in tensors:
+        packed, mark, table = name.partition(".quant_state.bitsandbytes__")
+        if mark:
+            found[packed] = table
+    return found
+
+
+def _quantization_settings(config: dict[str, Any]) -> Any:
+    """quantization_config, which some checkpoints of several parts have in the part that it is about."""
+    parts = (config, *(part for key, part in config.items() if key.endswith("_config") and isinstance(part, dict)))
+    return next((part["quantization_config"] for part in parts if part.get("quantization_config") is not None), None)
+
+
+def _refuse_other_quantizations(folder: Path, settings: Any) -> None:
+    if settings is None:
+        return
+    fields = settings if isinstance(settings, dict) else {"quant_method": settings}
+    four, eight = (any(fields.get(f"{start}load_in_{bits}bit") for start in ("", "_")) for bits in (4, 8))
+    method = fields.get("quant_method") or ("bitsandbytes" if four or eight else None)
+    if method != "bitsandbytes" or not four:
+        raise CheckpointError(f"{folder}: quantized with {method}{' (8 bit)' if eight else ''}; {_NEEDED}")
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, core_model_loading
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.experts.loading import ExpertsLoader, taking_over
+from server.checkpoint.classes import is_left_out, loading_of
+from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
+from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.experts.tensors import CheckpointTensors
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
+from server.checkpoint.quantizer import TensorRefused, by_file
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +30,18 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     time. Raises CheckpointError for a checkpoint that is damaged, incomplete, unsupported or too large for the memory.
     """
     info = inspect_checkpoint(folder)
-    _check_supported(info)
-    _check_memory(info, device, dtype)
-    options: dict[str, Any] = {}
-    if info.quantization == "none":
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+    chosen = loading_of(info)
+    _check_memory(info, chosen.config, device, dtype)
+    options = _quantization_options(info, chosen.config, dtype)
     experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, stage), taking_over(experts):
-            model, report = AutoModelForCausalLM.from_pretrained(
+        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts), _quiet():
+            model, report = chosen.auto.from_pretrained(
                 folder,
+                config=chosen.config,
+                key_mapping=chosen.key_mapping,
+                generation_config=end_tokens(folder),
                 dtype=dtype,
                 device_map={"": device},
                 local_files_only=True,
@@ -54,16 +52,34 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
             )
     except torch.OutOfMemoryError as e:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
-    except (OSError, ValueError, RuntimeError, KeyError, AssertionError, ImportError) as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise CheckpointError(f"{folder}: cannot be loaded: {reason}") from e
-    _check_complete(folder, report)
+    except (CheckpointError, torch.AcceleratorError):
+        raise
+    except TensorRefused as e:
+        raise CheckpointError(f"{folder}: {e}") from e
+    except Exception as e:
+        raise CheckpointError(f"{folder}: cannot be loaded: {first_line(e)}") from e
+    _check_complete(folder, report, chosen.config)
     try:
         experts.fill(model, progress)
     except torch.OutOfMemoryError as e:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading experts") from e
     _set_dtype(model, dtype)
+    check_finite(folder, model)
     return model.eval().requires_grad_(False)
+
+
+def _quantization_options(info: CheckpointInfo, config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What transformers is told of quantization, in config or beside it: what the files hold, not what config.json says."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    if info.quantization == "none":
+        return {"quantization_config": settings}
+    config.quantization_config = settings.to_dict()
+    return {}
 
 
 def _set_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -95,13 +111,8 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def _check_supported(info: CheckpointInfo) -> None:
-    if info.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise CheckpointError(f"{info.folder}: {info.architecture} ({info.model_type}) is not a causal language model")
-
-
-def _check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype) -> None:
-    needed = info.loaded_bytes(dtype.itemsize)
+def _check_memory(info: CheckpointInfo, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    needed = info.without(lambda name: is_left_out(name, config)).loaded_bytes(dtype.itemsize)
     free = available_bytes(device)
     if needed > free:
         raise CheckpointError(
@@ -110,16 +121,33 @@ def _check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype
         )
 
 
-def _check_complete(folder: Path, report: dict[str, Any]) -> None:
+def _check_complete(folder: Path, report: dict[str, Any], config: Any) -> None:
     """transformers fills what a checkpoint lacks with random numbers; a server must not answer from those."""
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         found = list(report.get(what) or [])
         if found:
             raise CheckpointError(f"{folder}: damaged: {what.replace('_', ' ')}: {found[0]} ({len(found)} in all)")
-    if unexpected := report.get("unexpected_keys"):
-        logger.warning(
-            "%s: %d tensors are not part of the model, %s first", folder, len(unexpected), next(iter(unexpected))
-        )
+    unexpected = list(report.get("unexpected_keys") or ())
+    left_out = [name for name in unexpected if is_left_out(name, config)]
+    if left_out:
+        logger.info("%s: only text is served: %d tensors for images and sounds are left out", folder, len(left_out))
+    if unexpected := sorted(set(unexpected) - set(left_out)):
+        logger.warning("%s: %d tensors are not part of the model, %s first", folder, len(unexpected), unexpected[0])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While entered, transformers does not log its table of what is missing; _check_complete says it in one line."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(is_no_report)
 
 
 @contextmanager

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.tokenizer_files import load_tokenizer
+
 CACHED_GRAMMARS = 256
 
 
@@ -163,10 +166,10 @@ def _tokenizer(folder: Path, vocab_size: int | None, eos_token_id: int | None) -
     if file.is_file():
         definition = file.read_text(encoding="utf-8")
     else:
-        from transformers import AutoTokenizer
-
-        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        definition = loaded.backend_tokenizer.to_str()
+        try:
+            definition = load_tokenizer(folder).backend_tokenizer.to_str()
+        except (CheckpointError, AttributeError) as e:
+            raise GrammarError(f"this model's tokenizer does not work with grammars: {_line(str(e))}") from e
     try:
         return LLTokenizer(definition, n_vocab=vocab_size, eos_token=eos_token_id)
     except Exception as e:

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from server.checkpoint.base import CheckpointError
+from server.engine.permanence import is_permanent, is_refusal
 from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
 from server.types import (
@@ -81,6 +82,8 @@ class Channel:
         self._events.linger = 1000
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self.said_ready = False
+        """Whether the API process knows that the engine takes requests."""
 
     def send(self, message: FromEngine) -> None:
         """Send; never blocks."""
@@ -178,21 +181,18 @@ def _run(setup: EngineSetup, channel: Channel, stop: _Stop) -> int:
     try:
         _serve(setup, channel, stop)
     except Exception as e:
-        fatal = _is_fatal(e)
-        if not fatal:  # the API process ends with a fatal reason as its last line
-            logger.exception("the engine failed")
+        fatal = is_refusal(e) or (not channel.said_ready and is_permanent(e))
         reason = (str(e).strip().splitlines() or ["no message"])[0]
-        channel.send(EngineFailed(reason if fatal else f"{type(e).__name__}: {reason}", fatal))
+        if fatal:  # the API process ends with the reason as its last line
+            logger.debug("the engine cannot start", exc_info=e)
+            folder = setup.checkpoint_folder
+            told = f"{folder}: the start fails ({type(e).__name__}: {reason}); --log-level debug shows where"
+            channel.send(EngineFailed(reason if is_refusal(e) else told, fatal))
+        else:
+            logger.exception("the engine failed")
+            channel.send(EngineFailed(f"{type(e).__name__}: {reason}", fatal))
         return 1
     return 0
-
-
-def _is_fatal(error: Exception) -> bool:
-    """Whether starting again cannot help: the checkpoint or the configuration is at fault."""
-    from server.engine.runtime.attention.base import UnsupportedModelError
-    from server.engine.runtime.limits import EngineConfigError
-
-    return isinstance(error, CheckpointError | UnsupportedModelError | EngineConfigError)
 
 
 def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
@@ -227,6 +227,7 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
             adapters=runner.adapters.names if runner.adapters else [],
         )
     )
+    channel.said_ready = True
     while not stop.requested:
         aborted = False
         reading = runner.adapters is not None and runner.adapters.num_reading > 0

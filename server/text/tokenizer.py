@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.tokenizer_files import load_tokenizer
 from server.text.chat_template import ChatTemplate
 from server.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from server.text.errors import TokenizerError
@@ -53,14 +55,10 @@ class Tokenizer:
         """
         # Texts are encoded one at a time; the Rust thread pool would only make processes started later complain.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as e:
-            reason = " ".join(str(e).split()) or type(e).__name__
-            raise TokenizerError(f"{folder}: its tokenizer cannot be loaded: {reason[:300]}") from e
-        return cls(tokenizer)
+            return cls(load_tokenizer(folder))
+        except CheckpointError as e:
+            raise TokenizerError(str(e)) from e
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; add_special_tokens puts the tokenizer's own (a BOS, most often) around it."""

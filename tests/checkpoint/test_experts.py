@@ -87,7 +87,7 @@ def test_a_few_16_bit_experts_among_those_in_nf4_are_quantized_and_it_is_said(
 ) -> None:
     save_moe(tmp_path, tiny_moe("qwen3_moe"), in_nf4=lambda name: name != EXPERT and is_projection(name))
     experts = experts_of(load(tmp_path))[1]
-    assert "1 experts' weights that the checkpoint has in 16 bit among experts in NF4 were quantized" in caplog.text
+    assert "1 experts' weights that the checkpoint has in 16 bit beside NF4 were quantized" in caplog.text
     stored = load_file(tmp_path / "model.safetensors")[EXPERT]
     found = dequantize(experts.gate_up.weight, torch.float32)[3, 64:]
     assert 0 < (found - stored).abs().max() < 0.16 * stored.abs().max()

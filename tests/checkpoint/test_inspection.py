@@ -51,8 +51,9 @@ def test_an_unquantized_checkpoint_is_accepted(tmp_path: Path) -> None:
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8 bit"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4"),
-        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "fp4"),
+        ({"load_in_8bit": True}, "8 bit"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "no weight in it is in NF4"),
+        ({**NF4, "quant_method": "awq"}, "awq"),
         (NF4, "no weight in it is in NF4"),
     ],
 )

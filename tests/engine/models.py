@@ -34,6 +34,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_GEMMA, "query_pre_attn_scalar": 24, "layer_types": _ALTERNATING},
     "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "phi3": {"sliding_window": 12},
+    "gpt2": {"n_inner": 96},
+    "gpt_bigcode": {"n_inner": 96},
+    # The last layers attend over keys and values of earlier ones.
+    "gemma3n_text": {
+        **_GEMMA,
+        "num_kv_shared_layers": 2,
+        "layer_types": _ALTERNATING,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
+    "gemma4_text": {
+        "sliding_window": 12,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": _ALTERNATING,
+        "head_dim": 16,
+        "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}},
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+    },
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.2},
 }
 

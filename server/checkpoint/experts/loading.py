@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from nf4_kernels import Weight
 from nf4_kernels.reference import dequantize
@@ -60,7 +57,8 @@ class ExpertsLoader:
             names = self._names.get(layout.layer, _Names())
             self._take_router(model, layout, names)
             saved = next((name for name in names.weights.values() if is_nf4(name, self._tensors)), None)
-            if saved is None and not self._quantizes:
+            # Llama 4's own code runs every expert on every token, so its experts are ours even where they are in 16 bit.
+            if saved is None and not self._quantizes and layout.kind != Llama4TextExperts.__name__:
                 continue
             if layout.activation is None:
                 if saved is not None:
@@ -133,7 +131,7 @@ class ExpertsLoader:
             logger.info("%d layers of %d experts in %s, router in %s", layers, count, what, router)
         if self._quantized_here and not self._quantizes:
             logger.warning(
-                "%d experts' weights that the checkpoint has in 16 bit among experts in NF4 were quantized",
+                "%d experts' weights that the checkpoint has in 16 bit beside NF4 were quantized",
                 self._quantized_here,
             )
 
@@ -278,20 +276,3 @@ class _LayerReader:
 def _gates_first(rows: int) -> torch.Tensor:
     """Which rows of interleaved gates and ups are the gates, and after these the ups."""
     return torch.arange(rows).view(-1, 2).T.reshape(-1)
-
-
-@contextmanager
-def taking_over(loader: ExpertsLoader) -> Iterator[None]:
-    """While entered, models that transformers makes for bitsandbytes are handed to loader before they are loaded."""
-    prepare: Callable[..., Any] = Bnb4BitHfQuantizer._process_model_before_weight_loading
-
-    def process(self: Any, model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
-        prepared = prepare(self, model, *arguments, **options)
-        loader.take_over(model)
-        return prepared
-
-    Bnb4BitHfQuantizer._process_model_before_weight_loading = process
-    try:
-        yield
-    finally:
-        Bnb4BitHfQuantizer._process_model_before_weight_loading = prepare

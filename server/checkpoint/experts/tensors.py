@@ -26,7 +26,10 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         self.folder = folder
-        self._open: list[Any] = [safe_open(file, framework="pt") for file in files]
+        try:
+            self._open: list[Any] = [safe_open(file, framework="pt") for file in files]
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{folder}: damaged: {' '.join(str(e).split())}") from e
         self._file_of = {name: file for file in self._open for name in file.keys()}  # noqa: SIM118 - it is no dict
 
     def __contains__(self, name: object) -> bool:

@@ -86,9 +86,13 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
 def own_limit(text: Any) -> int | None:
     """Longest input that the model is made for, and at which a token's rotary embedding depends on its place only.
 
-    transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence.
+    transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence. Layers that attend
+    within chunks (Llama 4) attend as all others do in contexts of one chunk.
     """
     own: int | None = getattr(text, "max_position_embeddings", None)
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        chunk = int(text.attention_chunk_size)
+        own = chunk if own is None else min(own, chunk)
     parameters = getattr(text, "rope_parameters", None) or {}
     if parameters.get("rope_type") in ("dynamic", "longrope"):
         original = parameters.get("original_max_position_embeddings") or getattr(

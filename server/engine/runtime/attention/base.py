@@ -242,6 +242,12 @@ def _paged_attention(
     for name in ("position_bias", "head_mask", "cache"):
         if others.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses {name}, which the paged attention does not have")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to later tokens, too, and so cannot generate here"
+        )
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} has a mask of its own, which the paged attention ignores")
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is")

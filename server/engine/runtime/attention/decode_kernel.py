@@ -248,7 +248,7 @@ def _taken(acc, best, weight, q, k, v, inside, scale, cap: tl.constexpr):  # typ
     return acc, higher, weight * shrink + tl.sum(p, 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _with_sinks(acc, best, weight, sinks, line, real, wanted):  # type: ignore[no-untyped-def]
     """Sums with each head's sink added, if wanted: one of a sequence's parts has it. No launch writes the parameters."""
     sink = tl.load(sinks + line, mask=real & wanted, other=-float("inf")) * 1.4426950408889634

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from server.checkpoint.classes import ATTENTION_KINDS
 from server.engine.runtime.attention.base import (
     IMPLEMENTATION,
     AttentionBackend,
@@ -53,10 +54,10 @@ def probe_layers(model: PreTrainedModel) -> Probed:
     name = type(model).__name__
     config = model.config.get_text_config()
     for kind in set(getattr(config, "layer_types", None) or ()):
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in ATTENTION_KINDS:
             raise UnsupportedModelError(f"{name} has layers of the kind {kind}, which the paged cache cannot serve")
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
+        model.get_decoder().set_attn_implementation(IMPLEMENTATION)
     except ValueError as e:
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface: {e}") from e
     probe = _Probe()

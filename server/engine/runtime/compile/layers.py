@@ -9,9 +9,9 @@ again. What the guards would have checked is fixed here: which arguments a layer
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from server.checkpoint.base import Progress
 from server.engine.runtime.compile.artifacts import artifact_path, load_artifact, store_artifact
 from server.engine.runtime.compile.pdl import dependent_launches
+from server.engine.runtime.compile.sharing import SharedEntries, WatchedMapping
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ class _Signature:
     constants: tuple[tuple[_Path, Any], ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    strided: tuple[int, ...] = ()
+    """Which of the tensors are views that are not contiguous; compiled layers get copies of these."""
+    shared: SharedEntries | None = None
 
 
 class CompileError(Exception):
@@ -49,6 +53,8 @@ def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progre
 
     Raises CompileError, with the layers as they were, when that cannot be done. Call in inference mode.
     """
+    if not layers:
+        raise CompileError("the model's class does not show its layers")
     signatures = _observe(layers, run)
     functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
     kinds = [(_structure(layer), signature) for layer, signature in zip(layers, signatures, strict=True)]
@@ -87,13 +93,13 @@ def _observe(layers: list[nn.Module], run: Callable[[int], object]) -> list[_Sig
     signatures = []
     for index in range(len(layers)):
         a, b = short[index], long[index]
-        if (a.tensors, a.constants, a.dtypes) != (b.tensors, b.constants, b.dtypes):
+        if replace(a, shapes=()) != replace(b, shapes=()):
             raise CompileError("layers are called in different ways for different batches")
         shapes = tuple(
             tuple(-1 if m != n else m for m, n in zip(x, y, strict=True))
             for x, y in zip(a.shapes, b.shapes, strict=True)
         )
-        signatures.append(_Signature(a.tensors, a.constants, shapes, a.dtypes))
+        signatures.append(replace(a, shapes=shapes))
     return signatures
 
 
@@ -102,24 +108,23 @@ def _recorded(layers: list[nn.Module]) -> Iterator[dict[int, _Signature]]:
     """Signatures by layer of the calls made while entered, with the sizes as they are."""
     seen: dict[int, _Signature] = {}
 
+    def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {k: WatchedMapping(v) if isinstance(v, MutableMapping) else v for k, v in kwargs.items()}
+
     def hook_for(index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            leaves = [
-                *(leaf for i, value in enumerate(args) for leaf in _leaves((i,), value)),
-                *(leaf for name, value in kwargs.items() for leaf in _leaves((name,), value)),
-            ]
-            tensors = [(path, value) for path, value in leaves if isinstance(value, torch.Tensor)]
-            constants = tuple((path, value) for path, value in leaves if not isinstance(value, torch.Tensor))
-            for path, value in constants:
-                if not isinstance(value, int | float | str | None):
-                    raise CompileError(f"argument {path[0]} is of type {type(value).__name__}")
-            shapes = tuple(tuple(value.shape) for _, value in tensors)
-            dtypes = tuple(value.dtype for _, value in tensors)
-            seen[index] = _Signature(tuple(path for path, _ in tensors), constants, shapes, dtypes)
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+            seen[index] = _signature(args, kwargs)
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(hook_for(index), with_kwargs=True) for index, layer in enumerate(layers)]
+    handles = [
+        handle
+        for index, layer in enumerate(layers)
+        for handle in (
+            layer.register_forward_pre_hook(watch, with_kwargs=True),
+            layer.register_forward_hook(hook_for(index), with_kwargs=True),
+        )
+    ]
     try:
         yield seen
     finally:
@@ -127,9 +132,32 @@ def _recorded(layers: list[nn.Module]) -> Iterator[dict[int, _Signature]]:
             handle.remove()
 
 
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
+    """Of a call with these arguments, with the sizes as they are. Raises CompileError."""
+    leaves = [
+        *(leaf for i, value in enumerate(args) for leaf in _leaves((i,), value)),
+        *(leaf for name, value in kwargs.items() for leaf in _leaves((name,), value)),
+    ]
+    tensors = [(path, value) for path, value in leaves if isinstance(value, torch.Tensor)]
+    constants = tuple((path, value) for path, value in leaves if not isinstance(value, torch.Tensor))
+    for path, value in constants:
+        if not isinstance(value, int | float | str | None):
+            raise CompileError(f"argument {path[0]} is of type {type(value).__name__}")
+    shapes = tuple(tuple(value.shape) for _, value in tensors)
+    dtypes = tuple(value.dtype for _, value in tensors)
+    shared = [value.entries(name) for name, value in kwargs.items() if isinstance(value, WatchedMapping)]
+    if len(shared) > 1:
+        raise CompileError(f"arguments {shared[0].argument} and {shared[1].argument} are mappings")
+    strided = tuple(index for index, (_, value) in enumerate(tensors) if not value.is_contiguous())
+    paths = tuple(path for path, _ in tensors)
+    return _Signature(paths, constants, shapes, dtypes, strided, shared[0] if shared else None)
+
+
 def _leaves(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
-    """The argument itself, or the items of one that is a tuple."""
-    if isinstance(value, tuple):
+    """The argument itself, the items of one that is a tuple, or those that the layer has read from a mapping."""
+    if isinstance(value, WatchedMapping):
+        yield from (((*path, key, i), item) for key, entry in value.read.items() for i, item in enumerate(entry))
+    elif isinstance(value, tuple):
         yield from (((*path, i), item) for i, item in enumerate(value))
     else:
         yield path, value
@@ -139,11 +167,16 @@ def _arguments(signature: _Signature, tensors: tuple[torch.Tensor, ...]) -> tupl
     """The call's arguments, put together again."""
     whole: dict[int | str, Any] = {}
     parts: dict[int | str, dict[int | str, Any]] = {}
+    entries: dict[int | str, tuple[Any, ...]] = {}
     for path, value in (*zip(signature.tensors, tensors, strict=True), *signature.constants):
         if len(path) == 1:
             whole[path[0]] = value
-        else:
+        elif len(path) == 2:
             parts.setdefault(path[0], {})[path[1]] = value
+        else:
+            entries[path[1]] = (*entries.get(path[1], ()), value)
+    if signature.shared is not None:
+        whole[signature.shared.argument] = entries
     for key, items in parts.items():
         whole[key] = tuple(items[i] for i in range(len(items)))
     args = tuple(whole[i] for i in range(sum(isinstance(key, int) for key in whole)))
@@ -202,7 +235,9 @@ def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any
 
     def call(*tensors: torch.Tensor) -> Any:
         args, kwargs = _arguments(signature, tensors[:count])
-        return functional_call(layer, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
+        output = functional_call(layer, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
+        shared = signature.shared
+        return output if shared is None else (output, shared.outputs(kwargs[shared.argument]))
 
     examples = [
         torch.zeros([4 if size < 0 else size for size in shape], dtype=dtype, device=_device(layer))
@@ -212,8 +247,8 @@ def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any
         for dimension, size in enumerate(shape):
             if size < 0:
                 torch._dynamo.decorators.mark_unbacked(example, dimension, strict=True)
-    # Off by default before torch 2.13.
-    with torch._dynamo.config.patch(enable_aot_compile=True), dependent_launches():
+    # Ahead-of-time compilation is off by default before torch 2.13, and cannot start over with floats as tensors.
+    with torch._dynamo.config.patch(enable_aot_compile=True, specialize_float=True), dependent_launches():
         compiled: Any = torch.compile(call, fullgraph=True)
         ahead = compiled.aot_compile(((*examples, *_tensors(layer)), {}))
     ahead.disable_guard_check()
@@ -233,9 +268,22 @@ def _call(
         for path in signature.tensors:
             key = path[0]
             value = args[key] if isinstance(key, int) else kwargs[key]
-            tensors.append(value if len(path) == 1 else value[path[1]])
-        # The first tensor holds the hidden states [1, tokens, width].
-        function = few if tensors[0].shape[1] <= FEW_TOKENS else many
+            for step in path[1:]:
+                value = value[step]
+            tensors.append(value)
+        for index in signature.strided:
+            tensors[index] = tensors[index].contiguous()
+        # The first tensor holds the hidden states [..., tokens, width].
+        function = few if tensors[0].shape[-2] <= FEW_TOKENS else many
         return function(*tensors, *own)
 
-    return forward
+    shared = signature.shared
+    if shared is None:
+        return forward
+
+    def forward_and_share(*args: Any, **kwargs: Any) -> Any:
+        output, entries = forward(*args, **kwargs)
+        kwargs[shared.argument].update(zip(shared.written, entries, strict=True))
+        return output
+
+    return forward_and_share

@@ -20,6 +20,7 @@ from server.engine.runtime.compile.pdl import dependent_launches
 from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
 from server.engine.runtime.graphs.pool import GraphPool, unowned
+from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
 from server.engine.scheduling.scheduler import Step
@@ -166,7 +167,7 @@ def _compiled_layers(model: PreTrainedModel, applies_rotary: bool) -> Iterator[N
     """
     # Each size of the ladder and kind of layer is compiled once, and all of that code is kept.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
-    layers = list(model.get_decoder().layers)
+    layers = decoder_layers(model)
     plain: list[Callable[..., object]] = [layer.forward for layer in layers]
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=False)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from nf4_kernels import ops
 from server.engine.runtime.attention.base import ATTEND_ROTARY
 from server.engine.runtime.compile.passes.matching import bound_arguments
+from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.projections import GroupMember, NF4Linear
 from server.engine.runtime.trials import failure
 
@@ -100,7 +101,7 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
         expands = gemm is not None and gemm.expanded is not None and tokens >= gemm.EXPANDED_FROM
         return None if expands or model.dtype is not torch.bfloat16 else gemm
 
-    for layer in model.get_decoder().layers:
+    for layer in decoder_layers(model):
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         # Models with norms behind attention and MLP (Gemma 2 and 3) have no GEMM in front of a residual sum.
         between = hasattr(layer, "pre_feedforward_layernorm")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.projections import NF4Linear
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ def expand_weights(model: PreTrainedModel, budget: int) -> int:
     compiled. Call before the model is compiled.
     """
     taken = expanded = 0
-    layers = list(model.get_decoder().layers)
+    layers = decoder_layers(model)
     for layer in layers:
         linears = [module for module in layer.modules() if isinstance(module, NF4Linear)]
         size = sum(copy_bytes(linear, model.dtype) for linear in linears)

@@ -6,7 +6,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +14,17 @@ import torch
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.lora import AdapterFactors, read_adapter
+from server.checkpoint.lora import AdapterFactors, AdapterWeights, VocabularyChange, read_adapter
 from server.config import EngineConfig
-from server.engine.runtime.model.lora import AdapterTable
+from server.engine.runtime.model.lora import AdapterTable, projections_of
+from server.engine.runtime.model.lora_names import AdapterNames
+from server.engine.runtime.model.lora_vocabulary import VocabularyTables, tables_of
 from server.engine.scheduling.sequence import LoadedAdapter
 from server.types import AdapterResult, LoadAdapter
 
 logger = logging.getLogger(__name__)
 
 LEAST_RUNTIME_RANK = 16
-_Weights = Mapping[str, AdapterFactors]
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,19 @@ class _Read:
     """The result of reading an adapter's folder."""
 
     request: LoadAdapter
-    weights: _Weights | None
+    weights: AdapterWeights | None
     error: str = ""
 
 
 class AdapterRegistry:
     """Loaded adapters. Use from the engine's thread only; folders are read in threads of their own."""
 
-    def __init__(self, table: AdapterTable, dtype: torch.dtype) -> None:
+    def __init__(
+        self, names: AdapterNames, table: AdapterTable, vocabulary: VocabularyTables, dtype: torch.dtype
+    ) -> None:
+        self._names = names
         self._table = table
+        self._vocabulary = vocabulary
         self._dtype = dtype
         self._loaded: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()
@@ -63,13 +68,17 @@ class AdapterRegistry:
             raise ValueError(f"the adapter {name!r} is not loaded")
         return self._loaded[name]
 
-    def put(self, name: str, weights: _Weights, in_use: Collection[int] = ()) -> None:
+    def put(self, name: str, weights: AdapterWeights, in_use: Collection[int] = ()) -> None:
         """Load weights under name, in the place of the adapter that has it; in_use are slots that sequences use.
 
         Sequences of a replaced adapter go on with it. Raises CheckpointError when the weights are another base's, or
         no slot is free.
         """
-        self._table.check(name, weights)
+        weights = self._names.resolve(f"adapter {name!r}", weights)
+        factors = {module: change for module, change in weights.items() if isinstance(change, AdapterFactors)}
+        changes = {module: change for module, change in weights.items() if isinstance(change, VocabularyChange)}
+        self._table.check(name, factors)
+        self._vocabulary.check(name, changes)
         kept = {adapter.slot for other, adapter in self._loaded.items() if other != name}
         free = [slot for slot in range(self._table.slots) if slot not in kept and slot not in in_use]
         if not free:
@@ -79,7 +88,8 @@ class AdapterRegistry:
                 + (f", or still used by requests that run ({waiting})" if waiting else "")
             )
         self._loaded.pop(name, None)
-        self._table.write(free[0], weights)
+        self._table.write(free[0], factors)
+        self._vocabulary.write(free[0], changes)
         self._loaded[name] = LoadedAdapter(free[0], f"adapter {next(self._numbers)}".encode())
 
     def remove(self, name: str) -> None:
@@ -125,14 +135,23 @@ def install_adapters(model: PreTrainedModel, config: EngineConfig) -> AdapterReg
     """
     if config.lora_slots == 0:
         return None
-    weights = {module.name: read_adapter(module.path, model.dtype) for module in config.lora_modules}
-    ranks = [factors.rank for adapter in weights.values() for factors in adapter.values()]
-    least = [LEAST_RUNTIME_RANK] if config.allow_runtime_lora else []
-    rank = config.max_lora_rank or max(ranks + least)
+    decoder = model.get_decoder()
+    names = AdapterNames(model, projections_of(model, decoder))
+    weights: dict[str, AdapterWeights] = {
+        module.name: names.resolve(module.path, read_adapter(module.path, model.dtype))
+        for module in config.lora_modules
+    }
+    factors = [change for one in weights.values() for change in one.values() if isinstance(change, AdapterFactors)]
+    least = [LEAST_RUNTIME_RANK] if config.allow_runtime_lora else [1]
+    rank = config.max_lora_rank or max([change.rank for change in factors] + least)
     # Adapters that come later may have any targets.
     targets = None if config.allow_runtime_lora else {module for adapter in weights.values() for module in adapter}
-    table = AdapterTable(model, model.get_decoder(), config.lora_slots, rank, targets)
-    registry = AdapterRegistry(table, model.dtype)
+    affine = any(change.is_affine for change in factors)
+    table = AdapterTable(model, decoder, config.lora_slots, rank, targets, affine)
+    tied = bool(model.config.get_text_config().tie_word_embeddings)
+    vocabulary = {module for adapter in weights.values() for module in tables_of(adapter, names, tied)}
+    tables = VocabularyTables(model, names, vocabulary, config.lora_slots)
+    registry = AdapterRegistry(names, table, tables, model.dtype)
     for name, adapter in weights.items():
         registry.put(name, adapter)
     return registry

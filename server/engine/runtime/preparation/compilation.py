@@ -8,6 +8,7 @@ import torch
 
 from server.checkpoint.base import Progress
 from server.engine.runtime.compile.layers import CompileError, compile_layers
+from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps
 from server.engine.runtime.trials import first_line
@@ -26,7 +27,7 @@ def compile_with_trials(paged: PagedModel, progress: Progress) -> bool:
     steps = TrialSteps(paged)
     plain = [steps.run(count) for count in _TRIALS]
     try:
-        undo = compile_layers(list(paged.model.get_decoder().layers), steps.run, progress)
+        undo = compile_layers(decoder_layers(paged.model), steps.run, progress)
     except CompileError as e:
         logger.warning("the model's layers run without torch.compile, more slowly: %s", e)
         return False

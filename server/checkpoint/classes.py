@@ -1,0 +1,127 @@
+"""Which of transformers' classes a checkpoint is loaded into, and what cannot be served at all, by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.inspection import CheckpointInfo
+
+# The parts of multimodal models that only images and sounds go through, and what leads from them to the text's model.
+TOWERS = frozenset(
+    (
+        "vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "audio_tower", "audio_model",
+        "multi_modal_projector", "mm_projector", "connector", "modality_projection", "embed_vision", "embed_audio",
+        "image_newline", "vision_embed_tokens",
+    )
+)  # fmt: skip
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+# Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
+# the class, and how its names differ.
+_TEXT_CLASSES = {"gemma3n": {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}}
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+"""Layers that keep keys and values and nothing else, by what configurations call them.
+
+Chunked attention is full attention within one chunk, to which the engine limits contexts.
+"""
+
+
+def read_config(folder: Path) -> Any:
+    """transformers' configuration of the model in folder. Raises CheckpointError."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as e:
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise CheckpointError(f"{folder / 'config.json'}: transformers cannot read it: {reason[:300]}") from e
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What transformers loads a checkpoint with."""
+
+    auto: Any
+    """AutoModelForCausalLM, or AutoModelForImageTextToText for a class with towers."""
+    config: Any
+    """The configuration: config.json's, or its text part."""
+    key_mapping: dict[str, str] | None = None
+    """Regular expressions of names in the files, and what the class calls them."""
+
+
+def loading_of(info: CheckpointInfo) -> Loading:
+    """The class for a checkpoint. Raises CheckpointError for what cannot be served, by name."""
+    config = read_config(info.folder)
+    causal = info.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    images = info.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if not causal and not images:
+        raise CheckpointError(f"{info.folder}: {info.architecture} ({info.model_type}) is not a causal language model")
+    text_only = info.architecture.endswith("ForCausalLM")
+    mapping = (
+        MODEL_FOR_CAUSAL_LM_MAPPING if causal and (text_only or not images) else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+    _refuse_other_states(info, config, mapping[type(config)])
+    if info.model_type in _TEXT_CLASSES and not text_only:
+        return Loading(AutoModelForCausalLM, config.get_text_config(), _TEXT_CLASSES[info.model_type])
+    auto = AutoModelForCausalLM if mapping is MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    return Loading(auto, config)
+
+
+def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[PreTrainedModel]) -> None:
+    """Raise CheckpointError for models that keep more than keys and values: linear attention, state-space layers."""
+    text = config.get_text_config()
+    kinds = {str(kind) for key in ("layer_types", "layers_block_type") for kind in getattr(text, key, None) or ()}
+    others = sorted(kind for kind in kinds if kind not in ATTENTION_KINDS)
+    if others or (model_class._is_stateful and not kinds):
+        what = f"layers of the kind {', '.join(others)}" if others else "layers with a state of their own"
+        raise CheckpointError(
+            f"{info.folder}: {info.architecture} ({info.model_type}) has {what}, which the paged cache cannot serve;"
+            " only models all of whose layers attend over keys and values are served"
+        )
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor or module of that name belongs to a part that text does not go through."""
+    return any(part in TOWERS for part in name.split(".")[:3])
+
+
+def is_left_out(name: str, config: Any) -> bool:
+    """Whether a tensor of that name in the files is only for images or sounds, and so not loaded."""
+    layer = _LAYER.search(name)
+    return is_of_tower(name) or (layer is not None and int(layer[1]) in _cross_attention_layers(config))
+
+
+def leave_out_towers(model: PreTrainedModel) -> None:
+    """Take the parts that only images and sounds go through out of a model that has no weights yet: only text is served.
+
+    Layers that attend to images keep their place in the list, so that the others keep their names, as nn.Identity().
+    """
+    for parent_name, parent in list(model.named_modules()):
+        if not is_of_tower(parent_name):
+            for name, _ in list(parent.named_children()):
+                if is_of_tower(f"{parent_name}.{name}"):
+                    setattr(parent, name, None)
+    crossing = _cross_attention_layers(model.config)
+    if crossing:
+        layers = model.get_decoder().layers
+        for index in crossing:
+            layers[index] = nn.Identity()
+        attending = [layer for layer in layers if not isinstance(layer, nn.Identity)]
+        for index, layer in enumerate(attending):
+            layer.self_attn.layer_idx = index
+        model.config.get_text_config().num_hidden_layers = len(attending)
+
+
+def _cross_attention_layers(config: Any) -> tuple[int, ...]:
+    """Numbers of the layers that attend to images (Mllama); text passes them by."""
+    return tuple(getattr(config.get_text_config(), "cross_attention_layers", None) or ())

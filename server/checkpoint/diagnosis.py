@@ -1,0 +1,56 @@
+"""What is wrong with a checkpoint, in one line that names the tensor or file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from bitsandbytes.nn import Params4bit
+from torch import nn
+from transformers import GenerationConfig
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.inspection import read_json
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check_finite(folder: Path, model: nn.Module) -> None:
+    """Raise CheckpointError, by name, for a parameter with values that are not finite numbers.
+
+    Such a model would start, and then fail with every request. The sum of a parameter is not finite if one of its values is
+    not, and takes no memory.
+    """
+    floats = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and p.numel() and not isinstance(p, Params4bit)
+    ]
+    if not floats:
+        return
+    sums = torch.stack([parameter.detach().sum(dtype=torch.float32) for _, parameter in floats])
+    for (name, parameter), finite in zip(floats, sums.isfinite().tolist(), strict=True):
+        if not finite and not bool(parameter.isfinite().all()):
+            raise CheckpointError(f"{folder}: damaged: {name} has values that are not finite numbers")
+
+
+def end_tokens(folder: Path) -> GenerationConfig | None:
+    """What generation_config.json says of the end of an answer; None where there is no such file, and config.json says it.
+
+    The rest of the file is for the API, and transformers must not stumble over it. Raises CheckpointError for a file that is
+    no JSON object, or whose eos_token_id is no token.
+    """
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return None
+    try:
+        ids = read_json(file).get("eos_token_id")
+    except CheckpointError as e:
+        raise CheckpointError(f"{e}; fetch it again, or remove it") from e
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed):
+        raise CheckpointError(f"{file}: eos_token_id is {ids!r}, not a token's number or a list of such; correct it")
+    return GenerationConfig(eos_token_id=listed or None)

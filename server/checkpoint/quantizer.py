@@ -1,0 +1,174 @@
+"""transformers' 4-bit quantizer, but for one rule: which tensors are packed, and how, is what the files say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import auto as quantizers
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.classes import leave_out_towers
+from server.checkpoint.experts.loading import ExpertsLoader
+from server.checkpoint.inspection import CheckpointInfo
+from server.checkpoint.packed import expand, read_state
+
+_REGISTERED = "bitsandbytes_4bit"
+
+
+class TensorRefused(BaseException):
+    """A tensor cannot be used; the message is CheckpointError's without the folder."""
+
+
+class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
+    """Makes a Linear4bit of exactly those linear layers whose weights the files have in NF4.
+
+    Other packed tensors (FP4; an embedding) are expanded while loading, and what is in 16 bit stays so. A checkpoint with
+    nothing packed is quantized as transformers does it.
+    """
+
+    def __init__(
+        self,
+        info: CheckpointInfo,
+        key_mapping: Mapping[str, str] | None,
+        experts: ExpertsLoader,
+        quantization_config: BitsAndBytesConfig,
+        **options: Any,
+    ) -> None:
+        super().__init__(quantization_config, **options)
+        self._info = info
+        self._key_mapping = key_mapping
+        self._experts = experts
+
+    def __deepcopy__(self, _: Any) -> FileQuantizer:
+        # transformers copies it for every tensor, and the list of all tensors with it.
+        return self
+
+    def _convert_model_for_quantization(self, model: PreTrainedModel) -> None:
+        """Nothing: transformers would make a list of linear layers of Llama 4's experts, which ExpertsLoader loads."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **options: Any) -> None:
+        leave_out_towers(model)
+        self._experts.take_over(model)
+        names = names_in_model(self._info, model, self._key_mapping)
+        check_shapes(self._info, model, names)
+        if not self.pre_quantized:
+            super()._process_model_before_weight_loading(model, device_map, **options)
+            return
+        for name, table in self._info.packed.items():
+            module_name = names.get(name, "").rpartition(".")[0]
+            if table == "nf4" and module_name:
+                _make_packed(model, module_name, self.quantization_config)
+
+    def get_load_operations(self) -> dict[str, Any]:
+        """What makes a parameter of a packed tensor and its companions."""
+        return {"deserialize": _Unpacked}
+
+
+class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        model: nn.Module | None = None,
+        full_layer_name: str | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        if len(input_dict) == 1 or model is None or full_layer_name is None:
+            return input_dict
+        tensors = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        module = model.get_submodule(full_layer_name.rpartition(".")[0])
+        expected = _shape(module, model.get_parameter(full_layer_name))
+        try:
+            state = read_state(full_layer_name, tensors)
+            if state.shape != expected:
+                raise CheckpointError(
+                    f"damaged: {full_layer_name} is {list(state.shape)}, config.json says {list(expected)}"
+                )
+        except CheckpointError as e:
+            raise TensorRefused(str(e)) from e
+        if isinstance(module, Linear4bit):
+            done: dict[str, Any] = super().convert(tensors, model=model, full_layer_name=full_layer_name, **options)
+            return done
+        weight = expand(tensors["weight"], state, model.get_parameter(full_layer_name).dtype)
+        return {"weight": weight.T if isinstance(module, Conv1D) else weight}
+
+
+@contextmanager
+def by_file(info: CheckpointInfo, key_mapping: Mapping[str, str] | None, experts: ExpertsLoader) -> Iterator[None]:
+    """While entered, transformers quantizes by a FileQuantizer of this checkpoint; key_mapping as from_pretrained has it.
+
+    experts takes what it will load out of the model that transformers has made.
+    """
+    registered = quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED]
+    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info, key_mapping, experts)
+    try:
+        yield
+    finally:
+        quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = registered
+
+
+def names_in_model(
+    info: CheckpointInfo, model: PreTrainedModel, key_mapping: Mapping[str, str] | None
+) -> dict[str, str]:
+    """By their names in the files, the names that the model has for the tensors that transformers only renames."""
+    state = model.state_dict()
+    conversions = get_model_conversion_mapping(model, key_mapping)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    names = {}
+    for name in info.tensors:
+        found, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)
+        if found not in state:
+            found, _ = rename_source_key(name, [], [], model.base_model_prefix, state)
+        if found in state:
+            names[name] = found
+    return names
+
+
+def check_shapes(info: CheckpointInfo, model: PreTrainedModel, names: Mapping[str, str]) -> None:
+    """Raise CheckpointError, by name, for a tensor that is not packed and has another shape than the model's."""
+    state = model.state_dict()
+    for name, in_model in names.items():
+        dtype, shape = info.tensors[name]
+        expected = tuple(state[in_model].shape)
+        # Stacked experts are in either order of dimensions in the files, and those who read them see to it.
+        if name in info.packed or shape == expected or len(expected) > 2:
+            continue
+        hint = "config.json is of another model, or the file is damaged"
+        if dtype == "U8":
+            hint = "codes of 4 bits without their quant_state: save the checkpoint again with bitsandbytes"
+        raise CheckpointError(f"{info.folder}: {name} is {list(shape)}, config.json says {list(expected)}: {hint}")
+
+
+def _shape(module: nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape that a module's weight has before it is packed, as bitsandbytes' layers hold it."""
+    if isinstance(module, Linear4bit):
+        return module.out_features, module.in_features
+    shape = tuple(parameter.shape)
+    return shape[::-1] if isinstance(module, Conv1D) else shape
+
+
+def _make_packed(model: nn.Module, name: str, config: BitsAndBytesConfig) -> None:
+    """Put a Linear4bit without a weight in the place of a linear layer; other modules stay."""
+    module = model.get_submodule(name)
+    if type(module) not in (nn.Linear, Conv1D):
+        return
+    n, k = (module.nx, module.nf)[::-1] if isinstance(module, Conv1D) else (module.out_features, module.in_features)
+    with torch.device("meta"):
+        layer = Linear4bit(
+            k, n, module.bias is not None, config.bnb_4bit_compute_dtype, quant_type="nf4",
+            quant_storage=config.bnb_4bit_quant_storage,
+        )  # fmt: skip
+    layer.source_cls = type(module)
+    layer.weight.data = layer.weight.data.to(config.bnb_4bit_quant_storage)
+    model.set_submodule(name, layer.requires_grad_(False))

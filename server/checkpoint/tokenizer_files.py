@@ -1,0 +1,68 @@
+"""transformers' tokenizer of a checkpoint folder, or in one line why there is none and what helps."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.inspection import read_json
+
+# Two threads that import transformers at once leave one of them with half a module (an ImportError).
+_importing = threading.Lock()
+# What a tokenizer can be made of; without any of them transformers makes an empty one for some model types.
+_VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt")
+_NEED_PACKAGES = ("*.model", "*.tiktoken")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a checkpoint's folder, of transformers' classes; no code of the checkpoint is run.
+
+    Raises CheckpointError with one line that names the folder or file.
+    """
+    _check_files(folder)
+    try:
+        with _importing:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as e:
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {_reason(folder, e)}") from e
+
+
+def _check_files(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            read_json(folder / name)
+    if any((folder / name).exists() for name in _VOCABULARIES):
+        return
+    if not any(True for pattern in _NEED_PACKAGES for _ in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder}: it has no tokenizer (tokenizer.json); copy the tokenizer's files of the model that it was made from"
+        )
+
+
+def _reason(folder: Path, error: Exception) -> str:
+    """Why the tokenizer cannot be loaded, and what helps where that is known."""
+    packed = [file for pattern in _NEED_PACKAGES for file in sorted(folder.glob(pattern))]
+    if packed and not (folder / "tokenizer.json").exists():
+        package = "tiktoken" if _is_tiktoken(packed[0]) else "sentencepiece"
+        try:
+            __import__(package)
+        except ImportError:
+            return (
+                f"there is only {packed[0].name}, which another package reads: pip install {package}, or copy the"
+                " tokenizer.json of the model that it was made from"
+            )
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def _is_tiktoken(file: Path) -> bool:
+    """Whether a vocabulary is tiktoken's lines of base64 and ranks, not SentencePiece's protocol buffer."""
+    try:
+        with file.open("rb") as stream:
+            words = stream.readline(4096).split()
+    except OSError:
+        return False
+    return len(words) == 2 and words[1].isdigit()

@@ -1,0 +1,149 @@
+"""Small random checkpoints as transformers and bitsandbytes save them, and what transformers itself answers from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
+
+from nf4_kernels import reference
+from nf4_kernels.format import Weight
+from server.checkpoint.loading import load_model
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.runtime.preparation.assembly import build_runner
+from tests.engine.factories import make_request, run_together, tokens
+
+CPU = torch.device("cpu")
+PROMPTS = [[3, 17, 42, 9], [5], list(range(20, 49)), [60, 61, 60, 61, 7]]
+NEW_TOKENS = 8
+CONFIG = EngineConfig(device="cpu", kv_cache_bytes=2**22, enforce_eager=True, block_size=4, max_num_batched_tokens=32)
+
+
+def silent(stage: str, fraction: float) -> None:
+    assert 0.0 <= fraction <= 1.0, stage
+
+
+def random_model(config: Any, seed: int = 0, size: float = 0.15) -> PreTrainedModel:
+    """A random float32 model of a configuration; weights large enough that every part of it matters."""
+    torch.manual_seed(seed)
+    auto = AutoModelForImageTextToText if config.model_type in WITH_IMAGES else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, size)
+    return model.eval()
+
+
+def save_nf4(model: PreTrainedModel, folder: Path, **quantization: Any) -> Path:
+    """Save model into folder as transformers and bitsandbytes do after loading it in 4 bit."""
+    plain = folder.with_name(folder.name + "-16bit")
+    model.to(torch.bfloat16).save_pretrained(plain)
+    settings = BitsAndBytesConfig(
+        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **quantization}
+    )
+    packed = type(model).from_pretrained(
+        plain, quantization_config=settings, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    packed.save_pretrained(folder)
+    return folder
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """Rewrite the weights of a checkpoint of one file."""
+    file = folder / "model.safetensors"
+    found = load_file(file)
+    changed = change(found) or found
+    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, file, metadata={"format": "pt"})
+    return folder
+
+
+def change_json(folder: Path, change: Callable[[dict[str, Any]], object], name: str = "config.json") -> Path:
+    """Rewrite a file of settings of a checkpoint."""
+    settings = json.loads((folder / name).read_text())
+    change(settings)
+    (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+def expanded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors with the packed ones in float32, by the oracle (in FP4 by the table that lies beside them)."""
+    found = {}
+    for name, tensor in tensors.items():
+        companions = {key: t for key, t in tensors.items() if key.startswith(f"{name}.")}
+        if companions:
+            state = QuantState.from_dict(
+                {k.removeprefix(f"{name}."): t for k, t in companions.items()}, torch.device("cpu")
+            )
+            table, state.quant_type = state.code, "nf4"
+            weight = Weight.from_quant_state(tensor, state)
+            values = reference.dequantize(weight, torch.float32)
+            if name + ".quant_state.bitsandbytes__fp4" in tensors:
+                codes = reference.unpack(weight.packed, values.numel())
+                scales = reference.block_scales(weight).repeat_interleave(weight.blocksize)[: values.numel()]
+                values = (table[codes] * scales).view(values.shape)
+            found[name] = values
+        elif not any(name.startswith(f"{other}.") for other in tensors):
+            found[name] = tensor.float()
+    return found
+
+
+def reference_model(folder: Path, target: Path) -> PreTrainedModel:
+    """transformers' own model of the checkpoint in folder, in float32 with expanded weights; target is a new folder."""
+    target.mkdir()
+    settings = json.loads((folder / "config.json").read_text())
+    for part in (settings, *(part for part in settings.values() if isinstance(part, dict))):
+        part.pop("quantization_config", None)
+    settings.pop("quantization_config", None)
+    (target / "config.json").write_text(json.dumps(settings))
+    stored = load_file(folder / "model.safetensors")
+    tensors = expanded(stored)
+    if settings["model_type"] == "gpt2":  # its class has weights the other way round than bitsandbytes packs them
+        tensors |= {name: t.T for name, t in tensors.items() if f"{name}.quant_map" in stored}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, target / "model.safetensors", {"format": "pt"})
+    auto = AutoModelForImageTextToText if settings["model_type"] in WITH_IMAGES else AutoModelForCausalLM
+    model, report = auto.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"], report
+    return model.eval()
+
+
+def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """The next tokens by transformers' own forward, without a cache."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def served(folder: Path, config: EngineConfig = CONFIG) -> list[list[int]]:
+    """What the engine answers to PROMPTS, all at once."""
+    runner = build_runner(load_model(folder, CPU, torch.float32, silent), config)
+    requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    outputs = run_together(Engine(runner, config), *requests)
+    return [tokens(outputs[request.request_id]) for request in requests]
+
+
+def check_served(folder: Path, config: EngineConfig = CONFIG) -> None:
+    """The engine's tokens of a checkpoint are those of transformers with the same weights."""
+    model = reference_model(folder, folder.with_name(folder.name + "-expanded"))
+    assert served(folder, config) == [greedy(model, prompt) for prompt in PROMPTS]
+
+
+def config_of(model_type: str, **settings: Any) -> Any:
+    """A configuration of transformers' for a model type."""
+    return AutoConfig.for_model(model_type, **settings)

@@ -1,0 +1,149 @@
+"""Multimodal classes serve text, in the names that they are saved under: tokens equal to transformers' own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from server.checkpoint.loading import load_model
+from server.engine.runtime.preparation.assembly import build_runner
+from tests.checkpoint.layouts import (
+    CONFIG,
+    CPU,
+    PROMPTS,
+    change_json,
+    change_tensors,
+    check_served,
+    config_of,
+    greedy,
+    random_model,
+    reference_model,
+    save_nf4,
+    served,
+    silent,
+)
+from tests.checkpoint.multimodal import CLASSES, GEMMA_3N_TEXT
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_every_class_serves_text(model_type: str, tmp_path: Path) -> None:
+    folder = save_nf4(random_model(config_of(model_type, **CLASSES[model_type])), tmp_path / "model")
+    packed = [name for name in load_file(folder / "model.safetensors") if name.endswith("bitsandbytes__nf4")]
+    assert any("layers.0.self_attn.q_proj" in name for name in packed)
+    check_served(folder)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_gemma_3n_serves_text_without_the_packages_of_its_towers(prefix: str, tmp_path: Path) -> None:
+    """As its checkpoints are: the text's tensors under a prefix, and a configuration with all parts."""
+    text = save_nf4(random_model(config_of("gemma3n_text", **GEMMA_3N_TEXT)), tmp_path / "text")
+    expected = reference_model(text, tmp_path / "reference")
+    folder = shutil.copytree(text, tmp_path / "model")
+    change_tensors(folder, _renamed(("model.", prefix)))
+    tower = {
+        "model.vision_tower.timm_model.conv_stem.weight": torch.ones(4),
+        "model.embed_audio.hard.weight": torch.ones(4),
+    }
+    change_tensors(folder, lambda tensors: tensors | tower)
+    whole = config_of("gemma3n", text_config=GEMMA_3N_TEXT).to_dict() | {
+        "architectures": ["Gemma3nForConditionalGeneration"]
+    }
+    quantization = json.loads((text / "config.json").read_text())["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": quantization}))
+    assert served(folder) == [greedy(expected, prompt) for prompt in PROMPTS]
+
+
+def _renamed(*changes: tuple[str, str]) -> Callable[[Tensors], Tensors]:
+    """Tensors under other names: of each the first prefix that it has is changed."""
+
+    def change(tensors: Tensors) -> Tensors:
+        found = {}
+        for name, tensor in tensors.items():
+            old, new = next(((old, new) for old, new in changes if name.startswith(old)), ("", ""))
+            found[new + name.removeprefix(old)] = tensor
+        return found
+
+    return change
+
+
+# As transformers 4.x has saved them, and still does for some classes.
+_LLAVA = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)
+_QWEN = (("model.language_model.", "model."), ("model.visual.", "visual."))
+_NEW = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        *((name, change) for name in ("llava", "mistral3", "gemma3") for change in (_LLAVA, _NEW)),
+        *((name, _QWEN) for name in ("qwen2_vl", "qwen2_5_vl")),
+        ("mllama", (*_LLAVA[:2], ("model.vision_model.", "vision_model."), *_LLAVA[3:])),
+    ],
+)
+def test_names_of_other_versions(model_type: str, changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
+    folder = save_nf4(random_model(config_of(model_type, **CLASSES[model_type])), tmp_path / "model")
+    change_tensors(folder, _renamed(*changes))
+    check_served(folder)
+
+
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        ["vision_tower", "multi_modal_projector", "lm_head"],
+        # One name for each module, in names of 4.x, of layers of the text, too: the list of dynamic quantizations.
+        ["language_model.lm_head", "language_model.model.layers.0.mlp", "vision_tower.layers.0.attention", "lm_head"],
+        ["lm_head", "model.language_model.layers.1.self_attn.o_proj", "model.vision_tower.encoder.layers.0.mlp.fc1"],
+    ],
+)
+def test_skip_lists_of_modules_and_in_old_names(skipped: list[str], tmp_path: Path) -> None:
+    in_file = [name.replace("language_model.model.", "model.language_model.") for name in skipped]
+    model = random_model(config_of("mistral3", **CLASSES["mistral3"]))
+    folder = save_nf4(model, tmp_path / "model", llm_int8_skip_modules=in_file)
+    change_json(folder, lambda config: config["quantization_config"].update(llm_int8_skip_modules=skipped))
+    check_served(folder)
+
+
+def test_a_quantization_config_in_the_text_part(tmp_path: Path) -> None:
+    folder = save_nf4(random_model(config_of("gemma3", **CLASSES["gemma3"])), tmp_path / "model")
+    change_json(folder, lambda c: c["text_config"].update(quantization_config=c.pop("quantization_config")))
+    check_served(folder)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "idefics3", "mllama"])
+def test_towers_take_no_memory(model_type: str, tmp_path: Path) -> None:
+    model = random_model(config_of(model_type, **CLASSES[model_type]))
+    save_nf4(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", CPU, torch.float32, silent)
+    names = [name for name, _ in loaded.named_parameters()]
+    assert not [name for name in names if "vision" in name or "projector" in name or "cross_attn" in name]
+
+
+def test_a_16_bit_checkpoint_is_quantized_while_loading(tmp_path: Path) -> None:
+    model = random_model(config_of("qwen2_5_vl", **CLASSES["qwen2_5_vl"]))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, CPU, torch.float32, silent)
+    layer = loaded.get_decoder().layers[1]
+    assert layer.mlp.up_proj.weight.dtype == layer.self_attn.q_proj.weight.dtype == torch.uint8
+
+
+def test_contexts_of_llama_4_are_of_one_chunk(tmp_path: Path) -> None:
+    folder = save_nf4(random_model(config_of("llama4", **CLASSES["llama4"])), tmp_path / "model")
+    assert build_runner(load_model(folder, CPU, torch.float32, silent), CONFIG).limits.max_model_len == 64
