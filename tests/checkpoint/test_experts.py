@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from server.checkpoint.experts.module import NF4Experts
 from server.checkpoint.experts.names import Place, described, place_of, router_of
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import load_model
-from tests.moe_checkpoints import is_projection, save_moe, tiny_moe, unsloth_gpt_oss
+from tests.moe_checkpoints import FAMILIES, is_projection, save_moe, tiny_moe, unsloth_gpt_oss
 
+PAGE = Path(__file__).parents[2] / "docs" / "models-experts.md"
 CPU = torch.device("cpu")
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 STATE = f"{EXPERT}.quant_state.bitsandbytes__nf4"
@@ -33,6 +35,11 @@ def load(folder: Path) -> PreTrainedModel:
 
 def experts_of(model: PreTrainedModel) -> list[NF4Experts]:
     return [module for module in model.modules() if isinstance(module, NF4Experts)]
+
+
+def test_the_page_names_the_families_that_are_tested() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| works \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(FAMILIES)
 
 
 def test_names_of_experts_are_known_in_every_form() -> None:
