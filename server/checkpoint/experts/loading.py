@@ -127,8 +127,8 @@ class ExpertsLoader:
             else dtype
         )
         for (count, nf4), layers in kinds.items():
-            what = "NF4" if nf4 else dtype
-            logger.info("%d layers of %d experts in %s, router in %s", layers, count, what, router)
+            what, plural = "NF4" if nf4 else dtype, "" if layers == 1 else "s"
+            logger.info("%d layer%s of %d experts in %s, router in %s", layers, plural, count, what, router)
         if self._quantized_here and not self._quantizes:
             logger.warning(
                 "%d experts' weights that the checkpoint has in 16 bit beside NF4 were quantized",

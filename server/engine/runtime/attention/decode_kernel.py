@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
-from server.engine.runtime.attention.decode_sums import add_up, put_part, put_result, result_row
+from server.engine.runtime.attention.decode_sums import add_up, put_part, put_result, result_row, with_sinks
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 
 # Keys of a tile; warps of a thread block; tiles that are being loaded at a time.
@@ -190,7 +190,7 @@ def _attend(  # type: ignore[no-untyped-def]
         k, v, inside = _tile(pages, table, start, old, width, dim, block_size, tile)
         acc, best, weight = _taken(acc, best, weight, q, k, v, inside, scale, cap)
     if has_sinks:
-        acc, best, weight = _with_sinks(acc, best, weight, sinks + head * group, line, real, item == first)
+        acc, best, weight = with_sinks(acc, best, weight, sinks + head * group, line, real, item == first)
     to_out = result_row(out, row, head, kv_heads, group, dim, tile_rows)
     if parts == 1:
         put_result(to_out, acc / weight[:, None], row, head, line, group, dim, tile_rows)
@@ -246,15 +246,6 @@ def _taken(acc, best, weight, q, k, v, inside, scale, cap: tl.constexpr):  # typ
     p = tl.exp2(scores - higher[:, None])
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
     return acc, higher, weight * shrink + tl.sum(p, 1)
-
-
-@triton.jit
-def _with_sinks(acc, best, weight, sinks, line, real, wanted):  # type: ignore[no-untyped-def]
-    """Sums with each head's sink added, if wanted: one of a sequence's parts has it. No launch writes the parameters."""
-    sink = tl.load(sinks + line, mask=real & wanted, other=-float("inf")) * 1.4426950408889634
-    higher = tl.maximum(best, sink)
-    shrink = tl.exp2(best - higher)
-    return acc * shrink[:, None], higher, weight * shrink + tl.exp2(sink - higher)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
