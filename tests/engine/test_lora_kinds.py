@@ -20,6 +20,7 @@ from server.engine.runtime.model.lora import adding_masked
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
+from tests.checkpoint.multimodal import CLASSES
 from tests.checkpoint.test_layouts import LLAMA
 from tests.engine.models import tiny_model
 from tests.engine.test_lora import PROMPTS, expected, finish, start
@@ -116,6 +117,22 @@ def test_beside_nf4(model_type: str, skipped: list[str], options: dict[str, Any]
     adapted = with_adapter(base, tmp_path / "a")
     assert [found[f"None {i}"] for i in range(len(PROMPTS))] == plain
     assert [found[f"a {i}"] for i in range(len(PROMPTS))] == [expected(adapted, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model.", "language_model.model."])
+def test_on_a_multimodal_base(prefix: str, tmp_path: Path) -> None:
+    """With the tower's layers among its targets, which text does not go through, and in the names of other classes."""
+    folder = save_nf4(random_model(config_of("gemma3", **CLASSES["gemma3"])), tmp_path / "m")
+    base = reference_model(folder, tmp_path / "reference")
+    save_adapter(base, tmp_path / "a", 0, 0.3, r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    assert any("vision_tower" in name for name in _weights(tmp_path / "a"))
+    wanted = [expected(with_adapter(base, tmp_path / "a"), prompt) for prompt in PROMPTS]
+    _rename(tmp_path / "a", (r"base_model\.model\.model\.language_model\.", f"base_model.model.{prefix}"))
+    config = config_with(tmp_path, "a")
+    engine = Engine(build_runner(load_model(folder, CPU, torch.float32, silent), config), config)
+    for i, prompt in enumerate(PROMPTS):
+        start(engine, str(i), prompt, "a")
+    assert list(finish(engine).values()) == wanted
 
 
 def test_dora_in_compiled_layers(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class AdaptedLinear(nn.Module):
 
 
 def dequantized(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """A linear layer's weight [out_features, in_features] in dtype, a copy. ValueError for a layer that has none."""
+    """A linear layer's weight [out_features, in_features] in dtype, a copy. CheckpointError where it cannot be had."""
     if isinstance(base, NF4Linear):
         shape = [base.out_features, base.in_features]
         nested = (base.absmax_8bit, base.absmax_code, base.absmax_offset)
@@ -183,7 +183,7 @@ def dequantized(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         return base.weight.detach().to(dtype, copy=True)
     if isinstance(base, Bf16Linear):
         return base.weight.to(dtype=dtype, copy=True)
-    raise ValueError(f"the weight of a {type(base).__name__} cannot be expanded")
+    raise CheckpointError(f"an adapter needs the weight of a {type(base).__name__}, which cannot be expanded")
 
 
 def bias_of(base: nn.Module) -> torch.Tensor | None:
