@@ -89,6 +89,18 @@ def test_rows_of_gates_and_ups_that_take_turns_are_put_in_order_exactly(tmp_path
     assert torch.equal(experts.down.bias, theirs.down_proj_bias)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_models_have_experts_of_the_same_kind(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save_moe(tmp_path, tiny_moe(family), lambda name: False)
+    experts = experts_of(load_model(tmp_path, CPU, dtype, lambda *_: None))
+    assert {module.activation for module in experts} == {"swiglu_oai" if family == "gpt_oss" else "silu"}
+    for module in experts:
+        assert {bias.dtype for bias in (module.gate_up.bias, module.down.bias) if bias is not None} <= {dtype}
+        x, chosen = torch.randn(3, 64).to(dtype), torch.tensor([[0, 1], [7, 3], [2, 2]])
+        assert module(x, chosen, torch.rand(3, 2)).dtype is dtype
+
+
 def test_a_few_16_bit_experts_among_those_in_nf4_are_quantized_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
