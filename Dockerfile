@@ -18,7 +18,7 @@ ENV PATH=/opt/nf4/bin:$PATH
 FROM base AS cpu-packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY nf4_kernels/pyproject.toml nf4_kernels/pyproject.toml
 COPY docker/requirements.py docker/requirements.py
 # The packages are a layer of their own, so that a change of the source does not install them again.
@@ -28,12 +28,12 @@ COPY nf4_kernels nf4_kernels
 # -P: of the installed package, into whose folder the libraries go.
 RUN pip install --no-deps ./nf4_kernels && python -P -m nf4_kernels.build --cpu-only
 COPY server server
-COPY bench bench
+COPY nf4_server nf4_server
 RUN pip install --no-deps .
 
 FROM base AS cuda-packages
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY nf4_kernels/pyproject.toml nf4_kernels/pyproject.toml
 COPY docker/requirements.py docker/requirements.py
 # PyPI's torch comes with CUDA's libraries, and nvcc as NVIDIA's wheels. nvcc stays in the image: FlashInfer compiles its
@@ -45,7 +45,7 @@ COPY nf4_kernels nf4_kernels
 RUN pip install --no-deps ./nf4_kernels && python -P -m nf4_kernels.build --force \
  && test -s /opt/nf4/lib/python*/site-packages/nf4_kernels/lib/*/libnf4_cuda.so
 COPY server server
-COPY bench bench
+COPY nf4_server nf4_server
 RUN pip install --no-deps .
 
 FROM base AS runtime
@@ -60,7 +60,7 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 CMD ["python", "healthcheck.py"]
 # The server itself is process 1, so it gets SIGTERM and drains.
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["python", "-m", "server", "--config", "config.yaml"]
+ENTRYPOINT ["nf4-server", "--config", "config.yaml"]
 
 FROM runtime AS cpu
 COPY --from=cpu-packages /opt/nf4 /opt/nf4

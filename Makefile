@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test test-clients fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
+.PHONY: help serve test test-slow test-wheel test-clients test-speculation fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
 .PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check serve-ray test-ray test-routers clean
 
 help: ## list the commands
@@ -75,6 +75,13 @@ model: $(VENV)/.serve ## fetch and convert the embedded model
 test: $(VENV)/.dev $(HELM) kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-slow: $(VENV)/.dev $(HELM) kernels model ## the tests that take minutes each, which test leaves out (PYTEST_ARGS=)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-wheel: $(VENV)/.dev model ## build both wheels, install them in a new environment and serve; twine check
+	$(BIN)/python -m pip install --quiet twine
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/test_wheel.py tests/nf4_kernels/test_package.py
+
 test-clients: $(VENV)/.dev kernels model ## coding agents, SDKs and others on their defaults against the server (CLIENTS=)
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
@@ -84,6 +91,9 @@ test-ray: $(VENV)/.dev $(VENV)/.ray kernels model ## two replicas on a real Ray:
 test-routers: $(VENV)/.dev kernels model ## SGLang's router over two servers
 	$(BIN)/python -m pip install --quiet 'sglang-router>=0.3.2'
 	$(BIN)/python -m pytest tests/deploy/sglang_router.py
+
+test-speculation: $(VENV)/.dev kernels model ## 500 random requests have the same answers with speculation and without (REQUESTS=)
+	SPECULATION_REQUESTS=$(or $(REQUESTS),500) $(BIN)/python -m pytest tests/engine/test_speculation.py --timeout 3000
 
 fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)
 	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/test_schemathesis.py

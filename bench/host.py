@@ -27,8 +27,8 @@ from bench.machine import cores, cpu_name, versions
 from nf4_kernels.timing import KernelTimes
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.attention.decode import Room, layout
-from server.engine.runtime.attention.device_tables import DeviceTables
+from server.engine.runtime.attention.kernels.decode import Room, layout
+from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.page_tables import page_tables
 from server.engine.runtime.batch import Batch, build_batch
 from server.engine.runtime.limits import ModelLimits
@@ -105,6 +105,10 @@ class PendingStep:
 
     step: Step
     copied: torch.Tensor
+
+    def complete(self) -> bool:
+        """True: the tokens are there."""
+        return True
 
     def read(self) -> list[Sampled]:
         """The tokens."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nf4_kernels.format import Weight, check, second_level
 from nf4_kernels.library_files import cpu_library
-from nf4_kernels.params import DTYPES, Nf4Weight, size_error
+from nf4_kernels.params import DTYPES, Nf4Weight, size_error, weight_struct
 
 
 class KernelError(RuntimeError):
@@ -129,7 +129,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     keep = weight.contiguous()
     count = math.prod(keep.shape)
-    struct = struct_of(keep, 1, count)
+    struct = struct_of(keep, *(keep.matrix if keep.group_skip else (1, count)))
     out = torch.empty([int(size) for size in keep.shape], dtype=dtype)
     if count and usable().nf4_cpu_dequantize(
         ctypes.byref(struct), out.data_ptr(), DTYPES[dtype], torch.get_num_threads()
@@ -158,25 +158,21 @@ def linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def struct_of(weight: Weight, n: int, k: int) -> Nf4Weight:
     """The C interface's view of a contiguous weight's tensors, as n rows of k. ValueError where they do not fit."""
     check(weight)
-    packed, absmax = weight.packed, weight.absmax
     if weight.absmax_8bit is None:
-        return Nf4Weight(packed=packed.data_ptr(), absmax=absmax.data_ptr(), n=n, k=k, blocksize=weight.blocksize)
-    absmax_8bit, absmax_code, absmax_offset, stride = second_level(weight)
+        return weight_struct(weight, n, k, None)
+    nested = second_level(weight)
+    absmax_8bit, absmax_code, absmax_offset, _ = nested
     if absmax_code.dtype != torch.float32 or absmax_code.numel() != 256:
         raise ValueError(f"absmax_code must be float32 with 256 elements, got {absmax_code.dtype}")
-    if not (packed.is_cpu and absmax.is_cpu and absmax_8bit.is_cpu and absmax_code.is_cpu and absmax_offset.is_cpu):
+    if not (
+        weight.packed.is_cpu
+        and weight.absmax.is_cpu
+        and absmax_8bit.is_cpu
+        and absmax_code.is_cpu
+        and absmax_offset.is_cpu
+    ):
         raise ValueError("the weight's tensors must all be on the CPU")
-    return Nf4Weight(
-        packed=packed.data_ptr(),
-        absmax=absmax.data_ptr(),
-        absmax_8bit=absmax_8bit.data_ptr(),
-        absmax_code=absmax_code.data_ptr(),
-        absmax_offset=absmax_offset.data_ptr(),
-        n=n,
-        k=k,
-        blocksize=weight.blocksize,
-        offset_stride=stride,
-    )
+    return weight_struct(weight, n, k, nested)
 
 
 def usable() -> ctypes.CDLL:

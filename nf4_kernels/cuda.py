@@ -27,7 +27,7 @@ from nf4_kernels.cuda_launches import (
 )
 from nf4_kernels.cuda_library import KernelError, load_error
 from nf4_kernels.format import Weight, second_level
-from nf4_kernels.params import DTYPES, Nf4Weight
+from nf4_kernels.params import DTYPES, Nf4Weight, weight_struct
 from nf4_kernels.plan import Dequantize, Wgmma
 from nf4_kernels.reference import check_gate, gated, tiles_shape, untile_activations
 
@@ -238,23 +238,18 @@ def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
     _check("packed", packed, device, torch.uint8, (n * k + 1) // 2)
     if weight.absmax_8bit is None:
         _check("absmax", absmax, device, torch.float32, blocks)
-        return Nf4Weight(packed=packed.data_ptr(), absmax=absmax.data_ptr(), n=n, k=k, blocksize=weight.blocksize)
-    absmax_8bit, absmax_code, absmax_offset, stride = second_level(weight)
+        return weight_struct(weight, n, k, None)
+    if not weight.has_own_groups:
+        raise ValueError(
+            "the CUDA kernels do not take shards of nested scales; expand them (nf4_kernels.format.block_scales)"
+        )
+    nested = second_level(weight)
+    absmax_8bit, absmax_code, absmax_offset, _ = nested
     _check("absmax_8bit", absmax_8bit, device, torch.uint8, blocks)
     _check("absmax", absmax, device, torch.float32, -(-blocks // 256))
     _check("absmax_code", absmax_code, device, torch.float32, 256)
     _check("absmax_offset", absmax_offset, device, torch.float32, 1)
-    return Nf4Weight(
-        packed=packed.data_ptr(),
-        absmax=absmax.data_ptr(),
-        absmax_8bit=absmax_8bit.data_ptr(),
-        absmax_code=absmax_code.data_ptr(),
-        absmax_offset=absmax_offset.data_ptr(),
-        n=n,
-        k=k,
-        blocksize=weight.blocksize,
-        offset_stride=stride,
-    )
+    return weight_struct(weight, n, k, nested)
 
 
 def _check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, elements: int) -> None:

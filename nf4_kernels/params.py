@@ -6,6 +6,9 @@ import ctypes
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
+
+from nf4_kernels.format import Weight
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What the kernels compute with, and its number in csrc/params.h."""
@@ -30,6 +33,32 @@ class Nf4Weight(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("blocksize", ctypes.c_int32),
         ("offset_stride", ctypes.c_int32),
+        ("group_offset", ctypes.c_int32),
+        ("group_skip", ctypes.c_int32),
+    )
+
+
+def weight_struct(weight: Weight, n: int, k: int, nested: tuple[Tensor, Tensor, Tensor, int] | None) -> Nf4Weight:
+    """The C interface's view of a weight as n rows of k; nested is its second_level(), None where it is plain.
+
+    The caller has checked the tensors, and keeps them alive while the struct is used.
+    """
+    packed, absmax = weight.packed.data_ptr(), weight.absmax.data_ptr()
+    if nested is None:
+        return Nf4Weight(packed=packed, absmax=absmax, n=n, k=k, blocksize=weight.blocksize)
+    absmax_8bit, absmax_code, absmax_offset, stride = nested
+    return Nf4Weight(
+        packed=packed,
+        absmax=absmax,
+        absmax_8bit=absmax_8bit.data_ptr(),
+        absmax_code=absmax_code.data_ptr(),
+        absmax_offset=absmax_offset.data_ptr(),
+        n=n,
+        k=k,
+        blocksize=weight.blocksize,
+        offset_stride=stride,
+        group_offset=weight.group_offset,
+        group_skip=weight.group_skip,
     )
 
 

@@ -1,4 +1,4 @@
-"""Command line: python -m server [serve] --config config.yaml --model ... --port ..."""
+"""Command line: nf4-server [serve] --config config.yaml --model ... --port ..."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from server import __version__
 from server.config import Config, ConfigError, load_config
 
 _FLAGS: dict[str, tuple[str, type, str]] = {
@@ -32,9 +33,10 @@ _FLAGS: dict[str, tuple[str, type, str]] = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m server", description="OpenAI-compatible server for bitsandbytes NF4 models."
+        prog="nf4-server", description="OpenAI-compatible server for bitsandbytes NF4 models."
     )
     parser.add_argument("command", nargs="?", choices=["serve"], default="serve", help="serve (the default)")
+    parser.add_argument("--version", action="version", version=f"nf4-server {__version__}")
     parser.add_argument("--config", type=Path, help="configuration file; flags and NF4_* variables win over it")
     for flag, (key, kind, text) in _FLAGS.items():
         parser.add_argument(flag, dest=key, type=kind, help=text)

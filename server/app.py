@@ -14,7 +14,8 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from server.api.answering.service import VERSION, Service
+from server import __version__
+from server.api.answering.service import Service
 from server.api.http.access import AccessLayer
 from server.api.http.errors import ApiError, answer_api_error, answer_http_exception
 from server.api.http.middleware import RequestLayer
@@ -24,6 +25,7 @@ from server.api.routes import (
     adapters,
     chat,
     completions,
+    embeddings,
     messages,
     operations,
     pages,
@@ -33,6 +35,7 @@ from server.api.routes import (
     tokens,
 )
 from server.checkpoint.base import CheckpointError
+from server.checkpoint.embedding import embedding_kind
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config, ConfigError
 from server.engine.grammar import Grammars
@@ -74,7 +77,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
-    app = FastAPI(title="NF4 server", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="NF4 server", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.openapi = describe(app)  # type: ignore[method-assign]
     for module in (
@@ -83,6 +86,7 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
         responses,
         stored_responses,
         messages,
+        embeddings,
         adapters,
         tokens,
         operations,
@@ -150,6 +154,7 @@ async def _start(service: Service, on_status: StatusListener) -> None:
         service.grammars = Grammars(folder)
         if config.generation_config == "auto":
             service.sampling_defaults = read_defaults(folder)
+        service.embedding = embedding_kind(folder, config.engine)
         service.tokenizer = await _in_thread(lambda: Tokenizer.load(folder))
         # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
         gc.collect()

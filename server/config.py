@@ -12,10 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
 """Environment variables with our prefix that belong to nf4_kernels."""
+ASYNC_OPTIONS_VARIABLE = "NF4_ASYNC_OPTIONS"
+"""1: on CUDA, penalties, log-probabilities, grammars and the like stay within async scheduling (docs/adr/0022)."""
 
 
 MetricsNames = Literal["nf4", "vllm", "both"]
 """Prefix of the metrics that vLLM has, too: nf4_, vllm: or one of each."""
+
+KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
 
 
 class ConfigError(Exception):
@@ -119,17 +123,27 @@ class EngineConfig(_Section):
     """How the engine runs the model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel_size: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that compute the model together, each with a part of every weight. auto: the fewest that hold it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on CPU, bfloat16 on CUDA."""
     max_model_len: int | None = Field(default=None, ge=16)
     """Longest prompt + answer in tokens; None takes the model's own limit, cut to what the KV cache holds."""
-    max_num_seqs: int | None = Field(default=None, ge=1, le=4096)
-    """Most sequences in one batch. None: 32 on CPU, 128 on CUDA."""
+    max_num_seqs: Literal["auto"] | Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Most sequences in one batch. None: 32 on CPU, 128 on CUDA. auto: on CUDA up to 1024, by the memory."""
     max_num_batched_tokens: int | None = Field(default=None, ge=16)
     """Token budget of one step; longer prompts are prefilled in chunks. None: 256 on CPU, 4096 on CUDA."""
+    max_prefill_ms: float | None = Field(default=None, gt=0)
+    """How long a step may take that computes prompts while others decode: chunks become as short as the measured speed
+    asks for, and streams have no longer gaps. None: chunks are as long as max_num_batched_tokens."""
     block_size: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """CUDA: keys and values in 8 bits, with a scale for each token and key head, for nearly twice the tokens.
+
+    auto: in 16 bits, the activations' type.
+    """
     expanded_weights: Literal["auto", "off"] | Annotated[int, Field(ge=0)] = "auto"
     """CUDA: bytes for 16-bit copies of NF4 weights, which steps of more than 128 tokens multiply by.
 
@@ -143,6 +157,10 @@ class EngineConfig(_Section):
     """Skip compilation and CUDA graphs: a quick start, slower decoding."""
     batch_invariant: bool = False
     """CUDA: a sequence's logits are the same bits whatever else is in its batch. Slower, most of all prefill."""
+    embeddings: bool | None = None
+    """Whether /v1/embeddings answers. None: for embedding models, by sentence-transformers' files in their folders."""
+    speculation: Literal["off", "lookup", "draft"] = "off"
+    """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer."""
     lora_modules: tuple[LoraModule, ...] = ()
     """Adapters that are served from the start."""
     max_loras: int | None = Field(default=None, ge=1, le=256)
@@ -165,6 +183,27 @@ class EngineConfig(_Section):
             return value
         pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
         return tuple({"name": name, "path": path} for name, _, path in pairs)
+
+    @field_validator("speculation")
+    @classmethod
+    def _offered_speculation(cls, value: str) -> str:
+        if value == "draft":
+            raise ValueError("draft models are not offered yet; speculation is off or lookup")
+        return value
+
+    @model_validator(mode="after")
+    def _embeddings_vary(self) -> EngineConfig:
+        if self.embeddings and self.batch_invariant:
+            raise ValueError("embeddings do not keep to batch_invariant; one of both has to be off")
+        return self
+
+    @model_validator(mode="after")
+    def _of_one_gpu(self) -> EngineConfig:
+        if self.tensor_parallel_size != 1:
+            for name, wanted in (("speculation", self.speculation != "off"), ("embeddings", bool(self.embeddings))):
+                if wanted:
+                    raise ValueError(f"{name} works on one GPU only; tensor_parallel_size has to be 1 for it")
+        return self
 
     @model_validator(mode="after")
     def _enough_loras(self) -> EngineConfig:
@@ -248,7 +287,7 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> C
             raise ConfigError(f"{path}: expected a mapping at the top, got {type(loaded).__name__}")
         data = loaded or {}
     for key, value in os.environ.items():
-        if key.startswith("NF4_") and key not in KERNEL_VARIABLES and value:
+        if key.startswith("NF4_") and key not in {*KERNEL_VARIABLES, ASYNC_OPTIONS_VARIABLE} and value:
             _set(data, key.removeprefix("NF4_").lower().replace("__", "."), value)
     for key, value in (overrides or {}).items():
         if value is not None:

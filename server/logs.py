@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Literal
 
+from server import PACKAGE
+
 LogFormat = Literal["console", "json"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -69,7 +71,7 @@ def set_up_logging(level: str, style: LogFormat = "console") -> None:
     root.handlers[:] = [handler]
     number = logging.getLevelNamesMapping()[level.upper()]
     root.setLevel(number if number <= logging.DEBUG else max(number, logging.WARNING))
-    for name in ("server", "nf4_kernels", "uvicorn"):
+    for name in (PACKAGE, "nf4_kernels", "uvicorn"):
         logging.getLogger(name).setLevel(number)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
@@ -85,4 +87,4 @@ def set_up_logging(level: str, style: LogFormat = "console") -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:
     if not issubclass(kind, SystemExit | KeyboardInterrupt):
-        logging.getLogger("server").critical("uncaught", exc_info=(kind, error or kind(), traceback))
+        logging.getLogger(PACKAGE).critical("uncaught", exc_info=(kind, error or kind(), traceback))

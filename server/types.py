@@ -34,6 +34,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of most likely alternatives to return per token (0 to 20); None returns no log-probabilities."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, from the second on; a prompt that is scored is not looked up in the cache."""
+    embed: bool = False
+    """The final hidden state of the prompt's last token is wanted, and no token; max_tokens is 1."""
+    speculation: bool = True
+    """Whether several tokens may be guessed and checked in a step, where the engine does; the answer is the same."""
     grammar: str | None = None
     """A grammar that the text has to match, in llguidance's JSON form."""
 
@@ -102,6 +106,10 @@ class RequestTimings(msgspec.Struct, frozen=True, gc=False):
     dequant_decode: float = 0.0
     linear_prefill: float = 0.0
     linear_decode: float = 0.0
+    draft_tokens: int = 0
+    """Guesses that were checked (speculation); not a time."""
+    accepted_tokens: int = 0
+    """Guesses that were accepted; not a time."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
@@ -123,6 +131,8 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprob] | None = None
     """Log-probabilities of the prompt's tokens from the second on, with the first output of a request that wants them."""
     timings: RequestTimings | None = None
+    embedding: bytes | None = None
+    """Hidden state of a request with embed: float32 little-endian [hidden size]. Its output has no tokens."""
 
     def followed_by(self, later: RequestOutput) -> RequestOutput:
         """Both as one output; later is the next one of the same request."""
@@ -137,6 +147,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
             [entry for logprobs in scored for entry in logprobs] if scored else None,
             self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
             later.timings,
+            later.embedding,
         )
 
 
@@ -160,11 +171,19 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Looked-up tokens that were found."""
+    drafts: int = 0
+    """Times that a sequence had guesses checked in a step (speculation)."""
+    draft_tokens: int = 0
+    """Guesses that were checked."""
+    accepted_by_place: list[int] = []
+    """Guesses that were accepted, by their place among the sequence's guesses of a step; empty without speculation."""
     graph_replays: int = 0
     """CUDA graphs replayed."""
     device_memory_used: int = 0
     """Bytes: on CUDA of the whole device, on CPU resident in the engine process; as of a moment ago."""
     device_memory_total: int = 0
+    other_device_memory: list[tuple[int, int]] = []
+    """(used, total) of the other ranks' devices, from rank 1 on."""
     nf4_weight_bytes: int = 0
     """Codes and scales of all NF4 layers: what a step reads at least."""
     lora_slots: int = 0
@@ -201,6 +220,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     dtype: str
     kernels: str
     """Which NF4 kernels run, in words (for logs and /health)."""
+    tensor_parallel_size: int = 1
+    """Processes, each with a device, that compute the model together."""
     expanded_weight_bytes: int = 0
     """16-bit copies of NF4 weights (engine.expanded_weights)."""
     adapters: list[str] = []

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from bench.processes import free_port, is_ready
 from server.checkpoint.source import resolve_checkpoint
 from server.config import EMBEDDED_MODEL, default_cache_dir
+from tests.reference import Reference
 
 READY_TIMEOUT_S = 180.0
 
@@ -30,10 +32,29 @@ class RunningServer:
     log: Path
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread in a test, whatever an engine in this process has set.
+
+    On two cores tiny models run up to a hundred times longer with two: OpenMP's threads wait for one another in a loop,
+    which takes the core from the servers of other tests, and theirs from these. Servers have threads of their own.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def embedded_folder() -> Path:
     """Folder of the embedded NF4 model (fetched and converted if `make model` has not run)."""
     return resolve_checkpoint(EMBEDDED_MODEL, default_cache_dir(), lambda stage, _: print(stage, file=sys.stderr))
+
+
+@pytest.fixture(scope="session")
+def reference(embedded_folder: Path) -> Reference:
+    """transformers on the embedded model; what it has answered once it does not compute again."""
+    return Reference(embedded_folder)
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +66,10 @@ def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 class start_server:  # noqa: N801 - used as a function
-    """Start `python -m server` with arguments on a free port; entering waits until /health is 200."""
+    """Start `python -m server` with arguments on a free port; entering waits until /health is 200.
+
+    Without a process that stands by for the engine: its imports are seconds of a core. tests/engine/test_client.py has one.
+    """
 
     def __init__(self, log: Path, *arguments: str) -> None:
         self._log = log
@@ -55,7 +79,7 @@ class start_server:  # noqa: N801 - used as a function
         port = free_port()
         command = [sys.executable, "-m", "server", "--port", str(port), *self._arguments]
         with self._log.open("wb") as output:
-            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+            environment = {"NF4_ENGINE__STANDBY": "false", **os.environ, "PYTHONUNBUFFERED": "1"}
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         base_url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + READY_TIMEOUT_S

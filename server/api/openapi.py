@@ -14,6 +14,7 @@ from server.api.openai.chat_options import ChatOptions
 from server.api.openai.protocol import ChatCompletion, ChatCompletionChunk, Completion
 from server.api.routes.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from server.api.routes.completions import CompletionRequest
+from server.api.routes.embeddings import EmbeddingRequest
 from server.api.routes.messages import CountRequest, MessageRequest
 from server.api.routes.responses import ResponseRequest
 from server.api.routes.tokens import Detokenize, TokenizeText
@@ -101,6 +102,12 @@ _OTHERS: dict[str, tuple[type[BaseModel], str, bool, dict[str, Any]]] = {
         _EXAMPLE | {"max_tokens": 64},
     ),
     "/v1/messages/count_tokens": (CountRequest, "input_tokens", False, _EXAMPLE),
+    "/v1/embeddings": (
+        EmbeddingRequest,
+        "OpenAI's list of embeddings",
+        False,
+        {"model": "smollm2-135m-instruct", "input": ["The capital of France", "Paris"]},
+    ),
     "/tokenize": (TokenizeText, "count, max_model_len, tokens, token_strs", False, {"prompt": "The capital of France"}),
     "/detokenize": (Detokenize, "prompt", False, {"tokens": [504, 3575, 282, 4649]}),
 }

@@ -55,7 +55,7 @@ class CheckpointInfo:
             count = math.prod(shape)
             place = place_of(name)
             experts = place is not None and not place.bias
-            if self.packed.get(name) == "fp4":
+            if self.packed.get(name) == "fp4" and not experts:
                 total += 2 * count * item_bytes
             elif self.quantization == "none" and (experts or (name.endswith("proj.weight") and len(shape) == 2)):
                 total += count * _NF4_BYTES
@@ -86,7 +86,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     settings = _quantization_settings(config)
     _refuse_other_quantizations(folder, settings)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    files = tuple(_weight_files(folder))
+    files = tuple(weight_files(folder))
     for file in files:
         tensors.update(_read_header(file))
     eight_bit = next((name for name in tensors if name.endswith(".SCB")), None)
@@ -128,7 +128,8 @@ def _refuse_other_quantizations(folder: Path, settings: Any) -> None:
         raise CheckpointError(f"{folder}: quantized with {method}{' (8 bit)' if eight else ''}; {_NEEDED}")
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises CheckpointError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"

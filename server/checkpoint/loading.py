@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import is_left_out, loading_of
 from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
+from server.checkpoint.embedding import MODULES
 from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.experts.tensors import CheckpointTensors
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
@@ -31,12 +32,12 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     """
     info = inspect_checkpoint(folder)
     chosen = loading_of(info)
-    _check_memory(info, chosen.config, device, dtype)
+    check_memory(info.without(lambda name: is_left_out(name, chosen.config)), device, dtype)
     options = _quantization_options(info, chosen.config, dtype)
     experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts), _quiet():
+        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts.take_over), _quiet():
             model, report = chosen.auto.from_pretrained(
                 folder,
                 config=chosen.config,
@@ -58,7 +59,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
         raise CheckpointError(f"{folder}: {e}") from e
     except Exception as e:
         raise CheckpointError(f"{folder}: cannot be loaded: {first_line(e)}") from e
-    _check_complete(folder, report, chosen.config)
+    _check_complete(folder, _without_head(folder, model, report), chosen.config)
     try:
         experts.fill(model, progress)
     except torch.OutOfMemoryError as e:
@@ -111,14 +112,29 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def _check_memory(info: CheckpointInfo, config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    needed = info.without(lambda name: is_left_out(name, config)).loaded_bytes(dtype.itemsize)
+def check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, shards: int = 1) -> None:
+    """Raise CheckpointError where the weights, or one of so many shards of them, do not fit into the device's memory."""
+    needed = info.loaded_bytes(dtype.itemsize) / shards
     free = available_bytes(device)
     if needed > free:
         raise CheckpointError(
-            f"{info.folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4,"
-            f" {free / 2**30:.1f} GiB are free on {device}"
+            f"{info.folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4"
+            f"{f' on each of {shards} devices' if shards > 1 else ''}, {free / 2**30:.1f} GiB are free on {device};"
+            " engine.tensor_parallel_size divides them among several GPUs"
         )
+
+
+def _without_head(folder: Path, model: PreTrainedModel, report: dict[str, Any]) -> dict[str, Any]:
+    """The report of a load, without a missing head where the checkpoint is an embedding model, which needs none.
+
+    The input embeddings take its place, as in models that tie both.
+    """
+    missing = set(report.get("missing_keys") or [])
+    if missing != {"lm_head.weight"} or not (folder / MODULES).exists():
+        return report
+    logger.warning("%s: an embedding model without lm_head: what it generates means nothing", folder)
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return report | {"missing_keys": []}
 
 
 def _check_complete(folder: Path, report: dict[str, Any], config: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import leave_out_towers
-from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.inspection import CheckpointInfo
 from server.checkpoint.packed import expand, read_state
 
@@ -45,14 +44,15 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         self,
         info: CheckpointInfo,
         key_mapping: Mapping[str, str] | None,
-        experts: ExpertsLoader,
+        take_over: Callable[[PreTrainedModel], None],
         quantization_config: BitsAndBytesConfig,
         **options: Any,
     ) -> None:
+        """take_over: takes out of a model, before it is loaded, what transformers is not to load."""
         super().__init__(quantization_config, **options)
         self._info = info
         self._key_mapping = key_mapping
-        self._experts = experts
+        self._take_over = take_over
 
     def __deepcopy__(self, _: Any) -> FileQuantizer:
         # transformers copies it for every tensor, and the list of all tensors with it.
@@ -63,12 +63,10 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **options: Any) -> None:
         leave_out_towers(model)
-        self._experts.take_over(model)
         names = names_in_model(self._info, model, self._key_mapping)
         check_shapes(self._info, model, names)
         if not self.pre_quantized:
             super()._process_model_before_weight_loading(model, device_map, **options)
-            return
         expanded = sum(table != "nf4" for table in self._info.packed.values())
         if expanded:
             logger.warning(
@@ -76,8 +74,9 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
             )
         for name, table in self._info.packed.items():
             module_name = names.get(name, "").rpartition(".")[0]
-            if table == "nf4" and module_name:
+            if self.pre_quantized and table == "nf4" and module_name:
                 _make_packed(model, module_name, self.quantization_config)
+        self._take_over(model)
 
     def get_load_operations(self) -> dict[str, Any]:
         """What makes a parameter of a packed tensor and its companions."""
@@ -113,13 +112,15 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
 
 
 @contextmanager
-def by_file(info: CheckpointInfo, key_mapping: Mapping[str, str] | None, experts: ExpertsLoader) -> Iterator[None]:
-    """While entered, transformers quantizes by a FileQuantizer of this checkpoint; key_mapping as from_pretrained has it.
+def by_file(
+    info: CheckpointInfo, key_mapping: Mapping[str, str] | None, take_over: Callable[[PreTrainedModel], None]
+) -> Iterator[None]:
+    """While entered, transformers quantizes by a FileQuantizer of this checkpoint.
 
-    experts takes what it will load out of the model that transformers has made.
+    key_mapping as from_pretrained has it; take_over as FileQuantizer has it.
     """
     registered = quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED]
-    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info, key_mapping, experts)
+    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info, key_mapping, take_over)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from server.types import RequestTimings
 
 @dataclass(slots=True)
 class RequestClock:
-    """One request's times so far, in seconds; moments are of time.perf_counter()."""
+    """One request's times so far, in seconds, and its guesses; moments are of time.perf_counter()."""
 
     arrived: float
     scheduled: float | None = None
@@ -21,6 +21,8 @@ class RequestClock:
     dequant_decode: float = 0.0
     linear_prefill: float = 0.0
     linear_decode: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def schedule(self, now: float) -> None:
         """Note that the request is part of a step."""
@@ -42,6 +44,8 @@ class RequestClock:
             self.dequant_decode,
             self.linear_prefill,
             self.linear_decode,
+            self.draft_tokens,
+            self.accepted_tokens,
         )
 
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
+from collections.abc import Callable
 
+import msgspec
 import torch
 
 from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
-from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.requests import check_request
+from server.engine.runtime.exchange import ExchangeError
+from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
+from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
+from server.engine.speculation.speculator import Speculator
 from server.logs import concerning
 from server.types import (
     AdapterResult,
@@ -36,24 +42,38 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Scheduler and model runner together. Single-threaded: call step() while has_work."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        grammars: Grammars | None = None,
+        other_memory: Callable[[], list[tuple[int, int]]] | None = None,
+    ) -> None:
+        """other_memory: (bytes used, bytes) of the devices of the other ranks, where there are any."""
         self._runner = runner
+        self._other_memory = other_memory
         self._grammars = grammars
         limits = runner.limits
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
+        bound = config.max_prefill_ms
+        self._pace = None if bound is None else PrefillPace(bound / 1000)
         self._scheduler = Scheduler(
             self._blocks,
-            sequence_limit(config, runner.device),
+            sequence_limit(config, runner.device, limits.num_blocks * config.block_size),
             token_budget(config, runner.device),
             limits.max_model_len,
             config.enable_prefix_caching,
+            self._pace,
         )
         self._eos = frozenset(limits.eos_token_ids)
         self._clocks: dict[str, RequestClock] = {}
         self._step_clock = StepClock(self._runner.kernel_times)
         self._rejected: list[RequestOutput] = []
-        self._pending: AsyncStep | None = None
+        self._pending: LaunchedStep | None = None
         self._random = random.SystemRandom()
+        self._speculator: Speculator | None = None
+        if config.speculation == "lookup" and runner.step_costs is not None:
+            self._speculator = Speculator(runner.step_costs, limits.max_model_len)
 
     @property
     def has_work(self) -> bool:
@@ -63,7 +83,7 @@ class Engine:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; one that cannot run gets its error as the output of the next step."""
         try:
-            self._check(request)
+            check_request(request, self._runner.limits.vocab_size)
             own = request.sampling.seed
             seed = self._random.getrandbits(63) if own is None else own
             sequence = Sequence(request, seed, self._eos, self._adapter(request))
@@ -100,10 +120,13 @@ class Engine:
     def step(self) -> StepOutputs:
         """Run one step. A sequence whose computation fails ends with finish_reason "error"; the others go on."""
         outputs, self._rejected = self._rejected, []
+        begun = time.perf_counter()
         # Async scheduling: where the runner can, this step is launched before the last one's tokens are read.
         pending, self._pending = self._pending, None
         step = self._scheduler.schedule()
-        launched = self._runner.execute_async(step, pending) if step.chunks else None
+        # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
+        guessing = self._speculator is not None and self._speculator.plan(step)
+        launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
         if pending is None:
             self._step_clock.start()
         for sequence in step.admitted:
@@ -113,19 +136,27 @@ class Engine:
             ran = pending.step
             outputs += self._account(ran, pending.read(), {})
             self._step_clock.start()
+        if launched is None:
+            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+            if guessing and not self._has_guesses(step, planned=pending is None):
+                launched = self._runner.execute_async(step, None) if step.chunks else None
+        # What is sampled by way of grammars had to wait for the tokens of the last step.
+        if launched is not None and not launched.complete():
+            launched = None
+            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
         if launched is not None:
             self._scheduler.advance(step)
             self._pending = launched
-        else:
-            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
-            if step.chunks:
-                outputs += self._compute(step)
+        elif step.chunks:
+            outputs += self._compute(step)
+        if self._speculator is not None and (pending is None) == (launched is None):
+            self._speculator.note_time(step, time.perf_counter() - begun)
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
         clock = self._step_clock
-        adapters = self._runner.adapters
+        adapters, speculator = self._runner.adapters, self._speculator
         memory_used, memory_total = self._runner.memory.read()
         return EngineStats(
             running=self._scheduler.num_running,
@@ -142,54 +173,66 @@ class Engine:
             kernel_seconds=clock.kernels.by_kernel,
             prefix_cache_queries=self._scheduler.prefix_queries,
             prefix_cache_hits=self._scheduler.prefix_hits,
+            drafts=0 if speculator is None else speculator.drafts,
+            draft_tokens=0 if speculator is None else speculator.draft_tokens,
+            accepted_by_place=[] if speculator is None else list(speculator.accepted),
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,
+            other_device_memory=[] if self._other_memory is None else self._other_memory(),
             nf4_weight_bytes=self._runner.nf4_weight_bytes,
             lora_slots=0 if adapters is None else adapters.slots,
             running_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.RUNNING),
             waiting_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.WAITING),
         )
 
-    def _check(self, request: GenerateRequest) -> None:
-        """ValueError for what would otherwise fail inside a step, or sample from no distribution."""
-        sampling, vocabulary = request.sampling, self._runner.limits.vocab_size
-        ids = request.prompt_token_ids
-        if not ids:
-            raise ValueError("the prompt is empty")
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            raise ValueError(f"the prompt has token ids outside the vocabulary of {vocabulary}")
-        if any(not 0 <= token < vocabulary for token in sampling.logit_bias):
-            raise ValueError(f"logit_bias has token ids outside the vocabulary of {vocabulary}")
-        numbers = (
-            sampling.temperature,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.repetition_penalty,
-            *sampling.logit_bias.values(),
-        )
-        if not all(math.isfinite(number) for number in numbers):
-            raise ValueError("sampling parameters must be finite numbers")
-        if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
-            raise ValueError("temperature must be at least 0 and repetition_penalty above 0")
-        if not (0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1 and sampling.top_k >= 0):
-            raise ValueError("top_p must be in (0, 1], min_p in [0, 1] and top_k at least 0")
-        if sampling.max_tokens < 1:
-            raise ValueError("max_tokens must be at least 1")
-
     def _compute(self, step: Step) -> list[RequestOutput]:
         """Execute a scheduled step, account for it, and say what each of its requests got."""
         results, failures = self._execute(step)
         self._scheduler.advance(step)
+        if step.guesses:
+            return self._account_guesses(step, results)
         return self._account(step, results, failures)
+
+    def _has_guesses(self, step: Step, planned: bool) -> bool:
+        """Whether a step whose tokens are all known has guesses for which there are KV blocks, which are taken.
+
+        planned: whether the tokens were known already when the step was planned.
+        """
+        if planned or (self._speculator is not None and self._speculator.plan(step)):
+            self._scheduler.reserve(step)
+        return bool(step.guesses)
+
+    def _account_guesses(self, step: Step, results: list[Sampled]) -> list[RequestOutput]:
+        """_account() of a step with guesses, none of whose sequences failed as a whole."""
+        speculator = self._speculator
+        assert speculator is not None
+        firsts, others = accepted(step, results)
+        outputs = {output.request_id: output for output in self._account(step, firsts, {})}
+        for chunk in step.chunks:
+            request_id = chunk.sequence.request_id
+            found, clock = others.get(request_id), self._clocks.get(request_id)
+            if found is None:
+                continue
+            added = self._scheduler.follow(chunk.sequence, [result.token for result in found])
+            checked = len(step.guesses[request_id])
+            speculator.note_guesses(checked, added)
+            if clock is not None:  # it did not end with the step's first token
+                clock.draft_tokens += checked
+                clock.accepted_tokens += added
+            if added:
+                outputs[request_id] = outputs[request_id].followed_by(self._outputs(chunk.sequence, found[:added]))
+        return list(outputs.values())
 
     def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
         """What each request got from a step that advance() was called for; requests that ended while it ran get nothing."""
+        self._step_clock.stop()
+        if self._pace is not None:
+            self._pace.note(sum([c.length for c in step.chunks if not c.is_decode]), self._step_clock.seconds)
         alive = [chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED]
         if len(alive) < len(step.chunks):
             results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
             step = Step(alive)
-        self._step_clock.stop()
         clocks = self._clocks
         self._step_clock.share([(clocks[c.sequence.request_id], c.length, c.is_decode) for c in alive])
         sampled = step.sampled
@@ -212,9 +255,10 @@ class Engine:
         """One result for each of step.sampled, and the requests that failed with the reasons."""
         try:
             return self._runner.execute(step), {}
-        except torch.AcceleratorError:
-            raise  # the device's context is lost: only a new process helps
+        except (torch.AcceleratorError, ExchangeError):
+            raise  # the device's context is lost, or other ranks wait in the step: only a new process helps
         except Exception:
+            step.guesses = {}
             logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
         # Computing a chunk again writes the same keys and values again, so sequences that are not at fault lose nothing.
         results: list[Sampled] = []
@@ -222,7 +266,7 @@ class Engine:
         for chunk in step.chunks:
             try:
                 results += self._runner.execute(Step([chunk]))
-            except torch.AcceleratorError:
+            except (torch.AcceleratorError, ExchangeError):
                 raise
             except Exception as e:
                 failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {first_line(e)}"
@@ -240,7 +284,7 @@ class Engine:
             del self._clocks[request_id]
         return RequestOutput(
             request_id,
-            [result.token],
+            [result.token] if result.embedding is None else [],
             finish_reason,
             sequence.stop_token_id,
             None,
@@ -248,6 +292,16 @@ class Engine:
             None if logprob is None else [logprob],
             None if sequence.sampling.prompt_logprobs is None else _prompt_logprobs(sequence),
             timings,
+            result.embedding,
+        )
+
+    def _outputs(self, sequence: Sequence, results: list[Sampled]) -> RequestOutput:
+        """_output() of several tokens."""
+        logprobs = [result.logprob for result in results if result.logprob is not None]
+        return msgspec.structs.replace(
+            self._output(sequence, results[-1]),
+            new_token_ids=[result.token for result in results],
+            logprobs=logprobs or None,
         )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.tokenizer_files import load_tokenizer
+from server.engine.scheduling.sequence import Constraint
 
 CACHED_GRAMMARS = 256
 
@@ -51,16 +56,15 @@ class GrammarState:
         if self._next is not None:
             mask = self._known().allowed
             return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
-        matcher = self._own()
+        matcher = self.matcher()
         permitted = matcher.validate_tokens([token]) == 1
-        if matcher.is_error():
-            raise GrammarError(_line(matcher.get_error()))
+        check(matcher)
         return permitted
 
     @property
     def may_end(self) -> bool:
         """Whether what was generated so far is complete."""
-        return self._own().is_accepting() if self._next is None else self._known().may_end
+        return self.matcher().is_accepting() if self._next is None else self._known().may_end
 
     @property
     def done(self) -> bool:
@@ -69,27 +73,72 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """Take a generated token. One that the grammar forbids shows as GrammarError when the next one is asked for."""
-        if isinstance(self._next, Future):
-            wait([self._next])  # a matcher is used by one thread at a time
+        matcher = self.matcher()
         self._next = None
-        self._own().consume_token(token)
+        matcher.consume_token(token)
 
     def look_ahead(self) -> None:
         """Begin to find allowed() in the thread, while the model computes the next token's logits."""
         if self._next is None and self._thread is not None:
-            self._next = self._thread.submit(_look, self._own())
+            self._next = self._thread.submit(_look, self.matcher())
 
     def _known(self) -> _Next:
         if self._next is None:
-            self._next = _look(self._own())
+            self._next = _look(self.matcher())
         elif isinstance(self._next, Future):
             self._next = self._next.result()
         return self._next
 
-    def _own(self) -> LLMatcher:
+    def matcher(self) -> LLMatcher:
+        """The sequence's own matcher. Raises GrammarError; waits until the grammar is compiled, and for look_ahead()."""
+        if isinstance(self._next, Future):
+            wait([self._next])  # a matcher is used by one thread at a time
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
         return self._matcher
+
+
+def fill_masks(constraints: Sequence[Constraint], masks: npt.NDArray[np.int32]) -> dict[int, GrammarError]:
+    """Write what each constraint allows next into its row of masks, all at once on several threads.
+
+    masks: int32 [constraints, ceil(vocabulary / 32)], contiguous; bit i of word i // 32 is token i. The errors of the
+    rows that could not be filled, which stay as they were.
+    """
+    matchers: list[tuple[LLMatcher, int]] = []
+    errors: dict[int, GrammarError] = {}
+    for row, constraint in enumerate(constraints):
+        assert isinstance(constraint, GrammarState)
+        try:
+            matcher = constraint.matcher()
+            check(matcher)
+        except GrammarError as e:
+            errors[row] = e
+            continue
+        matchers.append((matcher, row))
+    width = masks.shape[1] * masks.itemsize
+    if len(matchers) == 1:
+        ((matcher, row),) = matchers
+        matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * width, width)
+    elif matchers:
+        _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, width, masks.shape[0])
+    for matcher, row in matchers:
+        try:
+            check(matcher)
+        except GrammarError as e:
+            errors[row] = e
+    return errors
+
+
+def check(matcher: LLMatcher) -> None:
+    """Raise GrammarError where a matcher can go no further."""
+    if matcher.is_error():
+        raise GrammarError(_line(matcher.get_error()))
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    """The threads that find masks."""
+    return LLExecutor()
 
 
 class _Next(NamedTuple):
@@ -101,8 +150,7 @@ class _Next(NamedTuple):
 
 def _look(matcher: LLMatcher) -> _Next:
     mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        raise GrammarError(_line(matcher.get_error()))
+    check(matcher)
     return _Next(mask, matcher.is_accepting())
 
 
@@ -152,8 +200,7 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         # llguidance's limits bound time and memory of compilation and of each mask.
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if matcher.is_error():
-            raise GrammarError(_line(matcher.get_error()))
+        check(matcher)
         # A grammar may compile and have no text at all: definitions that only name each other, for one.
         matcher.compute_bitmask()
         if matcher.is_error():

@@ -38,21 +38,19 @@ class EngineCollector(Collector):
             ),
             ("kv_cache_blocks", "Blocks of the KV cache.", stats.kv_blocks_total),
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
-            (
-                "device_memory_used_bytes",
-                "Memory in use: the GPU's, or on CPU the engine's.",
-                stats.device_memory_used,
-            ),
-            (
-                "device_memory_total_bytes",
-                "Memory in total: the GPU's, or on CPU the machine's.",
-                stats.device_memory_total,
-            ),
         )
+        yield from self._memory(stats)
         yield from self._counters(
             ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("spec_decode_num_drafts", "Times that a sequence had guesses checked in a step.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Guesses that were checked.", stats.draft_tokens),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Guesses that were checked and right.",
+                sum(stats.accepted_by_place),
+            ),
             ("graph_replays", "CUDA graphs replayed since the engine started.", stats.graph_replays),
             ("engine_restarts", "How often the engine was restarted.", restarts),
             (
@@ -63,6 +61,8 @@ class EngineCollector(Collector):
             ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
         )
         yield self._kernels(stats.kernel_seconds)
+        if stats.accepted_by_place:
+            yield self._accepted(stats.accepted_by_place)
         if stats.lora_slots:
             yield self._adapters(stats)
 
@@ -70,6 +70,21 @@ class EngineCollector(Collector):
         for name, text, value in rows:
             family = GaugeMetricFamily(f"nf4_{name}", text, labels=["model_name"])
             family.add_metric([self._model], value)
+            yield family
+
+    def _memory(self, stats: EngineStats) -> Iterator[Metric]:
+        """A series for each rank of tensor parallelism; without it one, as ever without that label."""
+        ranks = [(stats.device_memory_used, stats.device_memory_total), *stats.other_device_memory]
+        for index, (name, text) in enumerate(
+            (
+                ("used", "Memory in use: the GPU's, or on CPU the engine's."),
+                ("total", "Memory in total: the GPU's, or on CPU the machine's."),
+            )
+        ):
+            labels = ["model_name", "rank"][: min(2, len(ranks))]
+            family = GaugeMetricFamily(f"nf4_device_memory_{name}_bytes", text, labels=labels)
+            for rank, values in enumerate(ranks):
+                family.add_metric([self._model, str(rank)][: len(labels)], values[index])
             yield family
 
     def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
@@ -86,6 +101,16 @@ class EngineCollector(Collector):
         )
         for kernel, value in sorted(seconds.items()):
             family.add_metric([self._model, *kind_and_variant(kernel)], value)
+        return family
+
+    def _accepted(self, by_place: list[int]) -> Metric:
+        family = CounterMetricFamily(
+            "nf4_spec_decode_num_accepted_tokens_per_pos",
+            "Guesses that were checked and right, by their place among a sequence's guesses of a step, from 0 on.",
+            labels=["model_name", "position"],
+        )
+        for place, count in enumerate(by_place):
+            family.add_metric([self._model, str(place)], count)
         return family
 
     def _adapters(self, stats: EngineStats) -> Metric:

@@ -185,15 +185,15 @@ class Metrics:
         if output.timings is not None:
             timeline.timings = output.timings
         count = len(output.new_token_ids)
+        if output.embedding is not None:
+            self._prompt_computed(timeline, output)
         if not count:
             return
         now = time.monotonic()
         if timeline.last_token is None:
             timeline.first_token = now
-            timeline.cached_tokens = output.num_cached_tokens
             self._time_to_first_token.observe(now - timeline.arrival)
-            self.prompt_tokens.inc(timeline.prompt_tokens)
-            self.cached_tokens.inc(output.num_cached_tokens)
+            self._prompt_computed(timeline, output)
         else:
             # A step that yields several tokens at once spreads its time over them.
             interval = (now - timeline.last_token) / count
@@ -202,6 +202,11 @@ class Metrics:
         timeline.last_token = now
         timeline.generation_tokens += count
         self.generation_tokens.inc(count)
+
+    def _prompt_computed(self, timeline: RequestTimeline, output: RequestOutput) -> None:
+        timeline.cached_tokens = output.num_cached_tokens
+        self.prompt_tokens.inc(timeline.prompt_tokens)
+        self.cached_tokens.inc(output.num_cached_tokens)
 
     def sequence_finished(self, timeline: RequestTimeline) -> None:
         """Count a sequence that has ended; its finish_reason must be set."""

@@ -126,7 +126,8 @@ class Tracing:
         if timeline.timings is not None:
             timings = timeline.timings
             for name in timings.__struct_fields__:
-                found[f"nf4.{name}_s"] = getattr(timings, name)
+                unit = "" if name in ("draft_tokens", "accepted_tokens") else "_s"
+                found[f"nf4.{name}{unit}"] = getattr(timings, name)
         return found
 
 

@@ -19,6 +19,8 @@ SHARED = frozenset({
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens"),
     *("request_generation_tokens", "request_params_max_tokens", "request_params_n"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    "spec_decode_num_accepted_tokens_per_pos",
     *("request_max_num_generation_tokens", "request_prefill_kv_computed_tokens", "iteration_tokens_total"),
 })  # fmt: skip
 """Names of metrics (counters without _total) that mean here what they mean in vLLM, without their prefixes."""

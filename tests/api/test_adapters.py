@@ -28,10 +28,10 @@ FIXED = "fixed"
 
 
 @pytest.fixture(scope="module")
-def adapters(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of two adapters of the embedded model."""
     folder = tmp_path_factory.mktemp("adapters")
-    model = Reference(embedded_folder).model
+    model = reference.model
     save_adapter(model, folder / "one", 1, 0.03, r=16, lora_alpha=16, target_modules=ALL_PROJECTIONS)
     save_adapter(model, folder / "two", 2, 0.03, r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
     return folder
@@ -95,10 +95,10 @@ def test_models_say_whose_adapters_they_are(http: httpx.Client, adapters: Path) 
 def test_every_endpoint_takes_an_adapters_name(http: httpx.Client) -> None:
     text = "Tell me a story about a fox that"
     bodies = {
-        "/v1/completions": {"prompt": text, "max_tokens": 32, "temperature": 0},
-        "/v1/chat/completions": {"messages": user(text), "max_tokens": 32, "temperature": 0},
-        "/v1/responses": {"input": text, "max_output_tokens": 32, "temperature": 0},
-        "/v1/messages": {"messages": user(text), "max_tokens": 32, "temperature": 0},
+        "/v1/completions": {"prompt": text, "max_tokens": 16, "temperature": 0},
+        "/v1/chat/completions": {"messages": user(text), "max_tokens": 16, "temperature": 0},
+        "/v1/responses": {"input": text, "max_output_tokens": 16, "temperature": 0},
+        "/v1/messages": {"messages": user(text), "max_tokens": 16, "temperature": 0},
     }
     for path, body in bodies.items():
         answers = [http.post(path, json={"model": model} | body).raise_for_status().json() for model in (MODEL, FIXED)]
@@ -114,7 +114,7 @@ def test_every_endpoint_takes_an_adapters_name(http: httpx.Client) -> None:
 
 def test_load_and_unload_while_a_stream_runs(http: httpx.Client, adapters: Path) -> None:
     base, fixed = answer(http, MODEL), answer(http, FIXED)
-    body = chat_body(model="two", messages=CHATS[0], max_tokens=150, stream=True, ignore_eos=True)
+    body = chat_body(model="two", messages=CHATS[0], max_tokens=80, stream=True, ignore_eos=True)
     assert load(http, "two", adapters / "two").text == "Success: LoRA adapter 'two' added successfully."
     alone = answer(http, "two")
     assert len({base, fixed, alone}) == 3
@@ -143,7 +143,7 @@ def test_two_adapters_and_the_base_in_one_batch(http: httpx.Client, adapters: Pa
     with ExitStack() as streams:
         lines: dict[str, Iterator[str]] = {}
         for name in names:
-            body = chat_body(model=name, messages=CHATS[0], max_tokens=120, stream=True, ignore_eos=True)
+            body = chat_body(model=name, messages=CHATS[0], max_tokens=60, stream=True, ignore_eos=True)
             stream = streams.enter_context(http.stream("POST", "/v1/chat/completions", json=body))
             lines[name] = (line for line in stream.iter_lines() if line.startswith("data: {"))
             next(lines[name])

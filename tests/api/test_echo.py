@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 import torch
@@ -19,9 +17,8 @@ def body(**options: object) -> dict[str, object]:
     return {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "temperature": 0, "echo": True} | options
 
 
-def test_log_probabilities_are_those_of_transformers(http: httpx.Client, embedded_folder: Path) -> None:
+def test_log_probabilities_are_those_of_transformers(http: httpx.Client, reference: Reference) -> None:
     """A prompt longer than a step; asked twice, as the second time its blocks are in the cache."""
-    reference = Reference(embedded_folder)
     ids = reference.tokenizer(PROMPT)["input_ids"]
     assert len(ids) > 600
     with torch.inference_mode():
@@ -71,9 +68,8 @@ def test_prompts_of_ids_and_others_meanwhile(http: httpx.Client) -> None:
     assert len({answer.result().json()["choices"][0]["text"] for answer in plain}) == 1
 
 
-def test_prompt_logprobs(http: httpx.Client, embedded_folder: Path) -> None:
+def test_prompt_logprobs(http: httpx.Client, reference: Reference) -> None:
     """vLLM's shape: by token id, the token and the likeliest ones, with their ranks."""
-    reference = Reference(embedded_folder)
     ids = reference.tokenizer(PROMPT)["input_ids"][:40]
     with torch.inference_mode():
         expected = reference.model(torch.tensor([ids])).logits[0].log_softmax(-1)

@@ -1,6 +1,7 @@
 """schemathesis over the server's own OpenAPI document: no fault, no status and no shape that it does not name.
 
-FUZZ_CASES says how many cases there are in all; `make fuzz` takes 2000.
+FUZZ_CASES says how many cases there are in all; `make fuzz` takes 2000. The model has two small layers with random
+weights: what is looked for is in the API, and answers without a limit end soon.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,12 +24,13 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.api.conftest import MODEL, metric
+from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, start_server
 
 CASES = int(os.environ.get("FUZZ_CASES", "150"))
 OPERATIONS = [
     *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")),
-    *(("POST", path) for path in ("/v1/messages/count_tokens", "/tokenize", "/detokenize")),
+    *(("POST", path) for path in ("/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")),
     *(("POST", path) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/{name}", "/health", "/ping", "/version", "/metrics")),
 ]
@@ -37,12 +40,13 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def fuzzed(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server of its own: short contexts, so that cases without a limit end soon; adapters may be loaded."""
     os.environ["NF4_ENGINE__ALLOW_RUNTIME_LORA"] = "true"
     try:
-        log = tmp_path_factory.mktemp("fuzzed") / "log"
-        with start_server(log, "--max-model-len", "128") as running:
+        folder = tmp_path_factory.mktemp("fuzzed")
+        config = write_random_model(folder, embedded_folder)
+        with start_server(folder / "log", "--config", str(config), "--max-model-len", "128") as running:
             yield running
     finally:
         del os.environ["NF4_ENGINE__ALLOW_RUNTIME_LORA"]

@@ -6,6 +6,9 @@ import pytest
 
 from bench.faults import drain, kills, overload
 
+# tests/api/test_lifecycle.py shows the same of one request each.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _model(embedded_folder: object) -> None:

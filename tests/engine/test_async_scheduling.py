@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.batch import Batch, build_batch
+from server.engine.grammar import Grammars
+from server.engine.runtime.batch import build_batch
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
+from server.engine.runtime.limits import ModelLimits
+from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
-from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
+from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import PLACEHOLDER
 from server.types import RequestOutput
@@ -27,39 +33,32 @@ CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens
 MODEL = tiny_model("llama")
 
 
-@dataclass
-class PendingStep:
-    """Stands for a step on a device: the next step sees its tokens, and the host only by read()."""
-
-    step: Step
-    tokens: list[int]
-
-    def read(self) -> list[Sampled]:
-        return [Sampled(token) for token in self.tokens]
-
-
 class AsyncRunner(ModelRunner):
-    """Launches every decode step of raw logits, as a GPU's runner does; launched counts them."""
+    """Launches every decode step, as a GPU's runner does; launched counts them."""
 
     launched = 0
 
+    def __init__(self, paged: PagedModel, limits: ModelLimits) -> None:
+        super().__init__(paged, limits, sampler=DeviceSampler(limits.vocab_size, paged.device))
+
     @torch.inference_mode()
-    def execute_async(self, step: Step, previous: Any) -> Any:
-        if not all(c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks):
+    def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
+        if not all(c.samples and c.length == 1 for c in step.chunks):
             return None
         batch = build_batch(step, self._paged.block_size, self.device)
         if previous is not None:
-            tokens = {id(c.sequence): t for c, t in zip(previous.step.sampled, previous.tokens, strict=True)}
+            tokens = {id(c.sequence): int(t) for c, t in zip(previous.step.sampled, previous.tokens, strict=True)}
             ids = [
                 tokens[id(c.sequence)] if i == PLACEHOLDER else i
                 for c, i in zip(step.chunks, batch.ids.tolist(), strict=True)
             ]
-            batch = Batch(torch.tensor(ids), *(getattr(batch, n) for n in list(Batch.__dataclass_fields__)[1:]))
+            batch = replace(batch, ids=torch.tensor(ids))
         assert PLACEHOLDER not in batch.ids.tolist()
         self.launched += 1
         logits = self._paged.run(batch)
-        sequences = [c.sequence for c in step.chunks]
-        return PendingStep(step, sample_by_inversion(logits, sequences, logits.argmax(-1)).tolist())
+        best, greedy = logits.max(-1)
+        assert self._sampler is not None
+        return OptionsStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler, None)
 
 
 def make_engine(kind: type[ModelRunner], **changes: Any) -> tuple[Engine, Any]:
@@ -78,6 +77,25 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": 12, "max_tokens": 6, "temperature": 1.0, "seed": 4},
     {"prompt": 5, "max_tokens": 33, "temperature": 0.9, "top_p": 0.8, "seed": 5},
     {"prompt": 21, "max_tokens": 28},
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"prompt": 9, "max_tokens": 20, "repetition_penalty": 1.3, "logprobs": 3},
+    {"prompt": 30, "max_tokens": 12, "presence_penalty": 0.9, "frequency_penalty": 0.3, "temperature": 1.0, "seed": 1},
+    {"prompt": 3, "max_tokens": 30, "logprobs": 0},
+    {"prompt": 17, "max_tokens": 25},
+    {"prompt": 12, "max_tokens": 30, "logit_bias": {5: 3.0, 9: -100.0, 77: 2.5}, "temperature": 1.1, "seed": 2},
+    {"prompt": 5, "max_tokens": 33, "min_tokens": 21, "stop_token_ids": tuple(range(0, VOCABULARY, 3)), "logprobs": 5},
+    {"prompt": 21, "max_tokens": 28, "temperature": 0.9, "top_p": 0.8, "top_k": 20, "seed": 5, "logprobs": 20},
+    {"prompt": 8, "max_tokens": 18, "repetition_penalty": 0.8, "logit_bias": {3: 4.0}, "min_tokens": 9, "logprobs": 1},
+    {
+        "prompt": 33,
+        "max_tokens": 22,
+        "frequency_penalty": 1.5,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "seed": 3,
+    },
 ]
 
 
@@ -123,6 +141,108 @@ def test_async_scheduling_changes_no_answer(blocks: int | None, stop: bool) -> N
     assert engine.stats().kv_blocks_used == 0
     assert engine.stats().preemptions > 0 or blocks is None or stop
     assert runner.launched > 5
+
+
+# With "seen" the prompt is in the prefix cache, so that its last token alone is computed, in a step like those of decode.
+@pytest.mark.parametrize("blocks", [None, 34])
+@pytest.mark.parametrize("seen", [False, True])
+def test_options_stay_within_async_scheduling(blocks: int | None, seen: bool, caplog: pytest.LogCaptureFixture) -> None:
+    requests = [make_request(**options) for options in OPTIONS for _ in range(2)]
+    expected = run(make_engine(ModelRunner)[0], requests)
+    changes = {} if blocks is None else {"kv_cache_bytes": blocks * 768 * 4, "max_model_len": 100}
+    engine, runner = make_engine(AsyncRunner, **changes)
+    if seen:
+        run(engine, [make_request(9, max_tokens=1), make_request(17, max_tokens=1), make_request(33, max_tokens=1)])
+    got = run(engine, requests)
+    for request in requests:
+        mine, theirs = got[request.request_id], expected[request.request_id]
+        assert tokens(mine) == tokens(theirs)
+        assert [o.finish_reason for o in mine] == [o.finish_reason for o in theirs]
+        # Other batches sum in another order, so that log-probabilities differ by rounding.
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a.logprobs is None) == (b.logprobs is None) == (request.sampling.logprobs is None)
+            for one, other in zip(a.logprobs or [], b.logprobs or [], strict=True):
+                assert one.token_id == other.token_id
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [t for t, _ in one.top] == [t for t, _ in other.top]
+                assert [v for _, v in one.top] == pytest.approx([v for _, v in other.top], abs=1e-4)
+    assert engine.stats().preemptions > 0 or blocks is None
+    assert engine.stats().kv_blocks_used == 0
+    assert runner.launched > 50
+    assert not caplog.records
+
+
+def test_options_survive_aborts_beside_them() -> None:
+    rng = random.Random(1)
+    requests = [make_request(**options) for options in OPTIONS]
+    expected = run(make_engine(ModelRunner)[0], requests)
+    for _ in range(6):
+        engine, _runner = make_engine(AsyncRunner)
+        aborted = {rng.randrange(1, 30): rng.choice(requests).request_id for _ in range(3)}
+        got = run(engine, requests, aborted)
+        for request in requests:
+            mine, theirs = tokens(got[request.request_id]), tokens(expected[request.request_id])
+            assert mine == (theirs[: len(mine)] if request.request_id in aborted.values() else theirs)
+
+
+GRAMMARS = [
+    LLMatcher.grammar_from_regex("([a-z]{1,9} ){1,30}"),
+    LLMatcher.grammar_from_json_schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}),
+    LLMatcher.grammar_from_regex("[ab]{4,9}"),
+]
+
+
+def test_grammars_stay_within_async_scheduling(embedded_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    vocabulary, end = 49152, 2
+    model = tiny_model("llama", vocab_size=vocabulary)
+    requests = [
+        make_request(5 + i, max_tokens=24, grammar=GRAMMARS[i % 3] if i != 4 else None, **options)
+        for i, options in enumerate(
+            [
+                {},
+                {"temperature": 1.0, "seed": 1, "logprobs": 2},
+                {"repetition_penalty": 1.2, "logprobs": 1},
+                {"temperature": 0.8, "top_p": 0.9, "seed": 2},
+                {"temperature": 1.0, "seed": 3},
+                {"temperature": 1.0, "seed": 4, "presence_penalty": 0.5, "min_tokens": 6},
+            ]
+        )
+    ]
+    found = []
+    for kind in (ModelRunner, AsyncRunner):
+        plain = build_runner(copy.deepcopy(model), CONFIG)
+        runner = kind(plain._paged, plain.limits)
+        engine = Engine(runner, CONFIG, Grammars(embedded_folder, vocabulary, end))
+        found.append(run(engine, requests))
+    assert isinstance(runner, AsyncRunner)
+    assert runner.launched > 15
+    assert not caplog.records
+    for request in requests:
+        assert tokens(found[0][request.request_id]) == tokens(found[1][request.request_id])
+        assert [o.error for o in found[1][request.request_id]] == [None] * len(found[1][request.request_id])
+    assert any(found[1][r.request_id][-1].finish_reason == "stop" for r in requests)
+
+
+def test_what_fails_to_launch_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [make_request(**options) for options in OPTIONS]
+    expected = run(make_engine(ModelRunner)[0], requests)
+    engine, runner = make_engine(AsyncRunner)
+    launch, steps = runner.execute_async, itertools.count()
+
+    def faulty(step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
+        launched: LaunchedStep | None = launch(step, previous)
+        number = next(steps)
+        if number % 7 == 3:
+            return None
+        if launched is not None and number % 7 == 5:
+            monkeypatch.setattr(launched, "_launched", None)
+            monkeypatch.setattr(launched, "_sampler", None)
+        return launched
+
+    monkeypatch.setattr(runner, "execute_async", faulty)
+    got = run(engine, requests)
+    assert all(tokens(got[r.request_id]) == tokens(expected[r.request_id]) for r in requests)
+    assert next(steps) > 20
 
 
 def test_aborted_requests_get_nothing_more_and_the_others_everything() -> None:

@@ -6,18 +6,21 @@ import json
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from server.checkpoint.dummy import dummy_model
-from server.config import EngineConfig
+from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.preparation.trial_steps import TRIAL_TOLERANCES
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling import inverse_cdf
+from server.engine.runtime.sampling.device_options import DeviceOptions
+from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
 from server.engine.runtime.sampling.sampler import sample
 from server.types import GenerateRequest
@@ -33,7 +36,7 @@ pytestmark = [
 @pytest.mark.parametrize(("heads", "dim", "block_size"), [(8, 128, 16), (3, 64, 4), (1, 256, 1)])
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_write_kv_writes_its_slots_and_nothing_else(heads: int, dim: int, block_size: int, tokens: int) -> None:
-    from server.engine.runtime.attention.kv_write import write_kv
+    from server.engine.runtime.attention.kernels.kv_write import write_kv
 
     blocks = 320 // block_size
     cache = torch.full((blocks, 2, block_size, heads, dim), -77.0, dtype=torch.bfloat16, device="cuda")
@@ -89,6 +92,38 @@ def test_penalties_on_the_device_are_those_of_the_host() -> None:
             sequence.append(token, 1000)
 
 
+def test_options_on_the_device_are_those_of_the_host() -> None:
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "logprobs": 3},
+        {},
+        {"frequency_penalty": 0.5, "logit_bias": {7: 3.0, 9: -100.0}},
+        {"min_tokens": 2, "stop_token_ids": tuple(range(0, 2000, 2)), "logprobs": 0},
+    ]
+    sequences = [make_sequence(index % 7 + 1, **options[index % 5]) for index in range(40)]
+    on_device = DeviceSampler(2000, torch.device("cuda", 0))
+    newest: torch.Tensor | None = None
+    for step in range(5):
+        logits = torch.randn(len(sequences), 2000)
+        expected = sample(logits.clone(), sequences)
+        given = logits.cuda()
+        best, greedy = given.max(-1)
+        if step == 4:  # everything has been compiled and allocated
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = on_device.launch(ModelOutput(given, (best, greedy), newest), sequences)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        newest = launched.tokens
+        for sequence, one, other in zip(sequences, launched.read(), expected, strict=True):
+            assert one.token == other.token
+            assert (one.logprob is None) == (other.logprob is None)
+            if one.logprob is not None and other.logprob is not None:
+                assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
+                assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
+            sequence.append(other.token, 1000)
+
+
 def make_engine(folder: Path, **changes: object) -> tuple[Engine, ModelRunner]:
     settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL
     (folder / "config.json").write_text(json.dumps(settings))
@@ -98,6 +133,26 @@ def make_engine(folder: Path, **changes: object) -> tuple[Engine, ModelRunner]:
     ).model_copy(update=changes)
     runner = build_runner(model, config)
     return Engine(runner, config), runner
+
+
+def test_options_within_async_scheduling_change_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.2, "logprobs": 2},
+        {"presence_penalty": 0.5, "temperature": 0.9, "seed": 1},
+        {"logit_bias": {5: 3.0}, "min_tokens": 9},
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 2},
+    ]
+    requests = [make_request(5 + index, max_tokens=30, **options[index % 5]) for index in range(10)]
+    engine, _ = make_engine(tmp_path)
+    expected = run_together(engine, *requests)
+    monkeypatch.setenv(ASYNC_OPTIONS_VARIABLE, "1")
+    engine, runner = make_engine(tmp_path)
+    assert not runner.looks_ahead
+    assert DeviceOptions.penalize_rows is not None  # the kernels agree with torch's operations
+    found = run_together(engine, *requests)
+    for request in requests:
+        assert tokens(found[request.request_id]) == tokens(expected[request.request_id])
 
 
 def test_layers_run_compiled_for_any_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.decode import (
+from server.engine.runtime.attention.kernels.decode import (
     FIELDS,
     HEADER,
     SMALLEST_PART,
@@ -20,7 +20,7 @@ from server.engine.runtime.attention.decode import (
     layout,
     split_keys,
 )
-from server.engine.runtime.attention.device_tables import DeviceTables
+from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.batch import Spans
 from server.engine.scheduling.block_tables import BlockTables
 

@@ -12,10 +12,10 @@ import torch
 from nf4_kernels.reference import untile_activations
 from server.engine.runtime.attention import flashinfer
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
-from server.engine.runtime.attention.decode import DecodeAttention
 from server.engine.runtime.attention.factory import long_chunks_kernels
 from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
-from server.engine.runtime.attention.flashinfer_graphs import Kind
+from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
@@ -173,7 +173,7 @@ def check_decode(
     turned = (query, key) if rotary is None else [rotated(x, rotary, i) for i, x in enumerate((query, key))]
     expected = reference.attend(0, turned[0].float(), turned[1].float(), value.float(), options)
     decode.plan(Spans.of(spans), count)
-    found = decode.attend(cache, query, key, value, options, rotary, sinks=sinks)
+    found = decode.attend(LayerCache(cache, None), query, key, value, options, rotary, sinks=sinks)
     assert (found - expected).abs().max() < (0.03 if dtype is torch.bfloat16 else 0.005)
     keys, values = cache.transpose(1, 2).flatten(0, 1)[slots].unbind(1)
     assert torch.equal(values, value)
@@ -181,12 +181,14 @@ def check_decode(
     torch.testing.assert_close(keys.double(), turned[1].double(), atol=1e-6, rtol=torch.finfo(dtype).eps / 1.99)
     assert not partials.arrived.any()
     for _ in range(20):
-        assert torch.equal(decode.attend(cache, query, key, value, options, rotary, sinks=sinks), found)
+        assert torch.equal(
+            decode.attend(LayerCache(cache, None), query, key, value, options, rotary, sinks=sinks), found
+        )
     width = shape.heads * shape.key_dim
     for tile in tiles:
         # Freed at once: the next tensor of its size lies there.
         torch.full((-(-count // tile), width // 64, tile, 64), torch.nan, dtype=dtype, device=DEVICE)
-        tiled = decode.attend(cache, query, key, value, options, rotary, tile, sinks)
+        tiled = decode.attend(LayerCache(cache, None), query, key, value, options, rotary, tile, sinks)
         assert torch.equal(untile_activations(tiled, count, width), found.flatten(1))
 
 

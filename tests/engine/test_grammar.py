@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
 
-from server.engine.grammar import GrammarError, Grammars
-from server.engine.runtime.sampling.sampler import sample
+from server.engine.grammar import GrammarError, Grammars, fill_masks
+from server.engine.runtime.sampling.device_sampler import DeviceSampler
+from server.engine.runtime.sampling.sampler import Sampled, sample
 from server.engine.scheduling.sequence import Sequence
 from server.text.tokenizer import Tokenizer
 from server.types import GenerateRequest, SamplingParams
 
 VOCABULARY, END = 49152, 2
+Choose = Callable[[torch.Tensor, list[Sequence]], list[Sampled]]
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "日本"]}},
@@ -27,9 +31,15 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["tried", "looked-ahead"])
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "looked-ahead"])
 def grammars(embedded_folder: Path, request: pytest.FixtureRequest) -> Grammars:
     return Grammars(embedded_folder, VOCABULARY, END, look_ahead=request.param)
+
+
+@pytest.fixture(params=["tried", "masked"])
+def choose(request: pytest.FixtureRequest) -> Choose:
+    """The samplers: one asks about a token first, one finds all permitted ones."""
+    return sample if request.param == "tried" else DeviceSampler(VOCABULARY, torch.device("cpu")).sample
 
 
 def sequence(grammars: Grammars, grammar: str | None, seed: int, **options: object) -> Sequence:
@@ -40,7 +50,7 @@ def sequence(grammars: Grammars, grammar: str | None, seed: int, **options: obje
     return made
 
 
-def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_folder: Path) -> None:
+def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_folder: Path, choose: Choose) -> None:
     tokenizer = Tokenizer.load(embedded_folder)
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA, defaults={"whitespace_flexible": False})
     random.seed()
@@ -49,7 +59,7 @@ def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_
     for _ in range(60):
         running = [s for s in rows if s.finish_reason is None]
         logits = torch.randn(len(running) + 1, VOCABULARY) * 3
-        for chosen, result in zip([*running, free], sample(logits, [*running, free]), strict=True):
+        for chosen, result in zip([*running, free], choose(logits, [*running, free]), strict=True):
             assert result.error is None
             chosen.append(result.token, 4096)
     for ended in rows:
@@ -59,12 +69,12 @@ def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_
     assert free.num_generated == 60 or free.finish_reason == "stop"
 
 
-def test_the_end_may_come_only_where_the_text_may_end(grammars: Grammars) -> None:
+def test_the_end_may_come_only_where_the_text_may_end(grammars: Grammars, choose: Choose) -> None:
     wanting = sequence(grammars, LLMatcher.grammar_from_regex("[ab]{4,}"), 1)
     for _ in range(8):
         logits = torch.zeros(1, VOCABULARY)
         logits[0, END] = 100.0
-        token = sample(logits, [wanting])[0].token
+        token = choose(logits, [wanting])[0].token
         wanting.append(token, 4096)
         if token == END:
             break
@@ -92,7 +102,7 @@ def test_single_tokens_are_permitted_as_the_mask_says(grammars: Grammars) -> Non
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.999999}], ids=["tried first", "masked first"])
 def test_sampled_tokens_keep_the_share_that_permitted_tokens_have(
-    grammars: Grammars, options: dict[str, float]
+    grammars: Grammars, options: dict[str, float], choose: Choose
 ) -> None:
     grammar = LLMatcher.grammar_from_regex("[abc]")
     states = [sequence(grammars, grammar, seed, **options) for seed in range(600)]
@@ -104,34 +114,73 @@ def test_sampled_tokens_keep_the_share_that_permitted_tokens_have(
     logits[0, 5000:5100] = 0.0  # without the grammar nine in ten samples are none of the three
     expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0]), 0) * len(states)
     sampled = [
-        result.token for i in range(0, 600, 200) for result in sample(logits.repeat(200, 1), states[i : i + 200])
+        result.token for i in range(0, 600, 200) for result in choose(logits.repeat(200, 1), states[i : i + 200])
     ]
     counts = torch.tensor([float(sampled.count(token)) for token in permitted])
     assert counts.sum() == len(states)
     assert ((counts - expected) ** 2 / expected).sum() < 18.4  # chi-square, 2 degrees of freedom: p = 1e-4
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sampled_tokens_depend_on_nothing_but_the_seed(embedded_folder: Path, temperature: float) -> None:
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 40}])
+def test_sampled_tokens_depend_on_nothing_but_the_seed(grammars: Grammars, options: dict[str, float]) -> None:
     grammar = LLMatcher.grammar_from_regex("[a-e ]+")
     texts = []
-    for ahead, logprobs in ((False, None), (True, None), (False, 2)):
-        own = sequence(
-            Grammars(embedded_folder, VOCABULARY, END, ahead), grammar, 7, logprobs=logprobs, temperature=temperature
-        )
+    for found_before, on_device, logprobs in (
+        (False, False, None),
+        (True, False, None),
+        (False, False, 2),
+        (False, True, 2),
+    ):
+        own = sequence(grammars, grammar, 7, logprobs=logprobs, **options)
+        choose = DeviceSampler(VOCABULARY, torch.device("cpu")).sample if on_device else sample
         torch.manual_seed(5)
         for _ in range(12):
-            result = sample(torch.randn(1, VOCABULARY) * 2, [own])[0]
+            result = choose(torch.randn(1, VOCABULARY) * 2, [own])[0]
             if own.constraint is not None and logprobs is not None:
                 assert result.logprob is not None
                 assert all(own.constraint.permits(token) for token, _ in result.logprob.top)
             own.append(result.token, 4096)
             if own.finish_reason is not None:
                 break
-            if ahead and own.constraint is not None:
+            if found_before and own.constraint is not None:
                 own.constraint.allowed()  # known before the next token is sampled
         texts.append(own.tokens)
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def test_each_of_many_is_bound_by_its_own_grammar(grammars: Grammars, choose: Choose) -> None:
+    bound = [
+        sequence(grammars, LLMatcher.grammar_from_regex(f"[{letters}]{{9}}"), seed, logprobs=2)
+        for seed, letters in enumerate(["a-z ", "bc", "d-y", "a-f", "0-9", "A-Z"])
+    ]
+    logits = torch.randn(len(bound), VOCABULARY) * 2
+    constraints = [s.constraint for s in bound if s.constraint is not None]
+    for row in (1, 3, 4):  # the first token that is tried is a permitted one in every other row
+        permitted = next(token for token in range(VOCABULARY) if constraints[row].permits(token))
+        logits[row, permitted] = 50.0
+    for constraint, result in zip(constraints, choose(logits, bound), strict=True):
+        assert result.logprob is not None
+        assert all(constraint.permits(token) for token in (result.token, *(t for t, _ in result.logprob.top)))
+
+
+def test_masks_of_many_are_those_of_each(grammars: Grammars) -> None:
+    states = [grammars.start(LLMatcher.grammar_from_regex(f"[a-{letter}]+x?")) for letter in "bcdefgh"]
+    masks = np.zeros((len(states), VOCABULARY // 32), np.int32)
+    assert fill_masks(states, masks) == {}
+    assert [row.tobytes() for row in masks] == [state.allowed()[: VOCABULARY // 8] for state in states]
+    assert len({row.tobytes() for row in masks}) == len(states)
+
+
+def test_a_sequence_that_leaves_its_grammar_ends_alone(grammars: Grammars) -> None:
+    good, bad = (sequence(grammars, LLMatcher.grammar_from_regex("[a-z]{9}"), seed) for seed in range(2))
+    assert bad.constraint is not None
+    bad.constraint.accept(20)
+    alone, failed = DeviceSampler(VOCABULARY, torch.device("cpu")).sample(torch.randn(2, VOCABULARY), [good, bad])
+    assert alone.error is None
+    assert good.constraint is not None
+    assert good.constraint.permits(alone.token)
+    assert failed.error is not None
+    assert failed.error.startswith("the model failed: GrammarError: ")
 
 
 def test_a_search_that_has_not_begun_is_given_up(embedded_folder: Path) -> None:

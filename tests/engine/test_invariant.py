@@ -9,6 +9,7 @@ from server.config import EngineConfig
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.limits import EngineConfigError
+from server.engine.runtime.preparation import assembly
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.models import tiny_model
 
@@ -35,3 +36,11 @@ def test_it_needs_cuda(eager: bool) -> None:
     config = EngineConfig(device="cpu", max_model_len=64, batch_invariant=True, enforce_eager=eager)
     with pytest.raises(EngineConfigError, match="batch_invariant needs CUDA"):
         build_runner(tiny_model("qwen3"), config)
+
+
+def test_it_needs_a_backend_with_graphs() -> None:
+    config = EngineConfig(device="cpu", max_model_len=64, enforce_eager=True)
+    runner = build_runner(tiny_model("qwen3"), config)
+    invariant = config.model_copy(update={"batch_invariant": True})
+    with pytest.raises(EngineConfigError, match="batch_invariant needs CUDA graphs"):
+        assembly._prepare_steps(runner._paged, runner.limits, invariant, lambda *_: None)

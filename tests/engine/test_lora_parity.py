@@ -50,6 +50,7 @@ def expected(embedded_folder: Path, adapters: Path) -> dict[tuple[str | None, in
     return answers
 
 
+@pytest.mark.slow  # test_lora.py compares with PEFT on small models
 def test_two_adapters_and_the_base_in_one_batch(
     embedded_folder: Path, adapters: Path, expected: dict[tuple[str | None, int], tuple[list[int], Greedy]]
 ) -> None:

@@ -27,7 +27,7 @@ def test_the_cache_gets_what_a_step_and_a_reserve_leave() -> None:
 def test_the_largest_step_is_what_the_scheduler_may_make_at_most(tokens: int, seqs: int, blocks: int) -> None:
     config = EngineConfig(device="cpu", block_size=4, max_num_batched_tokens=tokens, max_num_seqs=seqs)
     model = tiny_model("llama")
-    spec = CacheSpec.of(model, config.block_size)
+    spec = CacheSpec.of(model, config)
     seen: list[Batch] = []
 
     class Watched(PagedModel):

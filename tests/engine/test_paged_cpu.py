@@ -19,6 +19,11 @@ BLOCKS = 400
 
 
 @pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Takes the place of the fixture of all rooms: sequences are divided among threads."""
+
+
+@pytest.fixture(autouse=True)
 def _usable() -> None:
     reason = paged_cpu_error(torch.float32)
     if reason is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.start import load_runner
 from server.types import GenerateRequest, SamplingParams
-from tests.prompts import CHATS
+from tests.prompts import CHATS, Chat
 from tests.reference import Greedy, Reference
 
 MAX_TOKENS = 16
@@ -20,31 +19,28 @@ NEAR_TIE = 0.05
 MOST_NEAR_TIES = 2
 # Keys and values of one token: 30 layers, 3 heads of 64, float32.
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
-_chats = [*CHATS[:20:2], *CHATS[28:]]
 # Short enough that a small cache holds several of them, and must give some up as they grow.
-_short = [*map(str, range(10))]
+SHORT = CHATS[:20:2]
 
 
-@pytest.fixture(scope="module")
-def expected(embedded_folder: Path) -> dict[str, tuple[list[int], Greedy]]:
-    """By request id: the prompt's tokens and what transformers answers."""
-    reference = Reference(embedded_folder)
-    answers: dict[str, tuple[list[int], Greedy]] = {}
-    for i, chat in enumerate(_chats):
-        prompt = reference.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        answers[str(i)] = (list(prompt), reference.greedy(chat, MAX_TOKENS))
-    del reference
-    gc.collect()
-    return answers
-
-
-@pytest.mark.parametrize("preempting", [False, True])
+@pytest.mark.parametrize(
+    ("chats", "preempting"),
+    [
+        pytest.param(SHORT[:6], False, id="6"),
+        pytest.param(SHORT[:6], True, id="6-preempting"),
+        pytest.param([*SHORT, *CHATS[28:]], False, id="14", marks=pytest.mark.slow),
+        pytest.param(SHORT, True, id="10-preempting", marks=pytest.mark.slow),
+    ],
+)
 def test_all_at_once_equals_one_at_a_time(
-    embedded_folder: Path, expected: dict[str, tuple[list[int], Greedy]], preempting: bool
+    embedded_folder: Path, reference: Reference, chats: list[Chat], preempting: bool
 ) -> None:
+    expected: dict[str, tuple[list[int], Greedy]] = {}
+    for i, chat in enumerate(chats):
+        prompt = reference.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        expected[str(i)] = (list(prompt), reference.known_greedy(chat, MAX_TOKENS))
     config = EngineConfig(device="cpu", max_num_batched_tokens=128, max_num_seqs=16)
     if preempting:
-        expected = {request_id: expected[request_id] for request_id in _short}
         longest = max(len(prompt) for prompt, _ in expected.values()) + MAX_TOKENS
         size = {"block_size": 4, "kv_cache_bytes": (longest + 100) * TOKEN_BYTES, "max_model_len": longest}
         config = config.model_copy(update=size)

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from server.engine.runtime.sampling import sampler
+from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import uniform, uniforms
 from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
+from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import sample
-from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from tests.engine.factories import make_sequence
 
 
@@ -138,9 +140,10 @@ def test_penalties_are_openais_and_transformers() -> None:
     assert result.token == 2
 
 
-@pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu"))])
+@pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu")), None])
 def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = kind()
+    choose = sample if kind is not None else DeviceSampler(50, torch.device("cpu")).sample
+    kept = kind() if kind is not None else None
     monkeypatch.setattr(sampler, "penalties", lambda *_: kept)
     vocabulary, generator = 50, torch.Generator().manual_seed(2)
     options: list[dict[str, Any]] = [
@@ -158,7 +161,7 @@ def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: p
         if len(alive) > 20:
             del alive[step % 5]
         logits = torch.randn(len(alive), vocabulary, generator=generator)
-        for row, (sequence, result) in enumerate(zip(alive, sample(logits.clone(), alive), strict=True)):
+        for row, (sequence, result) in enumerate(zip(alive, choose(logits.clone(), alive), strict=True)):
             expected, asked = logits[row].clone(), sequence.sampling
             for token in set(sequence.tokens):
                 by = asked.repetition_penalty
@@ -180,6 +183,56 @@ def test_bias_and_min_tokens() -> None:
     assert next_token([0.0, 1.0, 2.0], early) == 0
     early.append(0, 100)
     assert next_token([0.0, 1.0, 2.0], early) == 2
+
+
+def test_the_device_sampler_gives_the_same_numbers_whatever_the_options() -> None:
+    vocabulary, generator, rng = 300, torch.Generator().manual_seed(3), random.Random(0)
+    on_device = DeviceSampler(vocabulary, torch.device("cpu"))
+    ends = frozenset({2, 40, 41, 42})
+
+    def one(index: int) -> Sequence:
+        options: dict[str, Any] = {"ignore_eos": False, "min_tokens": rng.choice([0, 0, 3, 8]), "seed": index}
+        options |= rng.choice(
+            [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1, "top_k": 9}]
+        )
+        options |= rng.choice([{}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.7, "frequency_penalty": -0.2}])
+        options |= rng.choice([{}, {}, {"logit_bias": {5: 2.0, 6: -100.0}}])
+        options |= rng.choice([{}, {"logprobs": 0}, {"logprobs": 4}, {"logprobs": 20}])
+        return make_sequence([rng.randrange(vocabulary) for _ in range(rng.randrange(1, 9))], ends, **options)
+
+    alive = [one(index) for index in range(12)]
+    for step in range(80):
+        if step % 5 == 4:
+            alive[rng.randrange(len(alive))] = one(step)
+        if step % 11 == 10:
+            rng.shuffle(alive)
+        logits = torch.randn(len(alive), vocabulary, generator=generator) * 4
+        expected = sample(logits.clone(), alive)
+        before = [sequence.tokens[-1] for sequence in alive]
+        known = step % 3 == 0
+        newest = None if known else torch.tensor(before)
+        if not known:  # the host does not know them: they are PLACEHOLDERs, but for a prompt's last one
+            for sequence in alive:
+                sequence.tokens[-1] = PLACEHOLDER if sequence.num_generated else sequence.tokens[-1]
+        launched = on_device.launch(ModelOutput(logits, logits.max(-1) if step % 2 else None, newest), alive)
+        for sequence, token in zip(alive, before, strict=True):
+            sequence.tokens[-1] = token
+        assert launched.read() == expected
+        assert launched.tokens.tolist() == [result.token for result in expected]
+        for sequence, result in zip(alive, expected, strict=True):
+            sequence.append(result.token, 10_000)
+
+
+def test_the_penalty_table_has_a_row_for_each_living_sequence() -> None:
+    table = PenaltyTable(10, torch.device("cpu"))
+    for _ in range(30):
+        sequences = [make_sequence([1, 2], repetition_penalty=2.0) for _ in range(9)]
+        rows = table.rows_of(sequences)
+        assert len(set(rows.rows.tolist())) == 9
+        logits = table.penalize(torch.ones(9, 10), torch.arange(9), rows, None)
+        assert logits.tolist() == [[1.0, 0.5, 0.5, *[1.0] * 7]] * 9
+        del rows, sequences
+    assert table.counts.shape[0] == 16
 
 
 def test_logprobs_are_taken_before_temperature_and_filters() -> None:

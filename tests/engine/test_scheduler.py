@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.runtime.attention.device_tables import DeviceTables
+from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.batch import Spans
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler, Step

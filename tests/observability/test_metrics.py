@@ -23,6 +23,7 @@ def test_engine_state_is_read_when_scraped() -> None:
     stats = EngineStats(
         running=3, waiting=2, kv_blocks_used=5, kv_blocks_total=20, preemptions=1, step_batch=3, step_tokens=40,
         step_seconds=0.002, dequant_seconds_total=1.5, linear_seconds_total=2.5,
+        drafts=3, draft_tokens=9, accepted_by_place=[2, 1],
         prefix_cache_queries=10, prefix_cache_hits=4, graph_replays=7, device_memory_used=2**30,
         device_memory_total=2**31, nf4_weight_bytes=12, kernel_seconds={"cuda_rows": 1.0, "cuda_dequantize": 0.5},
     )  # fmt: skip
@@ -41,6 +42,10 @@ def test_engine_state_is_read_when_scraped() -> None:
     assert value(metrics, "nf4_prefix_cache_queries_total") == 10
     assert value(metrics, "nf4_prefix_cache_hits_total") == 4
     assert value(metrics, "nf4_graph_replays_total") == 7
+    assert value(metrics, "nf4_spec_decode_num_drafts_total") == 3
+    assert value(metrics, "nf4_spec_decode_num_draft_tokens_total") == 9
+    assert value(metrics, "nf4_spec_decode_num_accepted_tokens_total") == 3
+    assert value(metrics, "nf4_spec_decode_num_accepted_tokens_per_pos_total", position="1") == 1
     assert value(metrics, "nf4_device_memory_used_bytes") == 2**30
     assert value(metrics, "nf4_device_memory_total_bytes") == 2**31
     assert value(metrics, "nf4_weight_bytes") == 12
@@ -48,6 +53,16 @@ def test_engine_state_is_read_when_scraped() -> None:
     assert value(metrics, "nf4_kernel_seconds_total", kind="dequantize", variant="cuda") == 0.5
     metrics.engine_ended()
     assert value(metrics, "nf4_num_requests_running") == 0
+
+
+def test_memory_of_several_ranks_is_told_by_rank() -> None:
+    metrics = Metrics("m")
+    stats = EngineStats(device_memory_used=5, device_memory_total=9, other_device_memory=[(6, 9), (7, 8)])
+    metrics.step_done(StepOutputs([], stats))
+    for rank, (used, total) in enumerate(((5, 9), (6, 9), (7, 8))):
+        assert value(metrics, "nf4_device_memory_used_bytes", rank=str(rank)) == used
+        assert value(metrics, "nf4_device_memory_total_bytes", rank=str(rank)) == total
+    assert value(metrics, "nf4_device_memory_used_bytes") is None
 
 
 def test_adapters_in_use_are_one_series_at_a_time() -> None:

@@ -37,7 +37,7 @@ def used(names: MetricsNames) -> Metrics:
     )  # fmt: skip
     stats = EngineStats(
         running=3, waiting=2, kv_blocks_used=5, kv_blocks_total=20, lora_slots=4,
-        running_adapters=["a", "b"], waiting_adapters=["c"],
+        running_adapters=["a", "b"], waiting_adapters=["c"], accepted_by_place=[1],
     )  # fmt: skip
     metrics.step_done(StepOutputs([], stats))
     timeline = RequestTimeline(prompt_tokens=7)

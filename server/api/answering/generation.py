@@ -57,6 +57,8 @@ class SequenceRun:
         self._custom_stops = frozenset(request.sampling.stop_token_ids)
         self._logprobs: list[TokenLogprob] = []
         self.completion_tokens = 0
+        self.embedding: bytes | None = None
+        """The prompt's hidden state, where the request is for that: float32 little-endian."""
         self._expired = asyncio.Event()
         self._ended = False
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -111,7 +113,7 @@ class SequenceRun:
                 return
         logger.info("%s: the engine ended before it began; waiting for it", self.request.request_id)
         if not await self._wait_ready(engine):
-            raise _too_late()
+            raise too_late()
         async with closing(engine.generate(self.request)) as outputs:
             async for output in outputs:
                 yield output
@@ -143,13 +145,14 @@ class SequenceRun:
         if output.finish_reason == "error":
             raise engine_failed(f"The engine could not finish this request: {output.error or 'no reason given'}.")
         if output.finish_reason == "abort" and self._expired.is_set():
-            raise _too_late()
+            raise too_late()
         if output.finish_reason == "abort":
             raise unavailable("The request was given up because the server is shutting down.", "shutting_down")
         token_ids: Sequence[int] = output.new_token_ids
         hidden = (
             output.stop_token_id is not None and not self._include_stop and token_ids[-1:] == [output.stop_token_id]
         )
+        self.embedding = output.embedding
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         before = self._text.consumed
@@ -177,7 +180,8 @@ class SequenceRun:
         return ("length", None) if output.finish_reason == "length" else (None, None)
 
 
-def _too_late() -> ApiError:
+def too_late() -> ApiError:
+    """504: the request's time is over."""
     return ApiError(504, "The request took longer than it was allowed to.", type=SERVER_ERROR, code="timeout")
 
 

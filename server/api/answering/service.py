@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from starlette.requests import Request
 
@@ -12,6 +11,7 @@ from server.api.answering.response_store import ResponseStore
 from server.api.http.admission import Admission
 from server.api.http.errors import ApiError, model_not_found, unavailable
 from server.api.openai.options import SamplingDefaults
+from server.checkpoint.embedding import EmbeddingModel
 from server.config import Config
 from server.engine.grammar import Grammars
 from server.engine.supervisor.client import EngineClient, EngineStatus
@@ -19,7 +19,6 @@ from server.observability.metrics import Metrics
 from server.text.tokenizer import Tokenizer
 from server.types import EngineReady
 
-VERSION = version("nf4-server")
 PLACEHOLDER = "dummy"
 """What huggingface_hub's InferenceClient asks for where it was given a URL and no model."""
 
@@ -47,6 +46,8 @@ class Service:
         self.grammars: Grammars | None = None
         self.engine: EngineClient | None = None
         self.sampling_defaults = SamplingDefaults()
+        self.embedding: EmbeddingModel | str = "the model is loading"
+        """How embeddings are made, or why there are none."""
         self.responses = ResponseStore(config.http.response_store) if config.http.response_store else None
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")

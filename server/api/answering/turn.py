@@ -58,9 +58,14 @@ class Turn:
         self._reasoning_tokens = 0
 
     def usage(self) -> Usage:
-        """Tokens so far, and how many of them were thoughts."""
+        """Tokens so far, how many of them were thoughts, and how guesses fared if any were checked."""
         usage = self.generation.usage()
-        usage.completion_tokens_details = CompletionTokensDetails(self._reasoning_tokens)
+        usage.completion_tokens_details = details = CompletionTokensDetails(self._reasoning_tokens)
+        known = [run.timeline.timings for run in self.generation.runs if run.timeline.timings is not None]
+        checked = sum(timings.draft_tokens for timings in known)
+        if checked:
+            details.accepted_prediction_tokens = sum(timings.accepted_tokens for timings in known)
+            details.rejected_prediction_tokens = checked - details.accepted_prediction_tokens
         return usage
 
     async def deltas(self) -> AsyncIterator[TurnDelta]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from server.api.http.errors import bad_request
 from server.api.http.ignored import ignore
 
-Endpoint = Literal["chat", "completions", "responses", "messages"]
+Endpoint = Literal["chat", "completions", "responses", "messages", "embeddings"]
 
 _OPENAI: tuple[Endpoint, ...] = ("chat", "completions", "responses")
 _TEXT: tuple[Endpoint, ...] = ("chat", "completions")
@@ -64,7 +64,7 @@ _THINKING = "this model cannot be told how much to think"
 _KEEP = "nothing is removed from a prompt; one that does not fit is refused"
 
 HINTS: tuple[Hint, ...] = (
-    Hint("user", _TEXT, _TELEMETRY, "someone", checked=True),
+    Hint("user", (*_TEXT, "embeddings"), _TELEMETRY, "someone", checked=True),
     Hint("metadata", _TEXT, _TELEMETRY, {"a": "b"}, checked=True),
     Hint("metadata", ("messages",), _TELEMETRY, {"user_id": "someone"}, checked=True),
     Hint("safety_identifier", _OPENAI, _TELEMETRY, "someone", checked=True),

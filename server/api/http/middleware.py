@@ -10,6 +10,7 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server import PACKAGE
 from server.api.http import ignored
 from server.api.http.deadline import note_timeout
 from server.api.http.errors import internal_error
@@ -18,7 +19,7 @@ from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline, server_timing, timelines
 from server.observability.tracing import FinishedRequest, Tracing
 
-logger = logging.getLogger("server.access")
+logger = logging.getLogger(f"{PACKAGE}.access")
 
 HEADER = "X-Request-ID"
 _WELL_FORMED = re.compile(rb"[!-~]{1,128}")

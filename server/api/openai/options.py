@@ -118,6 +118,7 @@ class GenerationOptions(StructuredOptions):
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     timings: bool | None = None
+    speculation: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -178,6 +179,7 @@ class GenerationOptions(StructuredOptions):
             logprobs=logprobs,
             grammar=grammar,
             prompt_logprobs=prompt_logprobs,
+            speculation=self.speculation is not False,
         )
         count = self.n or 1
         if self.seed is None or count == 1:

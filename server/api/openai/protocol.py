@@ -23,6 +23,10 @@ class CompletionTokensDetails(msgspec.Struct):
 
     reasoning_tokens: int
     """Tokens of thoughts and of the marks around them."""
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Guesses that were checked and right (speculation); they are among the completion's tokens. Set if any was."""
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Guesses that were checked and wrong; they are not among the completion's tokens."""
 
 
 class Usage(msgspec.Struct):
@@ -108,7 +112,10 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
 
 
 class Timings(msgspec.Struct):
-    """Where the time of one answer went, in seconds; dequant and linear are its share of the NF4 layers' time."""
+    """Where the time of one answer went, in seconds; dequant and linear are its share of the NF4 layers' time.
+
+    draft_tokens and accepted_tokens are no times: guesses that were checked, and those that were right.
+    """
 
     queue: float
     prefill: float
@@ -117,6 +124,8 @@ class Timings(msgspec.Struct):
     dequant_decode: float
     linear_prefill: float
     linear_decode: float
+    draft_tokens: int
+    accepted_tokens: int
     time_to_first_token: float | None
     tokens_per_second: float | None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,14 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answering.generation import Delta, Generation
-from server.api.answering.limits import admit, check_length
+from server.api.answering.limits import admit
 from server.api.answering.plan import GenerationPlan, new_id, start_generation
+from server.api.answering.prompts import PROMPT_SCHEMA, encode_prompts, prompt_count
 from server.api.answering.service import Backend, Service, service_of
 from server.api.http.errors import ApiError, bad_request, renamed
 from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
 from server.api.http.streaming import DONE, EventStream, closing, event, unless_disconnected
-from server.api.http.validation import json_type, read_json, validate
+from server.api.http.validation import read_json, validate
 from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
 from server.api.openai.other_names import OTHER_NAMES, take_other_names
 from server.api.openai.protocol import (
@@ -52,21 +53,11 @@ UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "chat_template_kwargs": ({},),
 }
 
-_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_PROMPT_SCHEMA = {
-    "description": "A text or its token ids, or several of either",
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        _TOKEN_IDS,
-        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string", "minLength": 1}, _TOKEN_IDS]}},
-    ],
-}
-
 
 class CompletionRequest(GenerationOptions):
-    """Body of POST /v1/completions. The prompt is checked by prompts_of."""
+    """Body of POST /v1/completions. The prompt is checked by encode_prompts."""
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
@@ -85,70 +76,6 @@ class CompletionRequest(GenerationOptions):
             raise bad_request(
                 "Invalid 'max_tokens': 0 is only allowed with 'echo'.", "max_tokens", "value_out_of_range"
             )
-
-
-def prompt_count(prompt: Any) -> int:
-    """How many prompts the field holds; they are checked one by one later."""
-    return len(prompt) if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else 1
-
-
-def prompts_of(prompt: Any, vocab_size: int) -> list[str | list[int]]:
-    """The prompts that the field can hold: one or many, as text or as token ids. Raises ApiError."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list):
-        raise _wrong_type("prompt", "a string or an array", prompt)
-    if not prompt:
-        raise bad_request(
-            "Invalid 'prompt': expected an array with at least 1 element(s), but got 0.", "prompt", "empty_array"
-        )
-    if type(prompt[0]) is int:
-        return [_token_ids(prompt, vocab_size, "prompt")]
-    prompts: list[str | list[int]] = []
-    for i, one in enumerate(prompt):
-        if isinstance(one, list):
-            prompts.append(_token_ids(one, vocab_size, f"prompt[{i}]"))
-        elif isinstance(one, str):
-            prompts.append(one)
-        else:
-            raise _wrong_type(f"prompt[{i}]", "a string or an array of token ids", one)
-    return prompts
-
-
-def _token_ids(ids: Sequence[Any], vocab_size: int, where: str) -> list[int]:
-    if not ids:
-        raise bad_request(f"Invalid '{where}': it has no tokens.", where, "empty_array")
-    for i, token_id in enumerate(ids):
-        if type(token_id) is not int:
-            raise _wrong_type(f"{where}[{i}]", "an integer", token_id)
-        if not 0 <= token_id < vocab_size:
-            raise bad_request(
-                f"Invalid '{where}[{i}]': {str(token_id)[:24]} is no token id; the vocabulary has {vocab_size} tokens.",
-                f"{where}[{i}]",
-                "value_out_of_range",
-            )
-    return list(ids)
-
-
-def _wrong_type(param: str, expected: str, value: Any) -> ApiError:
-    return bad_request(
-        f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead.", param, "invalid_type"
-    )
-
-
-def _encode(options: CompletionRequest, backend: Backend) -> list[list[int]]:
-    encoded = []
-    for i, prompt in enumerate(prompts_of(options.prompt, backend.limits.vocab_size)):
-        if isinstance(prompt, str):
-            check_length(backend, prompt, "prompt")
-            ids = backend.tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens is not False)
-            if not ids:
-                where = "prompt" if isinstance(options.prompt, str) else f"prompt[{i}]"
-                raise bad_request(f"Invalid '{where}': it has no tokens.", where, "empty_prompt")
-            encoded.append(ids)
-        else:
-            encoded.append(prompt)
-    return encoded
 
 
 @router.post("/v1/completions", summary="Continue a text")
@@ -180,7 +107,10 @@ async def _start(service: Service, options: CompletionRequest, size: int, arriva
     count = prompt_count(options.prompt)
     ticket = admit(service, count * (options.n or 1), "n" if count == 1 else "prompt")
     try:
-        encoded = await backend.tokenizer.off_loop(size, lambda: _encode(options, backend))
+        special = options.add_special_tokens is not False
+        encoded = await backend.tokenizer.off_loop(
+            size, lambda: encode_prompts(options.prompt, backend, "prompt", add_special_tokens=special)
+        )
         grammar, form = None, options.answer_form()
         if form is not None:
             grammar = await backend.tokenizer.off_loop(size, lambda: form_grammar(form))

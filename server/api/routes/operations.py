@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from server.api.answering.service import VERSION, Service, service_of
+from server import __version__
+from server.api.answering.service import Service, service_of
 from server.api.http.replies import json_response
 
 router = APIRouter()
@@ -60,7 +61,7 @@ async def ping(request: Request) -> Response:
 @router.get("/version", summary="The server's version")
 async def show_version() -> Response:
     """{"version": ...}."""
-    return json_response({"version": VERSION})
+    return json_response({"version": __version__})
 
 
 @router.get(

@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server import PACKAGE
 from server.api.http.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
@@ -79,7 +80,7 @@ def _file(name: str, body: bytes) -> _File:
 
 
 def _read(name: str) -> bytes:
-    return files("server.api").joinpath("static", *name.split("/")).read_bytes()
+    return files(f"{PACKAGE}.api").joinpath("static", *name.split("/")).read_bytes()
 
 
 @cache

@@ -90,6 +90,7 @@ class ResponseRequest(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    speculation: bool | None = None
 
 
 @router.post("/v1/responses", summary="Answer, in OpenAI's newer form")

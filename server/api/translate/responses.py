@@ -19,7 +19,9 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 def chat_document(asked: dict[str, Any]) -> dict[str, Any]:
     """The chat that a response asks for. Raises ApiError."""
     chat: dict[str, Any] = {
-        key: asked[key] for key in ("model", "temperature", "top_p", "parallel_tool_calls") if key in asked
+        key: asked[key]
+        for key in ("model", "temperature", "top_p", "parallel_tool_calls", "speculation")
+        if key in asked
     }
     if "max_output_tokens" in asked:
         chat["max_tokens"] = asked["max_output_tokens"]

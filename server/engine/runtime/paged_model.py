@@ -54,15 +54,21 @@ class PagedModel:
 
         Call in inference mode.
         """
+        logits: torch.Tensor = self._call(self.model, batch, logits_to_keep=batch.sampled_rows).logits[0]
+        return logits.float()
+
+    def hidden_states(self, batch: Batch) -> torch.Tensor:
+        """The final hidden states [batch.sampled_rows, hidden size] in float32, which run() would make logits of."""
+        hidden: torch.Tensor = self._call(self.model.base_model, batch).last_hidden_state[0]
+        return hidden[batch.sampled_rows].float()
+
+    def _call(self, module: Any, batch: Batch, **options: Any) -> Any:
+        """What the model, or its part without the head, gives for a batch."""
         self.backend.begin(batch)
         with attending(self.backend), adding(batch, self.adapter_slots):
-            output: Any = self.model(
-                input_ids=batch.ids.unsqueeze(0),
-                position_ids=batch.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=batch.sampled_rows,
+            output = module(
+                input_ids=batch.ids.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False, **options
             )
         if self.clock is not None:
             self.clock.collect()
-        logits: torch.Tensor = output.logits[0]
-        return logits.float()
+        return output

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
-from server.engine.runtime.batch import Batch, build_batch
-from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
+from server.engine.runtime.exchange import ExchangeError
+from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
+from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.model.expanded import expanded_bytes
 from server.engine.runtime.model.lora_registry import AdapterRegistry
 from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
+from server.engine.runtime.trials import first_line
+from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.scheduler import Step
+from server.engine.speculation.costs import StepCosts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,8 +42,21 @@ class StepGraphs:
 
     decode: DecodeGraphs | None = None
     mixed: MixedGraphs | None = None
+    verify: VerifyGraphs | None = None
     batch_invariant: bool = False
     """Whether every token goes through the one decode graph there is (see graphs/invariant.py)."""
+
+
+class Followers(Protocol):
+    """The other ranks of tensor parallelism, which compute every step that this one computes."""
+
+    def compute(self, given: StepInput) -> None:
+        """Begin to compute a step."""
+        ...
+
+    def decode(self, given: StepInput, launch: Launch) -> None:
+        """Begin to compute a step whose tokens are sampled on the device."""
+        ...
 
 
 class ModelRunner:
@@ -44,9 +68,18 @@ class ModelRunner:
         limits: ModelLimits,
         adapters: AdapterRegistry | None = None,
         graphs: StepGraphs | None = None,
+        step_costs: StepCosts | None = None,
+        sampler: DeviceSampler | None = None,
+        followers: Followers | None = None,
     ) -> None:
+        """sampler: samples with all options on the device; without one, those need the host between two steps."""
         self._paged = paged
+        self._followers = followers
+        self._newest: torch.Tensor | None = None
         self._graphs = graphs or StepGraphs()
+        self.step_costs = step_costs
+        """What decode steps cost by their tokens, where the configuration has speculation."""
+        self._sampler = sampler
         self.limits = limits
         """What the model and the cache allow."""
         self.adapters = adapters
@@ -71,6 +104,11 @@ class ModelRunner:
         return self._paged.dtype
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether it gains from grammars' look_ahead(): where a GPU computes and nothing finds masks of many at once."""
+        return self.device.type != "cpu" and self._sampler is None
+
+    @property
     def graph_replays(self) -> int:
         """CUDA graphs replayed so far."""
         return 0 if self._graphs.decode is None else self._graphs.decode.pool.replays
@@ -83,7 +121,21 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache."""
-        batch, graphs = self._batch(step), self._graphs
+        given = step_input(step)
+        if self._followers is None:
+            return self.compute(given, bool(step.guesses))
+        self._followers.compute(given)
+        try:
+            return self.compute(given)
+        except Exception as e:
+            raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
+
+    @torch.inference_mode()
+    def compute(self, given: StepInput, guessed: bool = False) -> torch.Tensor:
+        """forward() of what has been taken out of the step; guessed: whether it checks guesses."""
+        batch, graphs = self._batch(given), self._graphs
+        if guessed and graphs.verify is not None and graphs.verify.fits(batch):
+            return graphs.verify.run(batch).float()
         if graphs.decode is not None and graphs.decode.fits(batch):
             return graphs.decode.run(batch).float()
         if graphs.mixed is not None and graphs.mixed.fits(batch):
@@ -94,34 +146,75 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
-        """Compute a step: one result for each of step.sampled, in order."""
+        """Compute a step: one result for each of step.sampled, in order; with guesses one for each token of the step."""
+        if any(chunk.sequence.embeds for chunk in step.chunks):
+            return self._execute_with_embeddings(step)
         logits = self.forward(step)
         sampled = step.sampled
-        if logits.shape[0] > len(sampled):
+        if logits.shape[0] > len(sampled) and not step.guesses:
             score_prompts(step, logits[len(sampled) :])
             logits = logits[: len(sampled)]
-        results = sample(logits, [chunk.sequence for chunk in sampled]) if sampled else []
+        sequences = sampled_sequences(step) if step.guesses else [chunk.sequence for chunk in sampled]
+        choose = sample if self._sampler is None else self._sampler.sample
+        results = choose(logits, sequences) if sampled else []
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
         return results
 
+    def _execute_with_embeddings(self, step: Step) -> list[Sampled]:
+        """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""
+        others = Step([chunk for chunk in step.chunks if not chunk.sequence.embeds])
+        sampled = iter(self.execute(others) if others.chunks else ())
+        own = step_input(Step([chunk for chunk in step.chunks if chunk.sequence.embeds]))
+        states = self._paged.hidden_states(self._batch(own))
+        vectors = iter(states.cpu().numpy())
+        if self._paged.clock is not None:
+            self._paged.clock.note(self._paged.clock.totals)
+        return [
+            Sampled(0, embedding=next(vectors).tobytes()) if chunk.sequence.embeds else next(sampled)
+            for chunk in step.sampled
+        ]
+
     @torch.inference_mode()
-    def execute_async(self, step: Step, previous: AsyncStep | None) -> AsyncStep | None:
+    def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
         """Launch a step without waiting for its tokens, or None where that cannot be: it needs execute() then.
 
-        It can be for a decode step that fits a CUDA graph and whose tokens are all sampled from the model's raw logits.
-        previous is the step before it where that has not been read yet.
+        It can be for a decode step that fits a CUDA graph and whose tokens are all sampled from the model's raw logits, or
+        by a DeviceSampler. previous is the step before it where that has not been read yet. complete() of what is
+        launched has to follow, once it has been.
         """
         graphs = self._graphs.decode
+        if self._sampler is not None:
+            return self._launch_with_options(step, previous, self._sampler)
         if graphs is None or not all(
             c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks
         ):
             return None
-        batch = self._batch(step)
-        return graphs.run_async(step, batch, previous) if graphs.fits(batch) else None
+        assert not isinstance(previous, OptionsStep)
+        given = step_input(step)
+        batch = self._batch(given)
+        if not graphs.fits(batch):
+            return None
+        launch = Launch.of(step, previous, self.limits.vocab_size)
+        if self._followers is not None:
+            self._followers.decode(given, launch)
+        return graphs.run_async(step, batch, launch, previous)
 
-    def _batch(self, step: Step) -> Batch:
-        return build_batch(step, self._paged.block_size, self.device)
+    @torch.inference_mode()
+    def follow(self, given: StepInput, launch: Launch | None) -> None:
+        """Compute a step as another rank of the same model does, and sample its tokens where launch says how.
+
+        The steps must come in the order in which the other rank computes them.
+        """
+        if launch is None:
+            self.compute(given)
+            return
+        assert self._graphs.decode is not None
+        newest = self._newest if launch.follows else None
+        _, self._newest = self._graphs.decode.launch(self._batch(given), launch, newest)
+
+    def _batch(self, given: StepInput) -> Batch:
+        return batch_of(given, self._paged.block_size, self.device)
 
     def _run_in_groups(self, batch: Batch, graphs: DecodeGraphs) -> torch.Tensor:
         wanted = batch.sampled_rows.tolist()
@@ -132,3 +225,20 @@ class ModelRunner:
                 if first <= row < first + group.num_tokens:
                     logits[index] = found[row - first]
         return logits
+
+    def _launch_with_options(
+        self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler
+    ) -> OptionsStep | None:
+        graphs = self._graphs.decode
+        if graphs is None or not all(c.samples and c.length == 1 and not c.sequence.embeds for c in step.chunks):
+            return None
+        batch = self._batch(step_input(step))
+        if not graphs.fits(batch):
+            return None
+        try:
+            return graphs.run_with_options(step, batch, previous, sampler)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception:
+            logger.exception("launching a step of %d sequences failed", len(step.chunks))
+            return None  # execute() finds the one that is at fault

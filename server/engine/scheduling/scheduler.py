@@ -9,6 +9,7 @@ import msgspec
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.types import FinishReason
 
@@ -47,11 +48,13 @@ class Step:
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     """Sequences that were waiting before this step."""
+    guesses: dict[str, list[int]] = field(default_factory=dict)
+    """By request id, guesses that the step checks behind a decode chunk (speculation). Their chunks come last."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the forward pass."""
-        return sum([chunk.length for chunk in self.chunks])
+        return sum([chunk.length for chunk in self.chunks]) + sum(map(len, self.guesses.values()))
 
     @property
     def sampled(self) -> list[Chunk]:
@@ -60,7 +63,8 @@ class Step:
 
 
 class Scheduler:
-    """First come, first served. In every step decoding sequences go first; prefills share what is left of the budget.
+    """First come, first served. In every step decoding sequences go first; prefills share what is left of the budget,
+    or what the pace leaves of it beside decoding sequences.
 
     A sequence is admitted when the blocks for all its present tokens are free, so only growth by decoding can run out
     of blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes
@@ -78,7 +82,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefix_caching: bool = False,
+        pace: PrefillPace | None = None,
     ) -> None:
+        """pace: bounds the tokens of prompts in steps in which other sequences decode."""
         if blocks.num_blocks * blocks.block_size < max_model_len:
             raise ValueError(
                 f"{blocks.num_blocks} blocks of {blocks.block_size} tokens cannot hold one sequence of {max_model_len}"
@@ -92,6 +98,7 @@ class Scheduler:
         self._budget = max(max_num_batched_tokens, max_num_seqs)
         self._max_model_len = max_model_len
         self._prefix_caching = prefix_caching
+        self.pace = pace
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self._by_id: dict[str, Sequence] = {}
@@ -143,6 +150,8 @@ class Scheduler:
             # A later sequence's growth may have preempted one that was scheduled before it.
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
         decoding = len(step.chunks)
+        if decoding and self.pace is not None:
+            budget = min(budget, self.pace.tokens)
         for sequence in prefilling:
             if budget > 0 and sequence.phase is Phase.RUNNING:
                 budget -= self._add_prefill(sequence, step, budget)
@@ -152,6 +161,48 @@ class Scheduler:
         if len(step.chunks) > decoding:
             step.chunks.sort(key=lambda chunk: chunk.length > 1)
         return step
+
+    def reserve(self, step: Step) -> None:
+        """Take the KV blocks for the guesses of a step; guesses without a free block are left out.
+
+        A block that guesses turn out not to need stays with its sequence, whose next tokens will.
+        """
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            guesses = step.guesses.get(sequence.request_id)
+            if guesses is None:
+                continue
+            wanted = len(sequence.tokens) + len(guesses)
+            # As in _admit(): guesses must not be what preempts a sequence.
+            if self._blocks.missing(sequence.blocks, wanted) <= self._blocks.num_free - len(self._running):
+                self._blocks.grow(sequence.blocks, wanted)
+                self._tables.extend(sequence.row, sequence.blocks)
+            else:
+                room = len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens)
+                del guesses[max(room, 0) :]
+                if not guesses:
+                    del step.guesses[sequence.request_id]
+        step.chunks.sort(key=lambda chunk: chunk.sequence.request_id in step.guesses)
+
+    def follow(self, sequence: Sequence, tokens: list[int]) -> int:
+        """Add accepted guesses, and the token behind them, to a sequence behind the token that resolve() has put there.
+
+        Gives how many of tokens were added: none follows the one that ends the sequence, which is finished then.
+        """
+        added = 0
+        if sequence.phase is not Phase.RUNNING:
+            return added
+        for token in tokens:
+            if sequence.finish_reason is not None:
+                break
+            sequence.num_computed += 1
+            sequence.append(token, self._max_model_len)
+            added += 1
+        if sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
+            self._name_blocks(sequence)
+        if sequence.finish_reason is not None:
+            self._remove(sequence)
+        return added
 
     def advance(self, step: Step) -> None:
         """Account for a step that was launched, so that the next one can be scheduled; resolve() has to follow.

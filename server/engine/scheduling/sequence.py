@@ -48,6 +48,27 @@ class Constraint(Protocol):
         ...
 
 
+class GuessSource(Protocol):
+    """What guesses a sequence's next tokens; see server.engine.speculation."""
+
+    @property
+    def known(self) -> int:
+        """Tokens that have been followed."""
+        ...
+
+    def follow(self, tokens: list[int], known: int, most: int) -> int:
+        """Follow tokens[:known], at most that many more; gives how many it were."""
+        ...
+
+    def survival(self, count: int) -> list[float]:
+        """How likely it is, for each of the next count guesses, that it and all before it are right."""
+        ...
+
+    def guesses(self, count: int) -> list[int]:
+        """The next count tokens, as far as there is a guess."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedAdapter:
     """A LoRA adapter on the device."""
@@ -113,9 +134,15 @@ class Sequence:
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         )
         """Whether its next token's logits depend on the tokens that it has."""
-        self.is_plain = not (self.is_penalized or sampling.logit_bias or sampling.logprobs is not None)
-        """Whether it wants neither its logits changed, but for min_tokens and a grammar, nor log-probabilities."""
+        self.embeds = sampling.embed
+        """Whether it wants its last hidden state instead of a token."""
+        self.is_plain = not (
+            self.is_penalized or sampling.logit_bias or sampling.logprobs is not None or sampling.embed
+        )
+        """Whether it wants a token, its logits unchanged, but for min_tokens and a grammar, and no log-probabilities."""
         self.constraint: Constraint | None = None
+        self.guesser: GuessSource | None = None
+        """What guesses its next tokens, once it has been asked."""
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
         if sampling.prompt_logprobs is not None:
@@ -170,6 +197,10 @@ class Sequence:
         count = num_tokens // block_size
         extend_keys(self._keys, self.tokens, block_size, count, self.cache_salt)
         return self._keys[:count]
+
+    def most_new_tokens(self, max_model_len: int) -> int:
+        """How many tokens may follow the present last one."""
+        return min(self._most_tokens, max_model_len) - len(self.tokens)
 
     def ends_by_length(self, max_model_len: int) -> bool:
         """Whether no token may follow the present last one, whatever that one is."""

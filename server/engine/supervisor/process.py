@@ -19,6 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from server import PACKAGE
 from server.config import Config, EngineConfig
 from server.types import FromEngine, LoadAdapter, ToEngine
 
@@ -56,13 +57,13 @@ class EngineSetup(msgspec.Struct, frozen=True):
 
 
 async def start_child(config: Config, *, standby: bool = False) -> asyncio.subprocess.Process:
-    """Start `python -m server.engine.loop`, which waits for an EngineSetup; standby: it imports meanwhile what it will need.
+    """Start engine/loop.py as a process, which waits for an EngineSetup; standby: it imports meanwhile what it will need.
 
     Raises OSError.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "server.engine.loop", "--log-level", config.log_level, "--log-format", config.log_format),
+        *("-m", f"{PACKAGE}.engine.loop", "--log-level", config.log_level, "--log-format", config.log_format),
         *(["--standby"] if standby else []),
         stdin=asyncio.subprocess.PIPE,
         # A terminal's Ctrl-C must reach the API only, which then ends the engine in order.

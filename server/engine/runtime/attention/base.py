@@ -123,11 +123,17 @@ class GraphBackend(AttentionBackend):
 
     @abstractmethod
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
-        """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding."""
+        """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding.
+
+        For a graph that was captured as shared, spans may be tokens of one sequence that follow one another.
+        """
 
     @abstractmethod
-    def begin_decode_graph(self, slots: torch.Tensor) -> None:
-        """Capture the decode graph of len(slots) sequences; slots is the buffer that the graph will read."""
+    def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
+        """Capture the decode graph of len(slots) sequences; slots is the buffer that the graph will read.
+
+        shared: the keys and values of the whole step are written before any token attends.
+        """
 
     @abstractmethod
     def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> Any:

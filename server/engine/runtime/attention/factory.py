@@ -6,12 +6,19 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Iterable
 
 import torch
 
-from server.config import default_cache_dir
-from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.config import KVCacheDtype, default_cache_dir
+from server.engine.runtime.attention.base import (
+    AttentionBackend,
+    AttentionOptions,
+    LayerShape,
+    UnsupportedModelError,
+)
 from server.engine.runtime.attention.compiler import missing_compiler, prepare_compiler
+from server.engine.runtime.attention.kernels.kv_cache import stored_dtype
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend, paged_cpu_error
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
@@ -19,7 +26,7 @@ from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
 
-FLASHINFER_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)
 
 
 def create_backend(
@@ -29,8 +36,16 @@ def create_backend(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    cache_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
-    """The backend for a device, with its cache allocated: the fast one where it can run, else the reference."""
+    """The backend for a device, with its cache allocated: the fast one where it can run, else the reference.
+
+    cache_dtype: of the keys and values, dtype if None; in 8 bits the Triton backend's, see check_cache_dtype().
+    """
+    if cache_dtype is not None and cache_dtype != dtype:
+        from server.engine.runtime.attention.paged_triton import TritonBackend
+
+        return TritonBackend(shapes, options, num_blocks, block_size, cache_dtype, device)
     if device.type == "cpu":
         reason = paged_cpu_error(dtype)
         if reason is None:
@@ -93,6 +108,45 @@ def long_chunks_kernels(
     return None
 
 
+def check_cache_dtype(
+    name: KVCacheDtype,
+    shapes: list[LayerShape],
+    options: list[AttentionOptions],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise UnsupportedModelError, which names what is missing, where the cache cannot have engine.kv_cache_dtype."""
+    if name == "auto":
+        return
+    reason = _eight_bits_unsuitable(name, shapes, dtype, device)
+    if reason is None:
+        from server.engine.runtime.attention.paged_triton import TritonBackend
+
+        def attempt() -> None:
+            backend = TritonBackend(shapes, options, 4, block_size, stored_dtype(name, dtype), device)
+            for tokens in (1, 2):
+                try_layers(backend, shapes, options, block_size, dtype, device, tokens)
+
+        reason = failure(attempt)
+    if reason is not None:
+        raise UnsupportedModelError(f"engine.kv_cache_dtype: {name} cannot be used: {reason}")
+
+
+def _eight_bits_unsuitable(
+    name: KVCacheDtype, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    if device.type != "cuda":
+        return "it needs CUDA"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"activations are in {dtype}, and the kernels take bfloat16 and float16"
+    if name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU does not compute in fp8 (int8 works)"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return _odd_heads(shapes)
+
+
 def try_layers(
     backend: AttentionBackend,
     shapes: list[LayerShape],
@@ -146,7 +200,11 @@ def _flashinfer_unsuitable(shapes: tuple[LayerShape, ...], dtype: torch.dtype) -
         return "FlashInfer is not installed (pip install 'nf4-server[cuda]')"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"FlashInfer has no kernels for {dtype}"
+    return _odd_heads(shapes)
+
+
+def _odd_heads(shapes: Iterable[LayerShape]) -> str | None:
     for shape in shapes:
-        if shape.key_dim != shape.value_dim or shape.key_dim not in FLASHINFER_DIMS:
-            return f"FlashInfer has no kernels for heads of {shape.key_dim} and {shape.value_dim}"
+        if shape.key_dim != shape.value_dim or shape.key_dim not in HEAD_DIMS:
+            return f"there are no kernels for heads of {shape.key_dim} and {shape.value_dim}"
     return None

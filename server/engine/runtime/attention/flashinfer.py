@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from server.engine.runtime.attention.base import AttentionOptions, GraphBackend, LayerShape
-from server.engine.runtime.attention.decode import DecodeAttention, disagreement
 from server.engine.runtime.attention.flashinfer_graphs import (
     LONGEST,
     QUERIES_PER_BLOCK,
     DecodeWrappers,
-    Kind,
     MixedWrappers,
     partial_bytes,
     workspace,
 )
+from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.decode_trial import disagreement
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.page_tables import Padding, PageTables, page_tables
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Spans
@@ -63,7 +64,7 @@ class FlashInferBackend(GraphBackend):
         # Neither package is installed without CUDA.
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        from server.engine.runtime.attention.kv_write import write_kv
+        from server.engine.runtime.attention.kernels.kv_write import write_kv
 
         self._write_kv = write_kv
         self._block_size = block_size
@@ -99,6 +100,8 @@ class FlashInferBackend(GraphBackend):
         self._parts: dict[Kind, list[_Part]] = {}
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._newest_only: DecodeAttention | None = None
+        # Whether keys and values are written before our own kernel attends, not by it.
+        self._shared = False
         self._next_layer = 0
 
     def begin(self, batch: Batch) -> None:
@@ -164,8 +167,9 @@ class FlashInferBackend(GraphBackend):
                 raise ValueError(wrong)
         self._decode = decode
 
-    def begin_decode_graph(self, slots: torch.Tensor) -> None:
+    def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         self._write_to(slots)
+        self._shared = shared
         if self._decode is not None:
             self._newest_only = self._decode
         else:
@@ -229,7 +233,7 @@ class FlashInferBackend(GraphBackend):
     def attend_rotary_next(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
-        if self._newest_only is None:
+        if self._newest_only is None or self._shared:
             return super().attend_rotary_next(query, key, value, rotary, tile)
         return self._attend_newest(self._newest_only, self._next_layer, query, key, value, rotary, tile)
 
@@ -244,9 +248,11 @@ class FlashInferBackend(GraphBackend):
         tile: int = 0,
     ) -> torch.Tensor:
         self._next_layer = layer + 1
-        return decode.attend(
-            self._cache[layer], query, key, value, self._kinds[layer].options, rotary, tile, self.sinks.get(layer)
-        )
+        cache, options = LayerCache(self._cache[layer], None), self._kinds[layer].options
+        if self._shared:
+            self._write_kv(cache.data, key, value, self._slots)
+        sinks = self.sinks.get(layer)
+        return decode.attend(cache, query, key, value, options, rotary, tile, sinks, written=self._shared)
 
     @property
     def applies_rotary(self) -> bool:
@@ -254,7 +260,7 @@ class FlashInferBackend(GraphBackend):
 
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots
-        self._newest_only = None
+        self._newest_only, self._shared = None, False
         self._next_layer = 0
 
 

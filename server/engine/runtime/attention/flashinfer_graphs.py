@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.kernels.kv_cache import Kind
 
 QUERIES_PER_BLOCK = 128
 """The most queries that a thread block takes in one of FlashInfer's launches."""
@@ -18,16 +17,6 @@ LONGEST = 8192
 
 # A plan's tables have a few integers for each tile of queries.
 _PLAN_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Layers that attend alike share a plan."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    options: AttentionOptions
 
 
 class DecodeWrappers:

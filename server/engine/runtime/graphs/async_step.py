@@ -5,11 +5,38 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from nf4_kernels.device_clock import DeviceClock
+from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.scheduler import Step
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a decode step that samples on the device needs beside its batch."""
+
+    follows: bool
+    """Whether tokens of the step launched before stand in the places of PLACEHOLDER ids."""
+    source: list[int] | None
+    """Each sequence's row among that step's tokens; None: the same rows."""
+    table: npt.NDArray[np.float64] | None
+    """sampling_table() of the sequences."""
+
+    @classmethod
+    def of(cls, step: Step, previous: AsyncStep | None, vocabulary: int) -> Launch:
+        """The launch of a decode step; previous is the step before it where that has not been read yet."""
+        sequences = [chunk.sequence for chunk in step.chunks]
+        source = None
+        if previous is not None:
+            before = [chunk.sequence for chunk in previous.step.sampled]
+            if sequences != before:
+                rows = {id(sequence): row for row, sequence in enumerate(before)}
+                source = [rows.get(id(sequence), 0) for sequence in sequences]
+        return cls(previous is not None, source, sampling_table(sequences, vocabulary))
 
 
 @dataclass(frozen=True)
@@ -24,6 +51,10 @@ class AsyncStep:
     times: tuple[DeviceClock, torch.Tensor] | None
     """The device's clock, and its totals, valid once done has happened."""
     done: torch.cuda.Event
+
+    def complete(self) -> bool:
+        """True: the sampling has been launched with the step."""
+        return True
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens; one result for each of step.sampled."""

@@ -35,7 +35,7 @@ class CpuNF4Linear(nn.Module):
     def __init__(self, layer: NF4Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset)
+        nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset, layer.group_offset, layer.group_skip)
         shape = (layer.out_features, layer.in_features)
         weight = nf4_kernels.Weight(layer.packed, shape, layer.absmax, layer.blocksize, *nested)
         _prepared.append(cpu.PreparedLinear(weight, layer.bias))

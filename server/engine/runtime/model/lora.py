@@ -13,6 +13,7 @@ from torch import nn
 from nf4_kernels import cpu
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors
+from server.checkpoint.shards import Part
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.model.cpu_linear import Bf16Linear, CpuNF4Linear
 from server.engine.runtime.model.projections import GROUPS, GroupMember, NF4Linear
@@ -203,11 +204,12 @@ class AdapterTable:
         rank: int,
         targets: set[str] | None,
         affine: bool = False,
+        parts: Mapping[str, Part] | None = None,
     ) -> None:
         """Put room for adapters beside the projections of layers; targets: the modules that get it, None for all.
 
-        affine: whether adapters may have DoRA or biases. model's projections must be in their final form (see
-        replace_projections and use_cpu_kernels).
+        affine: whether adapters may have DoRA or biases. parts: of a shard, what it has of each projection; adapters are
+        of the whole ones. model's projections must be in their final form (see replace_projections and use_cpu_kernels).
         """
         self.slots = slots
         self.rank = rank
@@ -215,12 +217,15 @@ class AdapterTable:
         names = {id(module): name for name, module in model.named_modules()}
         self._modules: dict[str, tuple[AdaptedLinear, int]] = {}
         self._known: dict[str, tuple[int, int]] = {}
+        self._parts = parts or {}
         example = next(p for p in model.parameters() if p.is_floating_point())
         for parent in list(layers.modules()):
             for attributes, linear, sizes in list(_linears(parent)):
                 members = [f"{names[id(parent)]}.{attribute}" for attribute in attributes]
                 for member, size in zip(members, sizes, strict=True):
-                    self._known[member] = (linear.in_features, size)  # type: ignore[assignment]
+                    part = self._parts.get(member)
+                    n, k = (size, linear.in_features) if part is None else part.whole
+                    self._known[member] = (k, n)  # type: ignore[assignment]
                 if targets is not None and targets.isdisjoint(members):
                     continue
                 adapted = AdaptedLinear(linear, sizes, slots, rank, example, affine)
@@ -230,6 +235,11 @@ class AdapterTable:
                 else:
                     setattr(parent, attributes[0], adapted)
                 self._modules |= {member: (adapted, part) for part, member in enumerate(members)}
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether the model is one of several ranks'."""
+        return bool(self._parts)
 
     def check(self, name: str, adapter: Mapping[str, AdapterFactors]) -> None:
         """Raise CheckpointError unless the adapter is one of this model, with room for its rank."""
@@ -257,7 +267,14 @@ class AdapterTable:
     def write(self, slot: int, adapter: Mapping[str, AdapterFactors]) -> None:
         """Put a checked adapter into a slot that no sequence uses."""
         for module, (linear, part) in self._modules.items():
-            linear.write(part, slot, adapter.get(module))
+            factors, own = adapter.get(module), self._parts.get(module)
+            linear.write(part, slot, factors if factors is None or own is None else _cut(factors, own))
+
+
+def _cut(factors: AdapterFactors, part: Part) -> AdapterFactors:
+    """An adapter's part. Where k is split, the ranks' results add up, as those of the base do."""
+    columns = slice(part.columns.start, part.columns.stop)
+    return AdapterFactors(factors.a[:, columns], torch.cat([factors.b[rows.start : rows.stop] for rows in part.rows]))
 
 
 @contextmanager

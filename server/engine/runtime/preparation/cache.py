@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
-from server.engine.runtime.attention.factory import create_backend
+from server.engine.runtime.attention.factory import check_cache_dtype, create_backend
+from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
 from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.limits import (
@@ -36,22 +37,28 @@ class CacheSpec:
     sinks: dict[int, torch.Tensor]
     block_size: int
     dtype: torch.dtype
+    """Of the activations."""
     device: torch.device
+    cache_dtype: torch.dtype
+    """Of the keys and values."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, block_size: int) -> CacheSpec:
+    def of(cls, model: PreTrainedModel, config: EngineConfig) -> CacheSpec:
         """The spec of a model, which attends through our backends from here on. Raises UnsupportedModelError."""
         shapes, options, sinks = probe_layers(model)
-        return cls(shapes, options, sinks, block_size, model.dtype, model.device)
+        own = config.block_size, model.dtype, model.device
+        check_cache_dtype(config.kv_cache_dtype, shapes, options, *own)
+        return cls(shapes, options, sinks, *own, stored_dtype(config.kv_cache_dtype, model.dtype))
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one KV block, all layers together."""
-        return self.block_size * sum(shape.bytes_per_token(self.dtype.itemsize) for shape in self.shapes)
+        return self.block_size * sum(bytes_per_token(shape, self.cache_dtype) for shape in self.shapes)
 
     def backend(self, num_blocks: int) -> AttentionBackend:
         """A new cache of num_blocks KV blocks, and the backend that owns it."""
-        backend = create_backend(self.shapes, self.options, num_blocks, self.block_size, self.dtype, self.device)
+        own = self.block_size, self.dtype, self.device, self.cache_dtype
+        backend = create_backend(self.shapes, self.options, num_blocks, *own)
         backend.sinks = self.sinks
         return backend
 

@@ -7,10 +7,12 @@ import logging
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.exchange import agreed
 from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
 from server.engine.runtime.graphs.fused_launches import possible_launches, report_fused
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
 from server.engine.runtime.limits import ModelLimits, sequence_limit, token_budget
 from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel
@@ -27,13 +29,52 @@ def capture_decode(
     # A graph's GEMMs prefetch the next weight only if its order is known when they are captured.
     set_weight_order(paged.model, TrialSteps(paged).run)
     graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots)
-    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device))
+    cached = limits.num_blocks * config.block_size
+    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device, cached))
     largest = max(sizes)
-    backend.set_up_graphs(limits.max_model_len, largest, not config.batch_invariant)
+    room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
+    backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant)
     graphs.capture(sizes, progress)
     if graphs.fused is not None:
         report_fused(graphs.fused, possible_launches(paged.model, largest, graphs.applies_rotary(largest)))
     return graphs
+
+
+def verify_sizes(config: EngineConfig) -> list[int]:
+    """Tokens of the steps with guesses that get graphs; with batch_invariant these go through its one decode graph."""
+    return [] if config.speculation == "off" or config.batch_invariant else list(SIZES)
+
+
+def capture_verify(
+    paged: PagedModel,
+    backend: GraphBackend,
+    limits: ModelLimits,
+    config: EngineConfig,
+    decode: DecodeGraphs,
+    progress: Progress,
+) -> VerifyGraphs | None:
+    """Capture steps with guesses; None, with a warning, where that fails or the logits differ.
+
+    Call in inference mode, before compilation.
+    """
+    graphs = VerifyGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots, decode.pool)
+    steps = TrialSteps(paged)
+
+    def attempt() -> None:
+        graphs.capture(verify_sizes(config), progress)
+        for size in verify_sizes(config):
+            if size <= limits.max_model_len:
+                batch = steps.first_chunk(size)
+                expected = paged.run(batch)
+                wrong = steps.difference(graphs.run(batch).float(), expected, size)
+                if wrong is not None:
+                    raise ValueError(f"logits {wrong}")
+
+    failed = failure(attempt)
+    if failed is None:
+        return graphs
+    logger.warning("steps with guesses run without CUDA graphs, more slowly: %s", failed)
+    return None
 
 
 def capture_mixed(
@@ -45,7 +86,8 @@ def capture_mixed(
     progress: Progress,
 ) -> MixedGraphs | None:
     """Capture mixed steps over compiled layers; None, with a warning, where that fails or the logits differ."""
-    sequences, budget = sequence_limit(config, paged.device), token_budget(config, paged.device)
+    cached = limits.num_blocks * config.block_size
+    sequences, budget = sequence_limit(config, paged.device, cached), token_budget(config, paged.device)
     graphs = MixedGraphs(paged.model, backend, paged.block_size, sequences, paged.clock, decode.pool)
     steps = TrialSteps(paged)
 
@@ -59,7 +101,6 @@ def capture_mixed(
                     raise ValueError(f"logits {wrong}")
 
     failed = failure(attempt)
-    if failed is None:
-        return graphs
-    logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
-    return None
+    if failed is not None:
+        logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
+    return graphs if agreed(failed is None) else None

@@ -59,18 +59,21 @@ def sample_by_inversion(
     logits [len(sequences), vocabulary], all on one device; on CUDA the host does not wait for it. again: take other
     uniform numbers than the first time, for tokens that a grammar refused.
     """
-    vocabulary = logits.shape[1]
-    random = [row for row, s in enumerate(sequences) if s.sampling.temperature > 0]
-    if random and logits.is_cuda and _DeviceSampling.sample_rows is not None:
+    table = sampling_table(sequences, logits.shape[1], again)
+    return tokens if table is None else sample_by_table(logits, table, tokens)
+
+
+def sample_by_table(logits: torch.Tensor, table: npt.NDArray[np.float64], tokens: torch.Tensor) -> torch.Tensor:
+    """sample_by_inversion() by the sequences' sampling_table()."""
+    if logits.is_cuda and _DeviceSampling.sample_rows is not None:
         tokens = tokens.clone()
-        _DeviceSampling.sample_rows(logits, _table(sequences, random, vocabulary, logits.device, again), tokens)
+        _DeviceSampling.sample_rows(logits, _to_device(table, logits.device), tokens)
         return tokens
-    filtered = [row for row in random if is_filtered(sequences[row], vocabulary)]
-    plain = [row for row in random if not is_filtered(sequences[row], vocabulary)]
-    for rows, pick in ((plain, _pick), (filtered, _pick_filtered)):
-        if rows:
-            parameters = _Parameters.of(_table(sequences, rows, vocabulary, logits.device, again))
-            scores = (logits if len(rows) == logits.shape[0] else logits[parameters.rows]).float()
+    filtered = (table[:, 3] < logits.shape[1]) | (table[:, 4] < 1) | (table[:, 5] > 0)
+    for chosen, pick in ((table[~filtered], _pick), (table[filtered], _pick_filtered)):
+        if len(chosen):
+            parameters = _Parameters.of(_to_device(chosen, logits.device))
+            scores = (logits if len(chosen) == logits.shape[0] else logits[parameters.rows]).float()
             # The maximum is subtracted before the division, so that a tiny temperature does not overflow.
             scores = (scores - scores.amax(dim=-1, keepdim=True)) / parameters.temperatures
             tokens = tokens.index_copy(0, parameters.rows, pick(scores, parameters))
@@ -123,13 +126,14 @@ def _try_sampling(sample_rows: _SampleRows, device: torch.device, dtype: torch.d
         raise ValueError(f"it gives {found.tolist()} instead of {expected.tolist()}")
 
 
-def _table(
-    sequences: list[Sequence], rows: list[int], vocabulary: int, device: torch.device, again: bool
-) -> torch.Tensor:
-    """The rows' sampling parameters on their device: float64 [rows, 6], see triton_kernel.sample_rows().
+def sampling_table(sequences: list[Sequence], vocabulary: int, again: bool = False) -> npt.NDArray[np.float64] | None:
+    """What decides the sampled tokens: [rows whose temperature is above 0, 6], see triton_kernel.sample_rows().
 
-    One transfer from pinned memory, so that the host does not wait for the device.
+    None where there is no such row. again: as of sample_by_inversion().
     """
+    rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
+    if not rows:
+        return None
     shift = _RESAMPLING_OFFSET if again else 0
     chosen = [sequences[row] for row in rows]
     given = [s.sampling for s in chosen]
@@ -140,13 +144,18 @@ def _table(
     table[:, 3] = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in given]
     table[:, 4] = [sampling.top_p for sampling in given]
     table[:, 5] = [sampling.min_p for sampling in given]
+    return table
+
+
+def _to_device(table: npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:
+    """The table on a device: one transfer from pinned memory, so that the host does not wait for the device."""
     tensor = torch.from_numpy(table)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class _Parameters:
-    """The columns of _table(). All but rows are [rows, 1]."""
+    """The columns of sampling_table(). All but rows are [rows, 1]."""
 
     rows: torch.Tensor
     temperatures: torch.Tensor

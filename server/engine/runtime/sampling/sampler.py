@@ -15,11 +15,13 @@ from server.types import TokenLogprob
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's next token, or why there is none."""
+    """One sequence's next token, or why there is none; or instead of a token what it wanted."""
 
     token: int
     logprob: TokenLogprob | None = None
     error: str | None = None
+    embedding: bytes | None = None
+    """The hidden state of a sequence that embeds: float32 little-endian."""
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:

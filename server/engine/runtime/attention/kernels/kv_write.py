@@ -6,6 +6,8 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from server.engine.runtime.attention.kernels.key_tiles import quantization_limit, store_kv
+
 
 def write_kv(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
     """cache[slot // block_size, 0 or 1, slot % block_size] = key or value, for each token.
@@ -62,3 +64,57 @@ def _write(  # type: ignore[no-untyped-def]
     new_value = tl.load(value + token * value_token + head * value_head + column, mask=inside)
     tl.store(target, new_key, mask=inside)
     tl.store(target + block_size * row, new_value, mask=inside)
+
+
+def quantize_kv(
+    cache: torch.Tensor, scales: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """As write_kv(), into the data of int8 or float8_e4m3fn and the scales of a kv_cache.LayerCache."""
+    tokens, heads, dim = key.shape
+    overlap = torch.cuda.get_device_capability(key.device)[0] >= 9
+    _quantize[(tokens, heads)](
+        cache,
+        scales,
+        key,
+        value,
+        slots,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        cache.shape[2],
+        heads,
+        dim,
+        quantization_limit(cache.dtype),
+        overlap,
+        num_warps=1,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantize(  # type: ignore[no-untyped-def]
+    cache,
+    scales,
+    key,
+    value,
+    slots,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    block_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    limit: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    if overlap:  # see server/engine/runtime/compile/pdl.py
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # A thread block takes one key head of one token.
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    column = tl.arange(0, dim)
+    k = tl.load(key + token * key_token + head * key_head + column)
+    v = tl.load(value + token * value_token + head * value_head + column)
+    place = slot + slot // block_size * block_size
+    store_kv(cache + head * dim, scales + head, place, k, v, True, kv_heads * dim, kv_heads, dim, block_size, limit)

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
-from server.engine.runtime.attention.device_tables import DeviceTables
-from server.engine.runtime.attention.flashinfer_graphs import Kind
+from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.kernels.device_tables import DeviceTables
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
-from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.trials import relative_error
+from server.engine.runtime.batch import Spans
 
 SMALLEST_PART = 64
 """A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves.
@@ -30,8 +29,8 @@ _PROGRAMS_PER_PROCESSOR = 4
 _MOST_WAVES = 4
 HEADER = 8
 FIELDS = 8
-# Sequences of disagreement()'s steps, and KV blocks that each may have.
-_TRIAL_SEQUENCES, _TRIAL_BLOCKS = 3, 2 * SMALLEST_PART + 3
+# Sequences of decode_trial's steps, and KV blocks that each may have.
+TRIAL_SEQUENCES, TRIAL_BLOCKS = 3, 2 * SMALLEST_PART + 3
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -43,7 +42,7 @@ class Room:
     wave: int
     """Items that the device runs at a time: a wave."""
     spare: int
-    """Items that there may be beyond one for each sequence."""
+    """Items that there may be beyond one for each sequence; 0: no sequence's keys are split."""
 
     @classmethod
     def of(cls, processors: int, kv_heads: int) -> Room:
@@ -87,6 +86,8 @@ def _part_length(seen: _Numbers, room: Room) -> int:
     All items together should fill whole waves of thread blocks. The time of a wave is that of its longest item.
     """
     count, total, longest = len(seen), int(seen.sum()), int(seen.max())
+    if room.spare == 0:
+        return longest
     if count > room.wave:
         # Only a sequence that is much longer than the others is worth being split.
         return max(SMALLEST_PART, _rounded(-(-total // room.spare)))
@@ -131,17 +132,24 @@ def _rounded(count: _Count) -> _Count:
 
 
 def layout(
-    lengths: _Numbers, rows: _Numbers, windows: Sequence[int | None], rooms: Sequence[Room]
+    lengths: _Numbers,
+    rows: _Numbers,
+    windows: Sequence[int | None],
+    rooms: Sequence[Room],
+    sequences: int | None = None,
 ) -> npt.NDArray[np.int32]:
     """A step of one-token sequences as the kernel reads it: a header, and each window's items; int32.
 
     lengths: int64 [sequences], each sequence's keys; rows: its row of the block tables. The header says how many items
     each window has. Each window has room for its room's spare items more than there are sequences, but for the last one,
     whose room ends with its items. An item is a part of a sequence's keys: sequence, first key, key behind the last,
-    newest key, the sequence's first item, its number of items, its row of the block tables, 0.
+    newest key, the sequence's first item, its number of items, its row of the block tables, 0. sequences: how many the
+    launch makes room for, by default those that there are.
     """
+    if not len(lengths):
+        return np.zeros(HEADER, np.int32)
     found = [split_keys(lengths, room, window) for window, room in zip(windows, rooms, strict=True)]
-    places = item_places(len(lengths), rooms)
+    places = item_places(len(lengths) if sequences is None else sequences, rooms)
     numbers = np.zeros(places[-1] + len(found[-1].parts) * FIELDS, np.int32)
     for window, (place, items) in enumerate(zip(places, found, strict=True)):
         count, sequence = len(items.parts), items.sequence
@@ -173,13 +181,14 @@ class DecodeAttention:
         most_blocks: int,
         scratch_block: int,
         device: torch.device,
+        split: bool = True,
     ) -> None:
         """kinds: the layers'. largest: sequences that a step may have; most_blocks: KV blocks that each may have.
 
-        scratch_block: the KV block of padding.
+        scratch_block: the KV block of padding. split: whether a sequence's keys may be split into parts.
         """
         # Triton is not installed without CUDA.
-        from server.engine.runtime.attention.decode_kernel import Partials, attend_newest
+        from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
 
         self._attend: Callable[..., torch.Tensor] = attend_newest
         self._windows = list(dict.fromkeys(kind.options.window for kind in kinds))
@@ -187,11 +196,12 @@ class DecodeAttention:
             raise ValueError(f"layers have {len(self._windows)} different windows")
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         heads = [max(kind.kv_heads for kind in kinds if kind.options.window == window) for window in self._windows]
-        self._rooms = [Room.of(processors, own) for own in heads]
-        sequences = max(largest, _TRIAL_SEQUENCES)
+        found = [Room.of(processors, own) for own in heads]
+        self._rooms = found if split else [Room(room.wave, 0) for room in found]
+        sequences = max(largest, TRIAL_SEQUENCES)
         items = sequences + max(room.spare for room in self._rooms)
         self._numbers = torch.zeros(HEADER + len(self._windows) * items * FIELDS, dtype=torch.int32, device=device)
-        self._tables = DeviceTables(sequences, max(most_blocks, _TRIAL_BLOCKS), scratch_block, device)
+        self.tables = DeviceTables(sequences, max(most_blocks, TRIAL_BLOCKS), scratch_block, device)
         self._partials = Partials(
             items,
             max(kind.kv_heads for kind in kinds),
@@ -204,15 +214,23 @@ class DecodeAttention:
         """Lay out a step for the graph of size sequences; those beyond spans are padding, a token each."""
         padding = size - len(spans)
         lengths = np.append(spans.ends, np.ones(padding, np.int64))
-        rows = np.append(spans.rows, np.full(padding, self._tables.padding_row))
+        rows = np.append(spans.rows, np.full(padding, self.tables.padding_row))
+        self._write(layout(lengths, rows, self._windows, self._rooms))
+        self.tables.update(spans)
+
+    def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
+        """Lay out the first singles of a step's spans, one token each, for a launch with room for that many sequences."""
+        self._write(layout(spans.ends[:singles], spans.rows[:singles], self._windows, self._rooms, sequences))
+        self.tables.update(spans)
+
+    def _write(self, numbers: npt.NDArray[np.int32]) -> None:
         # A copy from memory that is not pinned would wait for the step that is running.
-        numbers = torch.from_numpy(layout(lengths, rows, self._windows, self._rooms)).pin_memory()
-        self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
-        self._tables.update(spans)
+        pinned = torch.from_numpy(numbers).pin_memory()
+        self._numbers[: len(pinned)].copy_(pinned, non_blocking=True)
 
     def attend(
         self,
-        cache: torch.Tensor,
+        cache: LayerCache,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -220,68 +238,15 @@ class DecodeAttention:
         rotary: RotaryEmbedding | None = None,
         tile: int = 0,
         sinks: torch.Tensor | None = None,
+        sequences: int | None = None,
+        out: torch.Tensor | None = None,
+        written: bool = False,
     ) -> torch.Tensor:
-        """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest()."""
-        window, sequences = self._windows.index(options.window), query.shape[0]
-        first = item_places(sequences, self._rooms)[window]
-        step = self._numbers, first, window, sequences + self._rooms[window].spare, self._tables.blocks
-        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks)
+        """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest().
 
-
-# How far a step's outputs may be from other kernels', by rounding, in the norm of all of them.
-_TOLERANCE = 0.02
-
-
-def disagreement(
-    decode: DecodeAttention,
-    reference: AttentionBackend,
-    cache: torch.Tensor,
-    layer: int,
-    kind: Kind,
-) -> str | None:
-    """How decode's outputs differ from reference's by more than rounding, in words; None where they do not.
-
-    Tries a step without a rotary embedding and one with it and norms. cache is reference's for the layer, [blocks, 2,
-    block_size, kv_heads, dim], which is left filled with zeros; its last block is not used.
-    """
-    block_size, room = cache.shape[2], cache.shape[0] - 1
-    made_spans: list[Span] = []
-    used = 0
-    for length in (1, block_size + 1, 2 * SMALLEST_PART + 3):
-        own = range(used, min(used + -(-length // block_size), room))
-        if own:
-            end = min(length, len(own) * block_size)
-            made_spans.append(Span(len(made_spans), end - 1, 1, own))
-            used = own.stop
-    spans = Spans.of(made_spans)
-
-    def made(heads: int) -> torch.Tensor:
-        return torch.randn(len(spans), heads, kind.dim, dtype=cache.dtype, device=cache.device)
-
-    slots = torch.tensor([s.blocks[-1] * block_size + s.start % block_size for s in made_spans], device=cache.device)
-    decode.plan(spans, len(spans))
-    reference.begin(Batch(slots, slots, slots, slots, spans, len(spans)))
-    for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim))):
-        query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
-        cache[:used].normal_()
-        found = decode.attend(cache, query, key, value, kind.options, rotary, sinks=reference.sinks.get(layer))
-        written = cache.transpose(1, 2).flatten(0, 1)[slots]
-        if rotary is not None:
-            query, key = rotary.apply(query, key)
-        expected = reference.attend(layer, query, key, value, kind.options)
-        cache[:used].zero_()
-        rounding = 0.0 if rotary is None else _TOLERANCE
-        if not torch.equal(written[:, 1], value) or not relative_error(written[:, 0], key) <= rounding:
-            return "other keys and values are in the cache"
-        error = relative_error(found, expected)
-        if not error < _TOLERANCE:
-            return f"outputs are off by {error:.1e}"
-    return None
-
-
-def _any_rotary(like: torch.Tensor) -> RotaryEmbedding:
-    """A rotary embedding by random angles, with norms, for the tokens and of the dtype of like [T, dim]."""
-    tokens, dim = like.shape
-    angles = torch.randn(tokens, dim // 2, device=like.device).repeat(1, 2)
-    cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-    return RotaryEmbedding(cos, sin, (torch.randn_like(like[0]), torch.randn_like(like[0])), eps=1e-6, offset=1.0)
+        sequences: what plan_singles() was told; None after plan(). written: they have been written.
+        """
+        window, room_for = self._windows.index(options.window), query.shape[0] if sequences is None else sequences
+        first = item_places(room_for, self._rooms)[window]
+        step = self._numbers, first, window, room_for + self._rooms[window].spare, self.tables.blocks
+        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out, written)

@@ -14,15 +14,6 @@ def put_part(sums, weights, place, acc, best, weight, real, dim: tl.constexpr): 
     tl.store(weights + place * 2 + 1, weight, mask=real)
 
 
-@triton.jit
-def with_sinks(acc, best, weight, sinks, line, real, wanted):  # type: ignore[no-untyped-def]
-    """Sums with each head's sink added, if wanted: one of a sequence's parts has it. No launch writes the parameters."""
-    sink = tl.load(sinks + line, mask=real & wanted, other=-float("inf")) * 1.4426950408889634
-    higher = tl.maximum(best, sink)
-    shrink = tl.exp2(best - higher)
-    return acc * shrink[:, None], higher, weight * shrink + tl.exp2(sink - higher)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def add_up(  # type: ignore[no-untyped-def]
     out,

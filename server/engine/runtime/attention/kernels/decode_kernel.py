@@ -7,13 +7,25 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
-from server.engine.runtime.attention.decode_sums import add_up, put_part, put_result, result_row, with_sinks
+from server.engine.runtime.attention.kernels.decode_sums import add_up, put_part, put_result, result_row
+from server.engine.runtime.attention.kernels.key_tiles import (
+    LOG2_E,
+    add_sinks,
+    add_tile,
+    load_tile,
+    quantization_limit,
+    scores_of,
+    store_kv,
+)
+from server.engine.runtime.attention.kernels.kv_cache import LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 
 # Keys of a tile; warps of a thread block; tiles that are being loaded at a time.
 _TILE = 64
 _WARPS = 4
 _STAGES = 2
+# In 8 bits a tile of 64 keys would take 220 registers, and a multiprocessor would hold two thread blocks.
+_TILE_8_BITS, _STAGES_8_BITS = 32, 3
 
 
 class Partials:
@@ -26,7 +38,7 @@ class Partials:
 
 
 def attend_newest(
-    cache: torch.Tensor,
+    cache: LayerCache,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -40,22 +52,27 @@ def attend_newest(
     rotary: RotaryEmbedding | None,
     tile: int = 0,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    written: bool = False,
 ) -> torch.Tensor:
     """Attention [T, heads, dim] of T sequences' newest tokens, tiled with tile; writes their keys and values.
 
-    cache [blocks, 2, block_size, kv_heads, dim], contiguous; query [T, heads, dim], key and value [T, kv_heads, dim] of
-    its dtype, any strides with a contiguous last dimension; numbers int32, decode.layout(): from first on lie the items,
-    at most that many; their number is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that
-    items name. query and key get rotary first. sinks float32 [heads], see AttentionOptions.
+    query [T, heads, dim], key and value [T, kv_heads, dim] in 16 bits, the cache's own where it has 16, any strides with a
+    contiguous last dimension; numbers int32, decode.layout(): from first on lie the items, at most that many; their number
+    is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key get rotary
+    first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new tensor if None.
+    written: the launch in front has written the keys and values, so that several of the tokens may be of one sequence, one
+    after another.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
     turned = RotaryEmbedding(query, query) if rotary is None else rotary
-    kv_heads, block_size = key.shape[1], cache.shape[2]
-    out = query.new_empty(result_shape(tokens, heads, dim, tile))
+    kv_heads, block_size = key.shape[1], cache.data.shape[2]
+    if out is None:
+        out = query.new_empty(result_shape(tokens, heads, dim, tile))
     overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
     _attend[(items, kv_heads)](
-        cache,
+        cache.data,
         query,
         key,
         value,
@@ -67,12 +84,13 @@ def attend_newest(
         partials.weights,
         partials.arrived,
         *(stride for rows in (query, key, value) for stride in rows.stride()[:2]),
-        options.scaling * _LOG2_E,
+        options.scaling * LOG2_E,
         turned.cos,
         turned.sin,
         *(turned.norms or (query, query)),
         turned.eps,
         turned.offset,
+        cache.data if cache.scales is None else cache.scales,
         query if sinks is None else sinks,
         sinks is not None,
         rotary is not None,
@@ -85,18 +103,17 @@ def attend_newest(
         triton.next_power_of_2(heads // kv_heads),
         dim,
         block_size,
-        0.0 if options.softcap is None else options.softcap * _LOG2_E,
-        _TILE,
-        _STAGES,
+        0.0 if options.softcap is None else options.softcap * LOG2_E,
+        _TILE if cache.scales is None else _TILE_8_BITS,
+        _STAGES if cache.scales is None else _STAGES_8_BITS,
         tile,
         overlap,
+        quantization_limit(cache.data.dtype),
+        written,
         num_warps=_WARPS,
         launch_pdl=overlap,
     )
     return out
-
-
-_LOG2_E = 1.4426950408889634
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -125,6 +142,7 @@ def _attend(  # type: ignore[no-untyped-def]
     key_norm,
     eps,
     offset,
+    scales,
     sinks,
     has_sinks: tl.constexpr,
     has_rotary: tl.constexpr,
@@ -142,28 +160,34 @@ def _attend(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tile_rows: tl.constexpr,
     overlap: tl.constexpr,
+    limit: tl.constexpr,
+    written: tl.constexpr,
 ):
     # A thread block takes a part of a sequence's keys and one key head, with all query heads that share it.
     if overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
     item, head = tl.program_id(0), tl.program_id(1)
-    row, begin, end, newest = _four(items + item * 8)
-    first, parts, blocks, _ = _four(items + item * 8 + 4)
+    row, begin, end, newest, first, parts, blocks = _item(items + item * 8)
     if item >= tl.load(numbers + counted):
         return
     # The newest key may not be in the cache yet.
-    old = tl.minimum(end, newest)
-    column = tl.arange(0, dim)
+    old, last = tl.minimum(end, newest), end > newest
+    column, line = tl.arange(0, dim), tl.arange(0, rows)
     width: tl.constexpr = kv_heads * dim
-    pages = cache + head * dim
-    table = tables + blocks.to(tl.int64) * pitch
-    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
-    k, v, inside = _tile(pages, table, begin, old, width, dim, block_size, tile)
+    pages, own_scales, table = cache + head * dim, scales + head, tables + blocks.to(tl.int64) * pitch
+    if not written:
+        # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended.
+        k, v, k_scale, v_scale, inside = load_tile(
+            pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
+        )
     q_weight, q_weight_other = _weights(query_norm, offset, dim, norms)
     k_weight, k_weight_other = _weights(key_norm, offset, dim, norms)
     if overlap:
         tl.extra.cuda.gdc_wait()
-    line = tl.arange(0, rows)
+    if written:
+        k, v, k_scale, v_scale, inside = load_tile(
+            pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
+        )
     real = line < group
     queries = query + row.to(tl.int64) * query_token + (head * group + line[:, None]) * query_head
     own_key = key + row.to(tl.int64) * key_token + head * key_head
@@ -179,18 +203,20 @@ def _attend(  # type: ignore[no-untyped-def]
         k_new = tl.reshape(
             _rotated(k_new[None, :], k_other, cos, sin, k_weight, k_weight_other, eps, dim, norms), [dim]
         )
-    last = end > newest
-    _put(pages, table, newest, k_new, v_new, last, width, dim, block_size)
-    own = _scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap)
+    if not written:
+        _put(pages, own_scales, table, newest, k_new, v_new, last, width, kv_heads, dim, block_size, limit)
+    own = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap)
     best = tl.where(last, own, -1e38)
     weight = tl.zeros([rows], tl.float32) + tl.where(last, 1.0, 0.0)
     acc = tl.zeros([rows, dim], tl.float32) + tl.where(last, v_new.to(tl.float32), 0.0)[None, :]
-    acc, best, weight = _taken(acc, best, weight, q, k, v, inside, scale, cap)
+    acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, inside[None, :], scale, cap, limit)
     for start in tl.range(begin + tile, old, tile, num_stages=stages):
-        k, v, inside = _tile(pages, table, start, old, width, dim, block_size, tile)
-        acc, best, weight = _taken(acc, best, weight, q, k, v, inside, scale, cap)
+        k, v, k_scale, v_scale, inside = load_tile(
+            pages, own_scales, table, start, old, width, kv_heads, dim, block_size, tile, limit
+        )
+        acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, inside[None, :], scale, cap, limit)
     if has_sinks:
-        acc, best, weight = with_sinks(acc, best, weight, sinks + head * group, line, real, item == first)
+        acc, best, weight = add_sinks(acc, best, weight, sinks + head * group + line, real & (item == first))
     to_out = result_row(out, row, head, kv_heads, group, dim, tile_rows)
     if parts == 1:
         put_result(to_out, acc / weight[:, None], row, head, line, group, dim, tile_rows)
@@ -204,48 +230,23 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(  # type: ignore[no-untyped-def]
+def _put(  # type: ignore[no-untyped-def]
     pages,
+    own_scales,
     table,
-    begin,
-    end,
+    newest,
+    k,
+    v,
+    wanted,
     width: tl.constexpr,
+    kv_heads: tl.constexpr,
     dim: tl.constexpr,
     block_size: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """Keys and values from begin on, zeros from end on, and which of them are in front of end."""
-    at = begin + tl.arange(0, tile)
-    inside = at < end
-    block = tl.load(table + at // block_size, mask=inside, other=0).to(tl.int64)
-    place = pages + ((block * 2 * block_size + at % block_size) * width)[:, None] + tl.arange(0, dim)[None, :]
-    k = tl.load(place, mask=inside[:, None], other=0.0)
-    v = tl.load(place + block_size * width, mask=inside[:, None], other=0.0)
-    return k, v, inside
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _put(  # type: ignore[no-untyped-def]
-    pages, table, newest, k, v, wanted, width: tl.constexpr, dim: tl.constexpr, block_size: tl.constexpr
+    limit: tl.constexpr,
 ):
     """Write the newest key and value into the cache if wanted."""
-    column = tl.arange(0, dim)
-    block = tl.load(table + newest // block_size).to(tl.int64)
-    place = pages + (block * 2 * block_size + newest % block_size) * width + column
-    tl.store(place, k, mask=(column < dim) & wanted)
-    tl.store(place + block_size * width, v, mask=(column < dim) & wanted)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _taken(acc, best, weight, q, k, v, inside, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Weighted sums, greatest scores and sums of weights with a tile of keys added."""
-    scores = _scores(tl.dot(q, tl.trans(k)), scale, cap)
-    scores = tl.where(inside[None, :], scores, -float("inf"))
-    higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e38)
-    shrink = tl.exp2(best - higher)
-    p = tl.exp2(scores - higher[:, None])
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-    return acc, higher, weight * shrink + tl.sum(p, 1)
+    place = tl.load(table + newest // block_size).to(tl.int64) * 2 * block_size + newest % block_size
+    store_kv(pages, own_scales, place, k, v, wanted, width, kv_heads, dim, block_size, limit)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -286,15 +287,14 @@ def _rotated(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _four(place):  # type: ignore[no-untyped-def]
-    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _scores(dots, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores times log2(e), with a soft cap where cap, the cap times log2(e), is not 0."""
-    scores = dots * scale
-    if cap != 0:
-        # tanh
-        scores = cap - 2 * cap / (tl.exp2(2 * 1.4426950408889634 / cap * scores) + 1)
-    return scores
+def _item(place):  # type: ignore[no-untyped-def]
+    """The fields of an item, see decode.layout()."""
+    return (
+        tl.load(place),
+        tl.load(place + 1),
+        tl.load(place + 2),
+        tl.load(place + 3),
+        tl.load(place + 4),
+        tl.load(place + 5),
+        tl.load(place + 6),
+    )

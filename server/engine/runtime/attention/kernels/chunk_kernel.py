@@ -1,0 +1,153 @@
+"""One launch that attends for chunks of sequences whose keys and values are in the paged cache already."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.kernels.chunk_items import FIELDS
+from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_sinks, add_tile, load_tile, quantization_limit
+from server.engine.runtime.attention.kernels.kv_cache import LayerCache
+
+ROWS = 128
+"""Query rows of a thread block: tokens times the query heads that share a key head."""
+_TILE = 64
+_WARPS = 8
+_STAGES = 2
+
+
+def tokens_per_item(heads: int, kv_heads: int) -> int:
+    """Tokens that a thread block takes. Raises ValueError where more query heads share a key head than it has rows."""
+    tokens = ROWS // (heads // kv_heads)
+    if tokens == 0:
+        raise ValueError(f"{heads // kv_heads} query heads share a key head, and the kernel has {ROWS} rows")
+    return tokens
+
+
+def attend_chunks(
+    cache: LayerCache,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    numbers: torch.Tensor,
+    items: int,
+    tables: torch.Tensor,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Write the attention of chunks' tokens into their rows of out [T, heads, dim], contiguous.
+
+    query [T, heads, dim] of 16 bits, any strides with a contiguous last dimension. numbers int32, chunk_items.layout():
+    how many items there are, at most that many, and the items. tables int32 [any, blocks of the longest], contiguous: the
+    rows that items name. sinks float32 [heads], see AttentionOptions.
+    """
+    heads, dim = query.shape[1:]
+    kv_heads, block_size = cache.data.shape[3], cache.data.shape[2]
+    overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
+    _attend[(items, kv_heads)](
+        cache.data,
+        cache.data if cache.scales is None else cache.scales,
+        query,
+        out,
+        numbers,
+        tables,
+        *query.stride()[:2],
+        options.scaling * LOG2_E,
+        tables.shape[1],
+        query if sinks is None else sinks,
+        sinks is not None,
+        options.window or 0,
+        kv_heads,
+        heads // kv_heads,
+        dim,
+        block_size,
+        0.0 if options.softcap is None else options.softcap * LOG2_E,
+        ROWS,
+        _TILE,
+        _STAGES,
+        FIELDS,
+        overlap,
+        quantization_limit(cache.data.dtype),
+        num_warps=_WARPS,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    cache,
+    scales,
+    query,
+    out,
+    numbers,
+    tables,
+    query_token,
+    query_head,
+    scale,
+    pitch,
+    sinks,
+    has_sinks: tl.constexpr,
+    window: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    block_size: tl.constexpr,
+    cap: tl.constexpr,
+    rows: tl.constexpr,
+    tile: tl.constexpr,
+    stages: tl.constexpr,
+    fields: tl.constexpr,
+    overlap: tl.constexpr,
+    limit: tl.constexpr,
+):
+    # A thread block takes some tokens of a chunk and one key head, with all query heads that share it.
+    if overlap:  # see server/engine/runtime/compile/pdl.py
+        tl.extra.cuda.gdc_launch_dependents()
+    item, head = tl.program_id(0), tl.program_id(1)
+    if item >= tl.load(numbers):
+        return
+    own = numbers + fields + item * fields
+    row, count, start, blocks = tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
+    table = tables + blocks.to(tl.int64) * pitch
+    column, line = tl.arange(0, dim), tl.arange(0, rows)
+    token, sharer = line // group, line % group
+    real = token < count
+    if overlap:
+        tl.extra.cuda.gdc_wait()
+    queries = query + (row + token).to(tl.int64) * query_token + (head * group + sharer) * query_head
+    q = tl.load(queries[:, None] + column[None, :], mask=real[:, None], other=0.0)
+    newest = start + token
+    end = start + count
+    pages, own_scales = cache + head * dim, scales + head
+    acc = tl.zeros([rows, dim], tl.float32)
+    best = tl.full([rows], -1e38, tl.float32)
+    weight = tl.zeros([rows], tl.float32)
+    first = 0
+    if window != 0:
+        first = tl.maximum(0, start + 1 - window) // tile * tile
+    # All queries see the tiles in front of the first one's key, but for those that a window's edge crosses.
+    whole = (start + 1) // tile * tile
+    if window == 0:
+        for begin in tl.range(0, whole, tile, num_stages=stages):
+            k, v, k_scale, v_scale, inside = load_tile(
+                pages, own_scales, table, begin, end, kv_heads * dim, kv_heads, dim, block_size, tile, limit
+            )
+            acc, best, weight = add_tile(
+                acc, best, weight, q, k, v, k_scale, v_scale, inside[None, :], scale, cap, limit
+            )
+        first = whole
+    for begin in tl.range(first, end, tile, num_stages=stages):
+        k, v, k_scale, v_scale, inside = load_tile(
+            pages, own_scales, table, begin, end, kv_heads * dim, kv_heads, dim, block_size, tile, limit
+        )
+        at = begin + tl.arange(0, tile)
+        seen = inside[None, :] & (at[None, :] <= newest[:, None])
+        if window != 0:
+            seen = seen & (at[None, :] > newest[:, None] - window)
+        acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, limit)
+    if has_sinks:
+        acc, best, weight = add_sinks(acc, best, weight, sinks + head * group + sharer, real)
+    place = out + ((row + token).to(tl.int64) * (kv_heads * group) + head * group + sharer) * dim
+    result = (acc / tl.where(real, weight, 1.0)[:, None]).to(out.dtype.element_ty)
+    tl.store(place[:, None] + column[None, :], result, mask=real[:, None])

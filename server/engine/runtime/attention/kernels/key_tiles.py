@@ -1,0 +1,135 @@
+"""What the Triton attention kernels share: tiles of keys and values from the paged cache, and their part of a softmax.
+
+A cache in 8 bits has a float32 scale for each token and key head, of the key and of the value. Scores are multiplied by the
+keys' scales, and probabilities by the values', so that the tiles enter the matrix products as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+LOG2_E = 1.4426950408889634
+
+
+def quantization_limit(dtype: torch.dtype) -> float:
+    """The magnitude that the largest element of a head has in a cache of this dtype, times its scale; 0 for 16 bits."""
+    return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype, 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_tile(  # type: ignore[no-untyped-def]
+    pages,
+    scales,
+    table,
+    begin,
+    end,
+    width: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    limit: tl.constexpr,
+):
+    """Keys and values from begin on, zeros from end on, their scales, and which of them are in front of end.
+
+    pages, scales: the cache's data and scales, at the head.
+    """
+    at = begin + tl.arange(0, tile)
+    inside = at < end
+    block = tl.load(table + at // block_size, mask=inside, other=0).to(tl.int64)
+    place = block * 2 * block_size + at % block_size
+    data = pages + (place * width)[:, None] + tl.arange(0, dim)[None, :]
+    k = tl.load(data, mask=inside[:, None], other=0.0)
+    v = tl.load(data + block_size * width, mask=inside[:, None], other=0.0)
+    if limit == 0:
+        return k, v, 1.0, 1.0, inside
+    else:
+        k_scale = tl.load(scales + place * kv_heads, mask=inside, other=0.0)
+        v_scale = tl.load(scales + (place + block_size) * kv_heads, mask=inside, other=0.0)
+        return k, v, k_scale, v_scale, inside
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_tile(  # type: ignore[no-untyped-def]
+    acc, best, weight, q, k, v, k_scale, v_scale, inside, scale, cap: tl.constexpr, limit: tl.constexpr
+):
+    """Weighted sums, greatest scores and sums of weights with a tile of keys added; inside: what each query sees of it."""
+    if limit == 0:
+        scores = scores_of(tl.dot(q, tl.trans(k)), scale, cap)
+    else:
+        scores = scores_of(tl.dot(q, tl.trans(k.to(q.dtype))) * k_scale[None, :], scale, cap)
+    scores = tl.where(inside, scores, -float("inf"))
+    higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e38)
+    shrink = tl.exp2(best - higher)
+    p = tl.exp2(scores - higher[:, None])
+    if limit == 0:
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    else:
+        acc = tl.dot((p * v_scale[None, :]).to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+    return acc, higher, weight * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def add_sinks(acc, best, weight, places, wanted):  # type: ignore[no-untyped-def]
+    """Sums with each row's sink added where wanted, see AttentionOptions. No launch writes the parameters."""
+    sink = tl.load(places, mask=wanted, other=-float("inf")) * 1.4426950408889634
+    higher = tl.maximum(best, sink)
+    shrink = tl.exp2(best - higher)
+    return acc * shrink[:, None], higher, weight * shrink + tl.exp2(sink - higher)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scores_of(dots, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores times log2(e), with a soft cap where cap, the cap times log2(e), is not 0."""
+    scores = dots * scale
+    if cap != 0:
+        # tanh
+        scores = cap - 2 * cap / (tl.exp2(2 * 1.4426950408889634 / cap * scores) + 1)
+    return scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_kv(  # type: ignore[no-untyped-def]
+    pages,
+    scales,
+    place,
+    k,
+    v,
+    wanted,
+    width: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    block_size: tl.constexpr,
+    limit: tl.constexpr,
+):
+    """Write a token's key and value of one head, [dim] each, into the cache at place if wanted.
+
+    place: the row among keys' and values' rows of all KV blocks.
+    """
+    column = tl.arange(0, dim)
+    own = pages + place * width + column
+    inside = (column < dim) & wanted
+    if limit == 0:
+        tl.store(own, k, mask=inside)
+        tl.store(own + block_size * width, v, mask=inside)
+    else:
+        k, k_scale = _quantized(k, pages.dtype.element_ty, limit)
+        v, v_scale = _quantized(v, pages.dtype.element_ty, limit)
+        tl.store(own, k, mask=inside)
+        tl.store(own + block_size * width, v, mask=inside)
+        tl.store(scales + place * kv_heads, k_scale, mask=wanted)
+        tl.store(scales + (place + block_size) * kv_heads, v_scale, mask=wanted)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantized(x, dtype: tl.constexpr, limit: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [dim] in 8 bits, and its scale: the largest element has the magnitude limit."""
+    wide = x.to(tl.float32)
+    # The bound keeps the inverse finite where a head is all zeros.
+    largest = tl.maximum(tl.max(tl.abs(wide), 0), 1e-30)
+    scaled = wide * (limit / largest)
+    if dtype == tl.int8:
+        scaled = tl.floor(scaled + 0.5)
+    return scaled.to(dtype), largest / limit

@@ -1,0 +1,54 @@
+"""The KV cache of one layer on a GPU, in 16 bits or in 8 with scales, and layers that attend alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from server.config import KVCacheDtype
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape
+
+_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers that attend alike share a plan."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    options: AttentionOptions
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer. In 8 bits each token's key and value have a scale for each key head."""
+
+    data: torch.Tensor
+    """[blocks, 2, block_size, kv_heads, dim], keys and values."""
+    scales: torch.Tensor | None
+    """float32 [blocks, 2, block_size, kv_heads]; what data stands for is data * scales. None: data is in 16 bits."""
+
+    @classmethod
+    def zeros(
+        cls, shape: LayerShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """An empty cache of that many KV blocks; dtype is 16 bits, int8 or float8_e4m3fn."""
+        size = blocks, 2, block_size, shape.kv_heads
+        data = torch.zeros(*size, shape.key_dim, dtype=dtype, device=device)
+        scales = torch.zeros(size, dtype=torch.float32, device=device) if dtype.itemsize == 1 else None
+        return cls(data, scales)
+
+
+def stored_dtype(name: KVCacheDtype, activations: torch.dtype) -> torch.dtype:
+    """The dtype of the cache's data for engine.kv_cache_dtype."""
+    return activations if name == "auto" else _DTYPES[name]
+
+
+def bytes_per_token(shape: LayerShape, dtype: torch.dtype) -> int:
+    """Cache bytes that one token takes in a layer, scales included."""
+    scales = 2 * shape.kv_heads * SCALE_BYTES if dtype.itemsize == 1 else 0
+    return shape.bytes_per_token(dtype.itemsize) + scales

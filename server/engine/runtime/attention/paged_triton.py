@@ -1,0 +1,183 @@
+"""Attention of all steps by our own Triton kernels on CUDA, over a cache in 16 bits or in 8.
+
+A step's one-token sequences go to the decode kernel, its chunks to the chunk kernel. FlashInfer's kernels are faster for
+prompts but read no cache in 8 bits with a scale for each token and head, and take long to compile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from server.engine.runtime.attention.base import AttentionOptions, GraphBackend, LayerShape
+from server.engine.runtime.attention.kernels import chunk_items
+from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
+from server.engine.runtime.attention.rotary import RotaryEmbedding
+from server.engine.runtime.batch import Batch, Spans
+
+# KV blocks of a sequence that there is room for at least: steps that are captured have one sequence of all their tokens.
+_LEAST_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """What the launches of a step make room for."""
+
+    sequences: int
+    """One-token sequences; 0: no such launch."""
+    chunks: dict[int, tuple[torch.Tensor, int]]
+    """chunk_items.layout() on the device, and items that there is room for, by the tokens of one; empty: no such launch."""
+
+
+class TritonBackend(GraphBackend):
+    """A LayerCache of num_blocks + 1 KV blocks for each layer; the last one is scratch.
+
+    A graph's launches are fixed by its size; a replay reads what the latest plan laid out.
+    """
+
+    runs_compiled_layers = True
+    longest_in_mixed_graph = 1 << 30
+
+    def __init__(
+        self,
+        shapes: list[LayerShape],
+        options: list[AttentionOptions],
+        num_blocks: int,
+        block_size: int,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """cache_dtype: bfloat16, float16, float8_e4m3fn or int8."""
+        from server.engine.runtime.attention.kernels.chunk_kernel import attend_chunks, tokens_per_item
+        from server.engine.runtime.attention.kernels.kv_write import quantize_kv, write_kv
+
+        self._attend_chunks, self._write_kv, self._quantize_kv = attend_chunks, write_kv, quantize_kv
+        self._block_size = block_size
+        self._device = device
+        self.scratch_block = num_blocks
+        self._cache = [LayerCache.zeros(s, num_blocks + 1, block_size, cache_dtype, device) for s in shapes]
+        self._kinds = [Kind(s.heads, s.kv_heads, s.key_dim, o) for s, o in zip(shapes, options, strict=True)]
+        self._tokens_per_item = {kind: tokens_per_item(kind.heads, kind.kv_heads) for kind in self._kinds}
+        self._split_keys = True
+        # Made for the first steps, and for good when graphs are set up.
+        self._decode: DecodeAttention | None = None
+        self._room = (0, 0)
+        self._graph_chunks: dict[int, torch.Tensor] = {}
+        self._launches = _Launches(0, {})
+        self._newest_only = False
+        # Whether keys and values are written before the decode kernel attends, not by it.
+        self._shared = False
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._next_layer = 0
+
+    def begin(self, batch: Batch) -> None:
+        singles = batch.num_single
+        self._plan_singles(batch.spans, singles, singles)
+        chunks = {}
+        if len(batch.spans) > singles:
+            for tokens, numbers in self._chunk_items(batch.spans, singles).items():
+                chunks[tokens] = numbers.to(self._device, non_blocking=True), len(numbers) - 1
+        self._launches = _Launches(singles, chunks)
+        self._write_to(batch.slots)
+
+    def _plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
+        decode = self._decode_for(len(spans), int(spans.counts.max(initial=1)))
+        decode.plan_singles(spans, singles, sequences)
+
+    def _chunk_items(self, spans: Spans, singles: int) -> dict[int, torch.Tensor]:
+        """chunk_items.layout() of all but the first singles spans, in pinned memory, by the tokens of an item."""
+        rest = slice(singles, None)
+        columns = spans.first_rows[rest], spans.lengths[rest], spans.starts[rest], spans.rows[rest]
+        # A copy from memory that is not pinned would wait for the step that is running.
+        return {
+            tokens: torch.from_numpy(chunk_items.layout(*columns, tokens)).pin_memory()
+            for tokens in set(self._tokens_per_item.values())
+        }
+
+    def _decode_for(self, sequences: int, blocks: int) -> DecodeAttention:
+        """The decode kernel's tables with room for that many sequences of that many KV blocks each."""
+        if self._decode is None or self._room[0] < sequences or self._room[1] < blocks:
+            least = -(-_LEAST_TOKENS // self._block_size)
+            self._room = max(self._room[0], sequences), max(self._room[1], blocks, least)
+            kinds = list(dict.fromkeys(self._kinds))
+            self._decode = DecodeAttention(kinds, *self._room, self.scratch_block, self._device, self._split_keys)
+        return self._decode
+
+    def set_up_graphs(self, max_model_len: int, max_num_seqs: int, split_keys: bool) -> None:
+        self._split_keys, self._decode = split_keys, None
+        self._decode_for(max_num_seqs, -(-max_model_len // self._block_size))
+
+    def plan_decode_graph(self, spans: Spans, size: int) -> None:
+        self._decode_for(size, 1).plan(spans, size)
+
+    def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
+        self._write_to(slots)
+        self._newest_only, self._shared = True, shared
+
+    def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> _Launches:
+        singles = int((spans.lengths == 1).sum())
+        self._plan_singles(spans, singles, sequences)
+        chunks = {}
+        for tokens, numbers in self._chunk_items(spans, singles).items():
+            most = chunk_items.most_items(size, sequences, tokens)
+            if tokens not in self._graph_chunks:
+                # The largest graph is captured first, and all sizes share its memory.
+                room = torch.zeros(1 + most, chunk_items.FIELDS, dtype=torch.int32, device=self._device)
+                self._graph_chunks[tokens] = room
+            held = self._graph_chunks[tokens]
+            held[: len(numbers)].copy_(numbers, non_blocking=True)
+            chunks[tokens] = held, most
+        return _Launches(sequences, chunks)
+
+    def begin_mixed_graph(self, slots: torch.Tensor, plan: _Launches) -> None:
+        self._write_to(slots)
+        self._launches = plan
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        self._next_layer = layer + 1
+        cache, decode, sinks = self._cache[layer], self._decode, self.sinks.get(layer)
+        assert decode is not None
+        if self._newest_only and not self._shared:
+            return decode.attend(cache, query, key, value, options, sinks=sinks)
+        if cache.scales is None:
+            self._write_kv(cache.data, key, value, self._slots)
+        else:
+            self._quantize_kv(cache.data, cache.scales, key, value, self._slots)
+        if self._shared:
+            return decode.attend(cache, query, key, value, options, sinks=sinks, written=True)
+        out = query.new_empty(query.shape)
+        launches = self._launches
+        if launches.sequences:
+            decode.attend(cache, query, key, value, options, sinks=sinks, sequences=launches.sequences, out=out)
+        if launches.chunks:
+            numbers, items = launches.chunks[self._tokens_per_item[self._kinds[layer]]]
+            self._attend_chunks(cache, query, out, numbers, items, decode.tables.blocks, options, sinks)
+        return out
+
+    def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        layer = self._next_layer
+        return self.attend(layer, query, key, value, self._kinds[layer].options)
+
+    def attend_rotary_next(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
+    ) -> torch.Tensor:
+        if not self._newest_only or self._shared:
+            return super().attend_rotary_next(query, key, value, rotary, tile)
+        assert self._decode is not None
+        layer, self._next_layer = self._next_layer, self._next_layer + 1
+        options = self._kinds[layer].options
+        sinks = self.sinks.get(layer)
+        return self._decode.attend(self._cache[layer], query, key, value, options, rotary, tile, sinks)
+
+    @property
+    def applies_rotary(self) -> bool:
+        return True
+
+    def _write_to(self, slots: torch.Tensor) -> None:
+        self._slots = slots
+        self._newest_only = self._shared = False
+        self._next_layer = 0

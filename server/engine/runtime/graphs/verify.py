@@ -1,0 +1,47 @@
+"""Steps that check guesses as CUDA graphs: decode graphs in which tokens may be of one sequence."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from nf4_kernels.device_clock import DeviceClock
+from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.batch import Batch
+from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.invariant import in_groups
+from server.engine.runtime.graphs.pool import GraphPool
+
+SIZES = (2, 4, 8, 16, 32, 64)
+"""Tokens of a step, guesses and all. GEMMs cost the same for one token as for eight, and little more for 16."""
+
+
+class VerifyGraphs(DecodeGraphs):
+    """Replays steps of known tokens and guesses, each as a sequence of one token whose neighbours it sees.
+
+    Every layer writes the keys and values of the whole step before it attends. So a graph's size is its number of tokens,
+    however they are divided among sequences.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: GraphBackend,
+        block_size: int,
+        clock: DeviceClock | None,
+        adapter_slots: int,
+        pool: GraphPool,
+    ) -> None:
+        super().__init__(model, backend, block_size, clock, adapter_slots, pool)
+        self._block_size = block_size
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the logits of all tokens of batch are wanted, and a graph is large enough."""
+        return batch.sampled_rows.shape[0] == batch.num_tokens <= self._largest
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits [tokens, vocabulary] of a batch that fits(), valid until the next run."""
+        _, singles = next(in_groups(batch, self._block_size, self._largest))
+        return super().run(singles)

@@ -1,0 +1,73 @@
+"""What steps cost by their number of tokens, measured at the start: by that guesses are planned (speculation)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from server.engine.runtime.batch import Batch
+from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.invariant import INVARIANT_ROWS, in_groups
+from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
+from server.engine.runtime.limits import ModelLimits
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation.trial_steps import TrialSteps
+from server.engine.runtime.runner import StepGraphs
+from server.engine.speculation.costs import StepCosts
+
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+_REPEATS = 3
+_REPLAYS = 8
+
+
+def measure_steps(paged: PagedModel, limits: ModelLimits, graphs: StepGraphs) -> StepCosts:
+    """The least seconds of some runs of steps of few tokens. Call in inference mode, before the engine serves."""
+    steps = TrialSteps(paged)
+    if graphs.decode is not None and graphs.batch_invariant:
+        return StepCosts({INVARIANT_ROWS: _of_groups(graphs.decode, steps, paged.block_size, INVARIANT_ROWS)})
+    if graphs.decode is not None and graphs.verify is not None:
+        return _of_graphs(graphs.decode, graphs.verify, steps, paged.block_size, limits)
+    sizes = [size for size in _SIZES if size <= limits.max_model_len]
+    return StepCosts({size: _least(steps.run, size, _REPEATS) for size in sizes})
+
+
+def _of_graphs(
+    decode: DecodeGraphs, verify: VerifyGraphs, steps: TrialSteps, block_size: int, limits: ModelLimits
+) -> StepCosts:
+    """Of steps with guesses the time until their tokens are read; of others, scheduled asynchronously, the device's."""
+    sizes = [size for size in SIZES if size <= limits.max_model_len]
+
+    def checked(size: int) -> torch.Tensor:
+        return verify.run(steps.first_chunk(size))
+
+    checking = {size: _least(checked, size, _REPLAYS) for size in sizes}
+    plain_sizes = [size for size in decode.sizes if size <= sizes[-1]]
+    return StepCosts(checking, {size: _of_groups(decode, steps, block_size, size) for size in plain_sizes})
+
+
+def _of_groups(decode: DecodeGraphs, steps: TrialSteps, block_size: int, size: int) -> float:
+    """Seconds of a decode graph of size tokens, one after another without a wait between."""
+    _, batch = next(in_groups(steps.first_chunk(size), block_size, size))
+    return min(_replays(decode, batch) for _ in range(_REPEATS))
+
+
+def _replays(decode: DecodeGraphs, batch: Batch) -> float:
+    decode.run(batch).argmax(dim=-1).tolist()
+    begun = time.perf_counter()
+    for _ in range(_REPLAYS):
+        logits = decode.run(batch)
+    logits.argmax(dim=-1).tolist()
+    return (time.perf_counter() - begun) / _REPLAYS
+
+
+def _least(run: Callable[[int], torch.Tensor], size: int, repeats: int) -> float:
+    """The least seconds until the tokens of run(size) are on the host."""
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        run(size).argmax(dim=-1).tolist()
+        return time.perf_counter() - begun
+
+    return min([seconds() for _ in range(repeats + 1)][1:])

@@ -1,0 +1,147 @@
+"""Penalties whose state is on the device: which tokens each sequence has, and how often.
+
+The newest token is counted there, so that the host need not know it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from server.engine.runtime.batch import to_device
+from server.engine.runtime.sampling.device_options import DeviceOptions
+from server.engine.scheduling.sequence import Sequence
+
+# Sequences penalized at a time by torch's operations, whose results take a few times the memory of their logits.
+_GROUP = 16
+_FIRST_ROWS = 8
+
+
+@functools.cache
+def _none(count: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), -1, dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True)
+class PenalizedRows:
+    """N penalized sequences of a step."""
+
+    sequences: list[Sequence]
+    rows: npt.NDArray[np.int64]
+    """int64 [N]: their rows of the table."""
+    rows_on_device: torch.Tensor
+    prompts: npt.NDArray[np.int64]
+    """int64 [N]: tokens of their prompts."""
+    penalties: torch.Tensor
+    """float32 [N, 3] on the device: repetition, presence and frequency penalty."""
+
+
+class PenaltyTable:
+    """Which tokens each penalized sequence has, and how often: a row of a table on the device until the sequence is gone.
+
+    A row takes 4 bytes for each token of the vocabulary. Rows are added as they are needed, and used again.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self._rows: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
+        self._free: list[int] = []
+        self._known: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        # By row, how many of its sequence's tokens are counted.
+        self.counts = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
+        """int32 [rows, vocabulary]: twice how often the token is in the answer, and 1 if it is there or in the prompt."""
+
+    def rows_of(self, sequences: list[Sequence]) -> PenalizedRows:
+        """Where the table has these sequences; valid as long as they live."""
+        given = [s.sampling for s in sequences]
+        asked = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in given]
+        rows = np.array([self._row(sequence) for sequence in sequences], np.int64)
+        prompts = np.array([sequence.num_prompt for sequence in sequences], np.int64)
+        device = self.counts.device
+        penalties = to_device(np.array(asked, np.float32), device)
+        return PenalizedRows(sequences, rows, to_device(rows, device), prompts, penalties)
+
+    def penalize(
+        self, logits: torch.Tensor, rows: torch.Tensor, penalized: PenalizedRows, newest: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Count what is new of N sequences' tokens; their penalized logits, float32 [N, vocabulary].
+
+        logits [S, vocabulary]; rows: int64 [N], the sequences' rows there. newest: int64 [S], each row's newest token,
+        where the host need not know them; None: it knows all tokens.
+        """
+        lengths = np.array([len(sequence.tokens) for sequence in penalized.sequences], np.int64)
+        # A prompt's last token is none of the answer, and known.
+        left = (self._known[penalized.rows] < lengths) & (lengths > penalized.prompts) & (newest is not None)
+        self._count_known(penalized, lengths - left)
+        self._known[penalized.rows] = lengths - left
+        if newest is None or not left.any():
+            own = _none(len(rows), rows.device)
+        else:
+            own = newest.index_select(0, rows)
+            if not left.all():
+                own = own.masked_fill(to_device(~left, rows.device), -1)
+        penalize_rows = DeviceOptions.penalize_rows
+        if penalize_rows is not None:
+            out = torch.empty(len(rows), logits.shape[1], device=logits.device)
+            penalize_rows(logits, rows, penalized.penalties, self.counts, penalized.rows_on_device, own, out)
+        else:
+            out = logits.index_select(0, rows).float()
+            if left.any():
+                chosen = to_device(np.flatnonzero(left), rows.device)
+                self._add(penalized.rows_on_device[chosen] * self.counts.shape[1] + own[chosen], 2)
+            self._penalize(out, penalized)
+        self._known[penalized.rows] = lengths
+        return out
+
+    def _penalize(self, logits: torch.Tensor, penalized: PenalizedRows) -> None:
+        """Penalize logits, float32 [N, vocabulary], in place, by what is counted."""
+        for first in range(0, len(logits), _GROUP):
+            group = slice(first, first + _GROUP)
+            repetition, presence, frequency = penalized.penalties[group].unsqueeze(2).unbind(1)
+            scores, counted = logits[group], self.counts[penalized.rows_on_device[group]]
+            repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
+            scores = torch.where(counted > 0, repeated, scores)
+            times = counted >> 1
+            logits[group] = scores - (presence * (times > 0) + frequency * times)
+
+    def _add(self, places: torch.Tensor, amounts: torch.Tensor | int) -> None:
+        """Add to different places of the flattened table."""
+        flat = self.counts.view(-1)
+        flat[places] = (flat[places] + amounts) | 1
+
+    def _count_known(self, penalized: PenalizedRows, ends: npt.NDArray[np.int64]) -> None:
+        """Count tokens that the host knows, up to these ends."""
+        vocabulary, places, amounts = self.counts.shape[1], [], []
+        for index in np.flatnonzero(self._known[penalized.rows] < ends).tolist():
+            sequence, row, end = penalized.sequences[index], int(penalized.rows[index]), int(ends[index])
+            known = int(self._known[row])
+            different, which = np.unique(np.array(sequence.tokens[known:end], np.int64), return_inverse=True)
+            generated = np.arange(known, end) >= sequence.num_prompt
+            places.append(row * vocabulary + different)
+            amounts.append(2 * np.bincount(which, generated).astype(np.int64))
+        if places:
+            at, amount = to_device(np.stack((np.concatenate(places), np.concatenate(amounts))), self.counts.device)
+            self._add(at, amount.int())
+
+    def _row(self, sequence: Sequence) -> int:
+        row = self._rows.get(sequence)
+        if row is None:
+            if not self._free:
+                self._grow()
+            row = self._free.pop()
+            self.counts[row] = 0
+            self._known[row] = 0
+            self._rows[sequence] = row
+            weakref.finalize(sequence, self._free.append, row).atexit = False
+        return row
+
+    def _grow(self) -> None:
+        count = self.counts.shape[0]
+        more = max(count, _FIRST_ROWS)
+        self.counts = torch.cat([self.counts, self.counts.new_zeros(more, self.counts.shape[1])])
+        self._known = np.append(self._known, np.zeros(more, np.int64))
+        self._free += range(count + more - 1, count - 1, -1)

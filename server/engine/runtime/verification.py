@@ -1,0 +1,68 @@
+"""Steps that check guesses: the rows of their logits, and which guesses are accepted.
+
+A sequence's known token and its guesses are computed like a chunk of a prompt, all of whose logits are wanted. At each
+place a token is sampled as it would be without guesses, with that place's own uniform number; a guess is accepted if it is
+that token. So guesses change how many tokens a step yields, and never which.
+"""
+
+from __future__ import annotations
+
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.sequence import Sequence
+
+
+class _Length(list[int]):
+    """Stands for a list of tokens of which only the length matters."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class SequenceAhead(Sequence):
+    """A sequence as it would be with some more tokens, for sampling what follows them.
+
+    Its tokens have the right number and no content: sequences whose logits depend on it have no guesses.
+    """
+
+    def __init__(self, sequence: Sequence, more: int) -> None:
+        self.__dict__.update(sequence.__dict__)
+        self.tokens = _Length(len(sequence.tokens) + more)
+
+
+def sampled_sequences(step: Step) -> list[Sequence]:
+    """What each row of the logits of a step with guesses is sampled for: every chunk's sequence, and it ahead."""
+    found: list[Sequence] = []
+    for chunk in step.chunks:
+        sequence = chunk.sequence
+        found.append(sequence)
+        found += [SequenceAhead(sequence, i + 1) for i in range(len(step.guesses.get(sequence.request_id, ())))]
+    return found
+
+
+def accepted(step: Step, results: list[Sampled]) -> tuple[list[Sampled], dict[str, list[Sampled]]]:
+    """The results of a step with guesses, one a row: each chunk's first, and by request id those that follow it.
+
+    A sequence with guesses has as many that follow as guesses were accepted, because the last of them is new.
+    """
+    firsts: list[Sampled] = []
+    others: dict[str, list[Sampled]] = {}
+    row = 0
+    for chunk in step.chunks:
+        guesses = step.guesses.get(chunk.sequence.request_id, [])
+        own = results[row : row + 1 + len(guesses)]
+        row += len(own)
+        right = 0
+        for guess, result, following in zip(guesses, own, own[1:], strict=False):
+            # A row whose logits are no numbers is left to the next step, where it is the first and an error.
+            if result.error is not None or result.token != guess or following.error is not None:
+                break
+            right += 1
+        firsts.append(own[0])
+        if guesses:
+            others[chunk.sequence.request_id] = own[1 : 1 + right]
+    return firsts, others

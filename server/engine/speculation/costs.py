@@ -1,0 +1,81 @@
+"""What a step costs by its number of tokens, and how many tokens to check so that most of them come out per second."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+_LEARNING_RATE = 1 / 16
+
+
+class _Times:
+    """Seconds by a number of tokens, as measured at the start, and how much longer it takes when the engine serves.
+
+    That is the host's work, which async scheduling hides for steps without guesses, and the attention over long contexts.
+    """
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
+            raise ValueError("step costs need at least one number of tokens, each with a time above 0")
+        self.sizes = sorted(seconds)
+        # More tokens never take less time, but for noise.
+        self.seconds = [max(seconds[size] for size in self.sizes[: i + 1]) for i in range(len(self.sizes))]
+        self.extra = 0.0
+
+    def of(self, tokens: int) -> float | None:
+        """Seconds of a step of tokens, which takes as long as the next larger one known; None beyond the largest."""
+        at = bisect_left(self.sizes, tokens)
+        return self.seconds[at] + self.extra if at < len(self.sizes) else None
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Learn from a step that served."""
+        at = bisect_left(self.sizes, tokens)
+        if at < len(self.sizes):
+            own = self.seconds[at]
+            # One step that was held up by something else should not count for long.
+            self.extra += (min(max(0.0, seconds - own), own) - self.extra) * _LEARNING_RATE
+
+
+class StepCosts:
+    """Costs of decode steps with guesses and without."""
+
+    def __init__(self, checking: Mapping[int, float], plain: Mapping[int, float] | None = None) -> None:
+        """checking: seconds of a step with guesses by its tokens; plain: of one without; the same if None.
+
+        Raises ValueError where there are none.
+        """
+        self._checking, self._plain = _Times(checking), _Times(checking if plain is None else plain)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a step with guesses may have."""
+        return self._checking.sizes[-1]
+
+    def note(self, tokens: int, seconds: float, guessed: bool) -> None:
+        """Learn from a step that served, with guesses or without."""
+        (self._checking if guessed else self._plain).note(tokens, seconds)
+
+    def best(self, sequences: int, survivals: Sequence[float]) -> int:
+        """How many guesses a step of that many sequences should check; survivals: all there are, the likeliest first.
+
+        A guess's survival is how likely it yields a token. The best number gives the most tokens per second.
+        """
+        plain, checking = self._plain.of(sequences), self._checking
+        if plain is None or not survivals:
+            return 0
+        best, most = 0, sequences / plain
+        gained, taken = 0.0, 0
+        for size, seconds in zip(checking.sizes, checking.seconds, strict=True):
+            room = min(size - sequences, len(survivals))
+            if room <= taken:
+                continue
+            gained += sum(survivals[taken:room])
+            taken = room
+            rate = (sequences + gained) / (seconds + checking.extra)
+            if rate > most:
+                best, most = taken, rate
+        return best
+
+    def may_pay(self, sequences: int) -> bool:
+        """Whether guesses could pay for a step of that many sequences if every one of them were right."""
+        return self.best(sequences, [1.0] * max(0, self.most_tokens - sequences)) > 0

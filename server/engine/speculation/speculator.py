@@ -1,0 +1,91 @@
+"""Which guesses a step checks: for every sequence as many as pay for all together."""
+
+from __future__ import annotations
+
+from heapq import nlargest
+
+from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.sequence import Sequence
+from server.engine.speculation.costs import StepCosts
+from server.engine.speculation.guesser import Guesser
+
+FOLLOWED_PER_STEP = 1024
+"""Tokens that are indexed before a step at most, so that a long prompt does not hold up other sequences (1 ms)."""
+MOST_GUESSES = 15
+"""Guesses for one sequence in one step at most."""
+
+
+class Speculator:
+    """Plans the guesses of steps, and counts how they fared."""
+
+    def __init__(self, costs: StepCosts, max_model_len: int) -> None:
+        self.costs = costs
+        self._max_model_len = max_model_len
+        self.drafts = 0
+        """Times that a sequence had guesses checked."""
+        self.draft_tokens = 0
+        """Guesses that were checked."""
+        self.accepted = [0] * MOST_GUESSES
+        """By place among its sequence's guesses of the step, how many were accepted."""
+
+    def plan(self, step: Step) -> bool:
+        """Set step.guesses, going by the tokens that are known; gives whether there are any.
+
+        While a sequence's newest token is not known the guesses are void, but tell whether there will likely be some.
+        """
+        step.guesses = {}
+        chunks = step.chunks
+        if not 0 < len(chunks) < self.costs.most_tokens or not all(
+            chunk.samples and chunk.is_decode for chunk in chunks
+        ):
+            return False
+        if not self.costs.may_pay(len(chunks)):
+            return False
+        budget, found = FOLLOWED_PER_STEP, list[tuple[float, Sequence]]()
+        # Some sequences get more guesses than others, but not all of them.
+        reach = min(MOST_GUESSES, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if not can_guess(sequence):
+                continue
+            guesser = sequence.guesser
+            if guesser is None:
+                guesser = sequence.guesser = Guesser(sequence.num_prompt)
+            unknown = int(sequence.has_placeholder)
+            known = len(sequence.tokens) - unknown
+            if guesser.known < known:
+                budget -= guesser.follow(sequence.tokens, known, budget)
+            if guesser.known == known:
+                count = min(sequence.most_new_tokens(self._max_model_len) - 1, reach)
+                # A token that is not known yet must be the first guess for the others to come up.
+                found += [(likely, sequence) for likely in guesser.survival(count + unknown)[unknown:]]
+        found = nlargest(self.costs.most_tokens - len(chunks), found, key=lambda pair: pair[0])
+        best = self.costs.best(len(chunks), [likely for likely, _ in found])
+        counts: dict[Sequence, int] = {}
+        for _, sequence in found[:best]:
+            counts[sequence] = counts.get(sequence, 0) + 1
+        for sequence, count in counts.items():
+            assert sequence.guesser is not None
+            step.guesses[sequence.request_id] = sequence.guesser.guesses(count)
+        return bool(counts)
+
+    def note_guesses(self, checked: int, accepted: int) -> None:
+        """Count one sequence's guesses in one step."""
+        self.drafts += 1
+        self.draft_tokens += checked
+        for place in range(accepted):
+            self.accepted[place] += 1
+
+    def note_time(self, step: Step, seconds: float) -> None:
+        """Learn what a decode step cost."""
+        if step.chunks and all(chunk.is_decode for chunk in step.chunks):
+            self.costs.note(step.num_tokens, seconds, bool(step.guesses))
+
+
+def can_guess(sequence: Sequence) -> bool:
+    """Whether a sequence may have guesses.
+
+    Penalties depend on the tokens before, and so would differ from guess to guess; a grammar knows only the tokens that it
+    has taken. Such sequences have none.
+    """
+    return sequence.sampling.speculation and not sequence.is_penalized and sequence.constraint is None

@@ -1,0 +1,111 @@
+"""A server that speculates by lookup: the same answers as one that does not, in every form, and what it says of guesses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import MODEL, user
+from tests.conftest import start_server
+
+TEXT = "one fish, two fish, red fish, blue fish, " * 4
+# Copying is worth guessing on any machine.
+AGAIN: dict[str, Any] = {
+    "model": MODEL,
+    "messages": user(f"Repeat this text again and again, word for word: {TEXT}"),
+    "max_tokens": 40,
+    "temperature": 0,
+    "timings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder: Path = tmp_path_factory.mktemp("guessing")
+    (folder / "config.yaml").write_text("engine: {speculation: lookup}\n")
+    with (
+        start_server(folder / "log", "--config", str(folder / "config.yaml")) as running,
+        httpx.Client(base_url=running.base_url, timeout=120, trust_env=False) as client,
+    ):
+        yield client
+
+
+def ask(client: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def counted(client: httpx.Client, name: str) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.match(rf"nf4_spec_decode_num_{name}_total[{{ ]", line))
+
+
+def streamed(client: httpx.Client, **body: Any) -> tuple[str, dict[str, Any]]:
+    """The text of a stream's chunks, and the last choice."""
+    text, last = "", {}
+    with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                last = json.loads(line.removeprefix("data: "))["choices"][0]
+                text += last["delta"].get("content") or ""
+    return text, last
+
+
+def test_answers_are_those_without_and_say_how_guesses_fared(http: httpx.Client, guessing: httpx.Client) -> None:
+    before = counted(guessing, "draft_tokens"), counted(guessing, "accepted_tokens")
+    plain, guessed = ask(http, **AGAIN), ask(guessing, **AGAIN)
+    (expected,), (got,) = plain["choices"], guessed["choices"]
+    assert got["message"] == expected["message"]
+    assert got["finish_reason"] == expected["finish_reason"]
+    timings = got["timings"]
+    assert timings["draft_tokens"] >= timings["accepted_tokens"] > 0
+    assert (expected["timings"]["draft_tokens"], expected["timings"]["accepted_tokens"]) == (0, 0)
+    assert guessed["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    assert guessed["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": timings["accepted_tokens"],
+        "rejected_prediction_tokens": timings["draft_tokens"] - timings["accepted_tokens"],
+    }
+    assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    after = counted(guessing, "draft_tokens"), counted(guessing, "accepted_tokens")
+    assert after == (before[0] + timings["draft_tokens"], before[1] + timings["accepted_tokens"])
+    assert counted(guessing, "accepted_tokens_per_pos") == after[1]
+
+
+def test_streams_stop_strings_choices_and_log_probabilities(http: httpx.Client, guessing: httpx.Client) -> None:
+    whole = ask(http, **AGAIN)["choices"][0]["message"]["content"]
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 6]
+    for options in ({}, {"stop": [stop]}, {"max_tokens": 23}):
+        body = AGAIN | options
+        expected, got = (ask(client, **body)["choices"][0] for client in (http, guessing))
+        text, last = streamed(guessing, **body)
+        assert got["message"] == expected["message"]
+        assert text == expected["message"]["content"]
+        assert got["finish_reason"] == last["finish_reason"] == expected["finish_reason"]
+        assert got["stop_reason"] == last["stop_reason"] == expected["stop_reason"]
+    body = AGAIN | {"n": 3, "temperature": 0.4, "seed": 5, "logprobs": True, "top_logprobs": 2, "max_tokens": 30}
+    expected, got = ask(http, **body)["choices"], ask(guessing, **body)["choices"]
+    for one, other in zip(expected, got, strict=True):
+        assert other["message"] == one["message"]
+        assert [e["token"] for e in other["logprobs"]["content"]] == [e["token"] for e in one["logprobs"]["content"]]
+
+
+def test_a_request_may_do_without(guessing: httpx.Client) -> None:
+    before = counted(guessing, "draft_tokens")
+    text = {"model": MODEL, "prompt": TEXT, "max_tokens": 30, "temperature": 0, "speculation": False}
+    answers = [ask(guessing, **AGAIN, speculation=False), ask(guessing, "/v1/completions", **text)]
+    document = {"model": MODEL, "input": AGAIN["messages"][0]["content"], "max_output_tokens": 30, "temperature": 0}
+    ask(guessing, "/v1/responses", **document, speculation=False)
+    assert counted(guessing, "draft_tokens") == before
+    assert answers[0]["choices"][0]["timings"]["draft_tokens"] == 0
+    ask(guessing, "/v1/completions", **(text | {"speculation": True}))
+    assert counted(guessing, "draft_tokens") > before
+    wrong = guessing.post("/v1/chat/completions", json=AGAIN | {"speculation": "no"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "speculation")

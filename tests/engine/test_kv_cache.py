@@ -1,0 +1,64 @@
+"""Caches in 8 bits: their bytes, where they are refused, and how a step's chunks are laid out for the kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from server.config import EngineConfig, KVCacheDtype
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape, UnsupportedModelError
+from server.engine.runtime.attention.factory import check_cache_dtype
+from server.engine.runtime.attention.kernels import chunk_items
+from server.engine.runtime.attention.kernels.decode import Room, split_keys
+from server.engine.runtime.attention.kernels.kv_cache import LayerCache, bytes_per_token, stored_dtype
+from server.engine.start import load_runner
+
+CPU = torch.device("cpu")
+
+
+def test_the_bytes_of_a_token_are_those_of_the_cache() -> None:
+    shape = LayerShape(4, 128, 128, 32)
+    for name, activations in (("auto", torch.bfloat16), ("int8", torch.bfloat16), ("fp8_e4m3", torch.float16)):
+        dtype = stored_dtype(name, activations)  # type: ignore[arg-type]
+        cache = LayerCache.zeros(shape, 3, 16, dtype, CPU)
+        stored = cache.data.nbytes + (0 if cache.scales is None else cache.scales.nbytes)
+        assert bytes_per_token(shape, dtype) * 3 * 16 == stored
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_cpus_refuse_8_bits_by_name(name: KVCacheDtype) -> None:
+    given = [LayerShape(2, 64, 64, 4)], [AttentionOptions(0.1)], 16, torch.float32, CPU
+    with pytest.raises(UnsupportedModelError, match=rf"engine\.kv_cache_dtype: {name} cannot be used: it needs CUDA"):
+        check_cache_dtype(name, *given)
+    check_cache_dtype("auto", *given)
+
+
+def test_a_start_on_cpu_says_so(embedded_folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"engine\.kv_cache_dtype: int8"):
+        load_runner(embedded_folder, EngineConfig(device="cpu", kv_cache_dtype="int8"), lambda *_: None)
+
+
+def test_keys_are_not_split_where_a_batch_may_not_change_a_sequence() -> None:
+    items = split_keys(np.array([9000, 1, 64, 700]), Room(66, 0), None)
+    assert items.parts.tolist() == [1, 1, 1, 1]
+    assert items.end.tolist() == [9000, 1, 64, 700]
+
+
+def test_every_token_of_a_chunk_is_in_one_item() -> None:
+    lengths, starts = np.array([1, 33, 64, 7]), np.array([500, 0, 31, 8000])
+    rows = lengths.cumsum() - lengths
+    numbers = chunk_items.layout(rows, lengths, starts, np.array([4, 3, 2, 1]), 32)
+    assert numbers[0, 0] == len(numbers) - 1 <= chunk_items.most_items(int(lengths.sum()), 4, 32)
+    found = sorted(
+        (row + i, start + i, table) for row, count, start, table in numbers[1:].tolist() for i in range(count)
+    )
+    expected = [
+        (row + i, start + i, table)
+        for row, count, start, table in zip(rows.tolist(), lengths.tolist(), starts.tolist(), [4, 3, 2, 1], strict=True)
+        for i in range(count)
+    ]
+    assert found == expected
+    assert numbers[1:, 2].tolist() == sorted(numbers[1:, 2].tolist(), reverse=True)

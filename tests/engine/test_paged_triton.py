@@ -1,0 +1,172 @@
+"""Attention by our Triton kernels beside the reference in float32: one-token sequences and chunks in one step, caches of
+16 and 8 bits, decode steps and mixed steps as graphs lay them out."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape
+from server.engine.runtime.attention.paged_triton import TritonBackend
+from server.engine.runtime.attention.sdpa import SdpaBackend
+from server.engine.runtime.batch import Batch, Span, Spans
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DEVICE = torch.device("cuda", 0)
+BLOCK = 16
+PLAIN, WINDOW, CAPPED = (
+    AttentionOptions(0.09),
+    AttentionOptions(0.1, window=64),
+    AttentionOptions(0.2, window=300, softcap=3.0),
+)
+# Largest error of an output of about 1, by the cache's dtype.
+TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.int8: 0.09, torch.float8_e4m3fn: 0.3}
+
+
+def make_batch(pieces: list[tuple[int, int]], tables: list[tuple[int, ...]]) -> Batch:
+    """A step in which sequence i computes tokens [start, end) = pieces[i]; those of one token first."""
+    spans, slots, row = [], [], 0
+    for (start, end), table in zip(pieces, tables, strict=True):
+        spans.append(Span(row, start, end - start, table[: -(-end // BLOCK)]))
+        slots += [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, end)]
+        row += end - start
+    numbers = torch.tensor(slots, device=DEVICE)
+    return Batch(numbers, numbers, numbers, numbers, Spans.of(spans), sum(span.length == 1 for span in spans))
+
+
+def check(
+    shape: LayerShape,
+    options: AttentionOptions,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    earlier: list[int],
+    now: list[int],
+    graph: str = "",
+) -> None:
+    """Compare a step with the reference. earlier, now: tokens of each sequence before and after it.
+
+    graph: "decode" or "mixed": the step is laid out as for a graph that is larger than it.
+    """
+    torch.manual_seed(0)
+    blocks = list(range(sum(-(-end // BLOCK) for end in now) + 5))
+    random.Random(1).shuffle(blocks)
+    free = iter(blocks)
+    tables = [tuple(itertools.islice(free, -(-end // BLOCK))) for end in now]
+    tested = TritonBackend([shape], [options], len(blocks), BLOCK, cache_dtype, DEVICE)
+    if graph:
+        tested.set_up_graphs(max(now), len(now) + 3, True)
+    reference = SdpaBackend([shape], len(blocks), BLOCK, torch.float32, DEVICE)
+    before = [i for i, end in enumerate(earlier) if end > 0]
+    for pieces, sequences in (
+        ([(0, earlier[i]) for i in before], before),
+        (list(zip(earlier, now, strict=True)), range(len(now))),
+    ):
+        if not pieces:
+            continue
+        # One-token sequences come first.
+        order = sorted(range(len(pieces)), key=lambda i: pieces[i][1] - pieces[i][0] > 1)
+        batch = make_batch([pieces[i] for i in order], [tables[sequences[i]] for i in order])
+        tokens = batch.slots.shape[0]
+        made = [
+            torch.randn(tokens, heads, shape.key_dim, device=DEVICE, dtype=dtype)
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        ]
+        # An outlier channel, as keys have them.
+        made[1][:, :, 3] *= 6
+        reference.begin(batch)
+        expected = reference.attend(0, *(x.float() for x in made), options)
+        padding = 0
+        if graph and sequences != before:
+            padding = 3
+            slots = torch.cat((batch.slots, torch.full((padding,), tested.scratch_block * BLOCK, device=DEVICE)))
+            if graph == "decode":
+                tested.plan_decode_graph(batch.spans, tokens + padding)
+                tested.begin_decode_graph(slots)
+            else:
+                tested.begin_mixed_graph(slots, tested.plan_mixed_graph(batch.spans, tokens + padding, len(now) + 3))
+            made = [torch.cat((x, torch.randn_like(x[:1]).expand(padding, -1, -1))) for x in made]
+        else:
+            tested.begin(batch)
+        found = tested.attend(0, *made, options)[:tokens]
+        assert found.dtype == dtype
+        assert (found - expected).abs().max() < TOLERANCES[cache_dtype], (cache_dtype, graph)
+
+
+CACHES = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float16, torch.int8),
+]
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES)
+@pytest.mark.parametrize("options", [PLAIN, WINDOW, CAPPED])
+@pytest.mark.parametrize(
+    ("shape", "earlier", "now"),
+    [
+        (LayerShape(2, 128, 128, 8), [699, 40, 100, 0, 3], [700, 41, 400, 513, 8]),
+        (LayerShape(2, 128, 128, 14), [0, 1000], [150, 1300]),
+        (LayerShape(3, 64, 64, 15), [15, 16, 17, 0], [16, 17, 18, 1]),
+        (LayerShape(1, 256, 256, 1), [5, 0, 62], [6, 129, 66]),
+    ],
+)
+def test_a_step_attends_as_the_reference(
+    shape: LayerShape,
+    options: AttentionOptions,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    earlier: list[int],
+    now: list[int],
+) -> None:
+    for graph in ("", "mixed"):
+        check(shape, options, dtype, cache_dtype, earlier, now, graph)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES)
+@pytest.mark.parametrize(
+    ("shape", "options", "lengths"),
+    [
+        (LayerShape(8, 128, 128, 32), PLAIN, [9000, 1, 2, 64, 65]),
+        (LayerShape(4, 128, 128, 28), CAPPED, [600, 299, 300, 301]),
+        (LayerShape(3, 64, 64, 9), WINDOW, [*range(1, 140, 5), 1024]),
+        (LayerShape(2, 256, 256, 10), PLAIN, [17, 1000, 16]),
+    ],
+)
+def test_a_decode_graph_attends_as_the_reference(
+    shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, cache_dtype: torch.dtype, lengths: list[int]
+) -> None:
+    check(shape, options, dtype, cache_dtype, [n - 1 for n in lengths], lengths, "decode")
+
+
+def test_without_splitting_a_sequence_has_the_same_bits_in_any_batch() -> None:
+    shape, lengths = LayerShape(2, 128, 128, 8), [3000, 5, 700, 1999]
+    tested = TritonBackend([shape], [PLAIN], 400, BLOCK, torch.int8, DEVICE)
+    tested.set_up_graphs(3000, 4, False)
+    tables = [tuple(range(100 * i, 100 * i + 100)) for i in range(4)]
+    tables[0] = tuple(range(200, 388))
+    batch = make_batch([(0, lengths[0])], [tables[0]])
+    tested.begin(batch)
+    made = [torch.randn(3000, heads, 128, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    tested.attend(0, *made, PLAIN)
+    results = []
+    for others in ([], [1], [1, 1, 1]):
+        pieces = [(2999, 3000), *((n - 1, n) for n in others)]
+        step = make_batch(pieces, [tables[0], *(((390 + i,)) for i in range(len(others)))])
+        tested.plan_decode_graph(step.spans, 4)
+        padded = torch.cat((step.slots, torch.full((4 - len(pieces),), 400 * BLOCK, device=DEVICE)))
+        tested.begin_decode_graph(padded)
+        rows = [x[-4:].clone() for x in made]
+        for x in rows:
+            x[0] = x[-1]
+        results.append(tested.attend(0, *rows, PLAIN)[0])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])

@@ -1,0 +1,236 @@
+"""Speculation changes no answer: random requests with all options mixed, cancels and preemptions, on and off.
+
+SPECULATION_REQUESTS says how many requests there are; `make test-speculation` takes 500.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.config import EngineConfig, LoraModule
+from server.engine.core import Engine
+from server.engine.grammar import Grammars
+from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.scheduler import Step
+from server.engine.speculation.costs import StepCosts
+from server.types import GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
+from tests.adapters import ALL_PROJECTIONS, save_adapter
+from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.models import tiny_model
+from tests.engine.test_async_scheduling import AsyncRunner
+
+COUNT = int(os.environ.get("SPECULATION_REQUESTS", "60")) // 3
+WAVE = 20
+# That of the embedded model, whose tokenizer the grammars need.
+VOCABULARY = 49152
+# Guesses cost nearly nothing, so there are many, and many wrong ones.
+CHEAP = StepCosts({size: 1 + size / 1000 for size in range(1, 17)})
+GRAMMAR = '{"grammars": [{"lark_grammar": "start: /[a-c ]{4,40}/"}]}'
+BYTES_PER_TOKEN = 768
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A model that says few tokens, most of them because of the one before: its answers often repeat themselves.
+
+    Were all tokens nearly alike to it, rounding would choose among neighbours at a temperature.
+    """
+    made = tiny_model("llama", vocab_size=VOCABULARY)
+    made.lm_head.weight[:24] *= 8
+    made.lm_head.weight[24:] *= 0.05
+    made.lm_head.weight[2] *= 0.5
+    for layer in made.model.layers:
+        layer.self_attn.o_proj.weight *= 0.05
+    return made
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> LoraModule:
+    folder = tmp_path_factory.mktemp("adapters") / "a"
+    save_adapter(model, folder, 0, 0.3, r=4, target_modules=ALL_PROJECTIONS)
+    return LoraModule(name="a", path=folder)
+
+
+def make_engine(
+    model: Any, adapter: LoraModule, folder: Path, kind: type[ModelRunner] = ModelRunner, **changes: Any
+) -> Engine:
+    config = EngineConfig(
+        device="cpu", block_size=4, max_num_batched_tokens=40, max_num_seqs=6, max_model_len=160, enforce_eager=True,
+        lora_modules=(adapter,),
+    ).model_copy(update={"kv_cache_bytes": BYTES_PER_TOKEN * 4 * 240, **changes})  # fmt: skip
+    runner = build_runner(copy.deepcopy(model), config)
+    if kind is not ModelRunner:
+        runner = kind(runner._paged, runner.limits, runner.adapters, None, runner.step_costs)
+    engine = Engine(runner, config, Grammars(folder, VOCABULARY, 2))
+    if engine._speculator is not None:
+        engine._speculator.costs = CHEAP
+    return engine
+
+
+def some_prompt(chance: random.Random, others: list[list[int]]) -> list[int]:
+    """A text that repeats parts of itself, sometimes behind one that has been computed before."""
+    prompt = list(chance.choice(others)[: chance.randint(1, 60)]) if others and chance.random() < 0.5 else []
+    part = [chance.randrange(3, 200) for _ in range(chance.randint(2, 12))]
+    for _ in range(chance.randint(1, 4)):
+        prompt += part[: chance.randint(1, len(part))]
+    return prompt[:90]
+
+
+def some_options(chance: random.Random) -> dict[str, Any]:
+    """Options of a request; about half of them are such that guesses come true."""
+    options: dict[str, Any] = {
+        "max_tokens": chance.choice([1, 2, 15, 40, 60]),
+        "temperature": chance.choice([0.0, 0.0, 0.0, 0.2, 0.5, 0.7]),
+        "seed": chance.randrange(2**31),
+        "ignore_eos": chance.random() < 0.7,
+    }
+    rarely: dict[str, Any] = {
+        "top_p": chance.choice([0.3, 0.9]),
+        "top_k": chance.choice([1, 5]),
+        "min_p": 0.1,
+        "presence_penalty": 0.7,
+        "frequency_penalty": -0.4,
+        "repetition_penalty": 1.2,
+        "logit_bias": {chance.randrange(200): chance.choice([-5.0, 8.0]), 2: 3.0},
+        "min_tokens": chance.randint(0, options["max_tokens"]),
+        "stop_token_ids": tuple(chance.randrange(200) for _ in range(6)),
+        "logprobs": chance.randint(0, 3),
+        "prompt_logprobs": 1,
+        "grammar": GRAMMAR,
+        "speculation": False,
+    }
+    return options | {name: value for name, value in rarely.items() if chance.random() < 0.12}
+
+
+def some_requests(chance: random.Random, wave: int, others: list[list[int]]) -> list[GenerateRequest]:
+    found = []
+    while len(found) < WAVE:
+        name, prompt, options = f"w{wave}-{len(found)}", some_prompt(chance, others), some_options(chance)
+        adapter = "a" if chance.random() < 0.2 else None
+        # Answers of one prompt that run beside each other, as those of n > 1 do.
+        for i in range(min(chance.choice([1, 1, 1, 3]), WAVE - len(found))):
+            sampling = SamplingParams(**{**options, "seed": options["seed"] + i})
+            found.append(GenerateRequest(f"{name}-{i}", prompt, sampling, adapter))
+    return found
+
+
+def run_wave(
+    engine: Engine, requests: list[GenerateRequest], chance: random.Random | None
+) -> tuple[dict[str, list[RequestOutput]], set[str]]:
+    """All outputs, and the requests that were cancelled; with chance they come one after another and some are cancelled."""
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    waiting, cancelled = list(requests), set[str]()
+    while waiting or engine.has_work:
+        while waiting and (chance is None or chance.random() < 0.4):
+            engine.add(waiting.pop(0))
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
+        if chance is not None and chance.random() < 0.03:
+            cancelled.add(victim := chance.choice(requests).request_id)
+            engine.abort([victim])
+            waiting = [request for request in waiting if request.request_id != victim]
+    return outputs, cancelled
+
+
+def close(one: list[TokenLogprob] | None, other: list[TokenLogprob] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return [o.token_id for o in one] == [o.token_id for o in other] and all(
+        abs(a.logprob - b.logprob) < 1e-3 and len(a.top) == len(b.top) for a, b in zip(one, other, strict=True)
+    )
+
+
+def joined(outputs: list[RequestOutput]) -> RequestOutput:
+    whole = outputs[0]
+    for output in outputs[1:]:
+        assert whole.finish_reason is None
+        whole = whole.followed_by(output)
+    return whole
+
+
+# 41 blocks hold two or so of the sequences, so many are preempted.
+@pytest.mark.parametrize(
+    ("kind", "blocks"), [(ModelRunner, 240), (ModelRunner, 41), (AsyncRunner, 41)], ids=["wide", "tight", "async"]
+)
+def test_answers_are_the_same_with_and_without(
+    kind: type[ModelRunner], blocks: int, model: Any, adapter: LoraModule, embedded_folder: Path
+) -> None:
+    chance = random.Random(f"{kind.__name__} {blocks}")
+    plain = make_engine(model, adapter, embedded_folder)
+    room = {"kv_cache_bytes": BYTES_PER_TOKEN * 4 * blocks}
+    guessing = make_engine(model, adapter, embedded_folder, kind, speculation="lookup", **room)
+    others: list[list[int]] = []
+    checked = 0
+    for wave in range(-(-COUNT // WAVE)):
+        requests = some_requests(chance, wave, others)
+        expected, _ = run_wave(plain, requests, None)
+        got, cancelled = run_wave(guessing, requests, chance)
+        for request in requests:
+            name = request.request_id
+            wanted = joined(expected[name])
+            assert wanted.finish_reason in ("stop", "length"), wanted.error
+            others.append(request.prompt_token_ids + wanted.new_token_ids)
+            if name in cancelled and not (got[name] and got[name][-1].finish_reason):
+                begun = tokens(got[name])
+                assert begun == wanted.new_token_ids[: len(begun)], request
+                continue
+            found = joined(got[name])
+            assert found.new_token_ids == wanted.new_token_ids, request
+            assert (found.finish_reason, found.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id), request
+            assert close(found.logprobs, wanted.logprobs), request
+            assert close(found.prompt_logprobs, wanted.prompt_logprobs), request
+            checked += 1
+        assert guessing.stats().kv_blocks_used == 0
+    stats = guessing.stats()
+    assert checked > 0.7 * COUNT
+    assert sum(stats.accepted_by_place) > COUNT
+    assert stats.draft_tokens > sum(stats.accepted_by_place) + COUNT
+    assert (stats.preemptions > 0) == (blocks < 240)
+
+
+def test_a_step_brings_several_tokens_and_says_how_guesses_fared(
+    model: Any, adapter: LoraModule, embedded_folder: Path
+) -> None:
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    # With this bias nothing else comes.
+    request = make_request([5, 6, 7] * 5, max_tokens=40, logit_bias={9: 100.0}, ignore_eos=True)
+    (expected,) = run_together(plain, request).values()
+    (outputs,) = run_together(guessing, request).values()
+    assert tokens(outputs) == tokens(expected) == [9] * 40
+    assert len(expected) == 40
+    assert len(outputs) < 15
+    assert [output.finish_reason for output in outputs] == [*[None] * (len(outputs) - 1), "length"]
+    timings, stats = outputs[-1].timings, guessing.stats()
+    assert timings is not None
+    assert timings.draft_tokens == stats.draft_tokens > 0
+    assert timings.accepted_tokens == sum(stats.accepted_by_place) == 40 - len(outputs)
+    alone = make_request([5, 6, 7] * 5, max_tokens=40, logit_bias={9: 100.0}, ignore_eos=True, speculation=False)
+    assert len(next(iter(run_together(guessing, alone).values()))) == 40
+    assert guessing.stats().draft_tokens == stats.draft_tokens
+
+
+def test_a_step_with_guesses_that_fails_is_tried_without_them(
+    model: Any, adapter: LoraModule, embedded_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request([5, 6, 7] * 5, max_tokens=20, logit_bias={9: 100.0}, ignore_eos=True)
+    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    execute = guessing._runner.execute
+
+    def faulty(step: Step) -> list[Sampled]:
+        if step.guesses:
+            raise RuntimeError("no memory for so many tokens")
+        return execute(step)
+
+    monkeypatch.setattr(guessing._runner, "execute", faulty)
+    (outputs,) = run_together(guessing, request).values()
+    assert tokens(outputs) == [9] * 20
+    assert outputs[-1].finish_reason == "length"

@@ -1,0 +1,91 @@
+"""Speculation on a GPU: graphs of steps with guesses, and answers with it and without."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from server.checkpoint.dummy import dummy_model
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.runtime.graphs.verify import SIZES
+from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.runner import ModelRunner
+from server.engine.speculation.costs import StepCosts
+from server.types import GenerateRequest
+from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.test_cuda import MODELS, SMALL
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+# So few that there is always something to guess, and much of it wrong.
+VOCABULARY = 40
+CHEAP = StepCosts({n: 1 + n / 1000 for n in SIZES}, {n: 1 + n / 1000 for n in range(1, 33)})
+
+
+def runner_of(name: str, folder: Path, **options: Any) -> tuple[ModelRunner, EngineConfig]:
+    settings = json.loads((MODELS / name / "config.json").read_text()) | SMALL | {"vocab_size": VOCABULARY}
+    if "sliding_window" in settings:
+        settings["sliding_window"] = 64
+    (folder / "config.json").write_text(json.dumps(settings))
+    model = dummy_model(folder, torch.device("cuda", 0), torch.bfloat16, lambda *_: None, seed=0)
+    config = EngineConfig(
+        device="cuda", max_model_len=512, max_num_seqs=8, kv_cache_bytes=1 << 28, speculation="lookup",
+        enable_prefix_caching=False, **options,
+    )  # fmt: skip
+    return build_runner(model, config), config
+
+
+def requests() -> list[GenerateRequest]:
+    chance = random.Random(3)
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.3, "seed": 7},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 9, "logprobs": 2},
+        {"min_tokens": 70, "logit_bias": {7: 2.0}},
+        {"speculation": False},
+        {"presence_penalty": 0.5},
+    ]
+    prompts = [[chance.randrange(3, VOCABULARY) for _ in range(n)] * 3 for n in (3, 10, 30, 50, 8, 9)]
+    return [make_request(p, max_tokens=100, **o) for p, o in zip(prompts, options, strict=True)]
+
+
+def answers(runner: ModelRunner, config: EngineConfig, speculation: str) -> tuple[list[list[int]], Engine]:
+    engine = Engine(runner, config.model_copy(update={"speculation": speculation}))
+    if engine._speculator is not None:
+        engine._speculator.costs = CHEAP
+    asked = requests()
+    outputs = run_together(engine, *asked)
+    assert not any(output.error for found in outputs.values() for output in found)
+    return [tokens(outputs[request.request_id]) for request in asked], engine
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-27b", "llama-3.3-70b"])
+def test_steps_with_guesses_have_graphs_that_compute_what_the_model_does(name: str, tmp_path: Path) -> None:
+    runner, config = runner_of(name, tmp_path)
+    # They are compared with the model's own code when they are captured, and left out where they differ.
+    assert runner._graphs.verify is not None
+    assert runner._graphs.verify.sizes == list(SIZES)
+    expected, _ = answers(runner, config, "off")
+    got, engine = answers(runner, config, "lookup")
+    stats = engine.stats()
+    assert 0 < sum(stats.accepted_by_place) < stats.draft_tokens
+    # Rounding differs with a step's size, so a near tie may fall to the other side, and what follows it is another text.
+    same = [sum(a == b for a, b in zip(one, other, strict=False)) for one, other in zip(expected, got, strict=True)]
+    assert sum(same) > 0.3 * sum(map(len, expected)), same
+
+
+def test_with_batch_invariant_answers_are_equal(tmp_path: Path) -> None:
+    runner, config = runner_of("qwen3-8b", tmp_path, batch_invariant=True)
+    expected, _ = answers(runner, config, "off")
+    got, engine = answers(runner, config, "lookup")
+    assert got == expected
+    assert sum(engine.stats().accepted_by_place) > 0

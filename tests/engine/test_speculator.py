@@ -1,0 +1,132 @@
+"""How many guesses steps check: by what they cost, how likely they are right, and how many sequences there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.config import ConfigError, EngineConfig, load_config
+from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.speculation.costs import StepCosts
+from server.engine.speculation.speculator import MOST_GUESSES, Speculator
+from tests.engine.factories import make_sequence
+
+FLAT = {1: 1.0, 2: 1.01, 4: 1.02, 8: 1.05, 16: 1.1}
+STEEP = {size: float(size) for size in (1, 2, 3, 4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("costs", "sequences", "survivals", "best"),
+    [
+        (FLAT, 1, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2], 7),
+        (FLAT, 1, [0.005], 0),
+        (FLAT, 1, [], 0),
+        (FLAT, 3, [0.5], 1),  # a step of three takes as long as one of four
+        (FLAT, 16, [0.99], 0),
+        (FLAT, 17, [0.99], 0),
+        (STEEP, 1, [0.99] * 7, 0),
+        ({1: 1.0, 2: 1.2, 3: 2.4}, 1, [0.9, 0.9], 1),
+    ],
+)
+def test_the_best_number_gives_the_most_tokens_per_second(
+    costs: dict[int, float], sequences: int, survivals: list[float], best: int
+) -> None:
+    assert StepCosts(costs).best(sequences, survivals) == best
+
+
+def test_costs_follow_what_steps_take() -> None:
+    costs = StepCosts(FLAT)
+    assert costs.best(1, [0.3]) == 1
+    for _ in range(100):
+        costs.note(1, 1.0, guessed=False)
+        costs.note(2, 1.6, guessed=True)
+    assert costs.best(1, [0.3]) == 0
+    assert costs.best(1, [0.9]) == 1
+    for _ in range(100):
+        costs.note(1, 1.6, guessed=False)
+    assert costs.best(1, [0.3]) == 1
+
+
+def test_step_costs_need_times() -> None:
+    for bad in ({}, {0: 1.0}, {1: 0.0}):
+        with pytest.raises(ValueError, match="step costs"):
+            StepCosts(bad)
+
+
+def started(prompts: list[list[int]], num_blocks: int = 100, **options: object) -> tuple[Scheduler, Step]:
+    """Sequences that have been prefilled and got the token 1, and the step that comes then."""
+    scheduler = Scheduler(BlockManager(num_blocks, 4), 32, 1000, min(400, num_blocks * 4))
+    for prompt in prompts:
+        scheduler.add(make_sequence(prompt, **{"max_tokens": 100, **options}))
+    first = scheduler.schedule()
+    scheduler.advance(first)
+    scheduler.resolve(first, [1] * len(prompts))
+    return scheduler, scheduler.schedule()
+
+
+REPEATING = [7, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 7]
+
+
+def test_guesses_are_what_followed_and_take_blocks() -> None:
+    scheduler, step = started([REPEATING, [5, 6, 8]])
+    speculator = Speculator(StepCosts(FLAT), 400)
+    assert speculator.plan(step)
+    (request_id,) = step.guesses
+    assert step.guesses[request_id] == REPEATING[2 : 2 + len(step.guesses[request_id])]
+    scheduler.reserve(step)
+    sequence = step.chunks[-1].sequence
+    assert sequence.request_id == request_id
+    assert len(sequence.blocks) * 4 >= len(sequence.tokens) + len(step.guesses[request_id])
+    assert step.num_tokens == 2 + len(step.guesses[request_id])
+
+
+def test_guesses_take_no_block_that_a_sequence_may_need() -> None:
+    scheduler, step = started([REPEATING], num_blocks=6)
+    speculator = Speculator(StepCosts(FLAT), 24)
+    assert speculator.plan(step)
+    assert sum(map(len, step.guesses.values())) > 1
+    scheduler.reserve(step)
+    (sequence,) = (chunk.sequence for chunk in step.chunks)
+    assert (len(sequence.tokens), len(sequence.blocks)) == (19, 5)
+    assert [len(guesses) for guesses in step.guesses.values()] == [1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"speculation": False}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"max_tokens": 2}]
+)
+def test_some_sequences_have_no_guesses(options: dict[str, object]) -> None:
+    _, step = started([REPEATING], **options)
+    assert not Speculator(StepCosts(FLAT), 400).plan(step)
+    assert step.guesses == {}
+
+
+def test_no_more_guesses_than_tokens_that_may_come() -> None:
+    _, step = started([REPEATING], max_tokens=5)
+    speculator = Speculator(StepCosts(FLAT), 400)
+    assert speculator.plan(step)
+    assert [len(guesses) for guesses in step.guesses.values()] == [3]
+
+
+def test_with_more_sequences_guesses_get_fewer_and_end() -> None:
+    found = []
+    for count in (1, 2, 4, 12, 16, 20):
+        _, step = started([REPEATING] * count, num_blocks=400)
+        Speculator(StepCosts(FLAT), 400).plan(step)
+        found.append(sum(map(len, step.guesses.values())) / count)
+    assert found == sorted(found, reverse=True)
+    assert found[0] >= 7
+    assert found[-2:] == [0, 0]
+
+
+def test_accepted_guesses_are_counted_by_place() -> None:
+    speculator = Speculator(StepCosts(FLAT), 400)
+    for checked, accepted in ((3, 2), (1, 0), (2, 2)):
+        speculator.note_guesses(checked, accepted)
+    assert (speculator.drafts, speculator.draft_tokens) == (3, 6)
+    assert speculator.accepted == [2, 2, *[0] * (MOST_GUESSES - 2)]
+
+
+def test_a_draft_model_is_refused_by_name() -> None:
+    assert EngineConfig().speculation == "off"
+    with pytest.raises(ConfigError, match=r"engine\.speculation: .*draft models are not offered yet"):
+        load_config(None, {"engine.speculation": "draft"})
