@@ -7,16 +7,13 @@ docs/architecture.md.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nf4_kernels import cpu, cpu_moe, cuda, moe_torch, reference
+from nf4_kernels import cpu, cpu_moe, cuda_moe, moe_torch, reference
 from nf4_kernels.format import Weight, check_experts
 from nf4_kernels.ops import backend
 
@@ -29,16 +26,6 @@ _library.define(
 _library.define(
     f"moe_gated_linear(Tensor x, {_WEIGHT}, Tensor experts, str activation, Tensor? bias=None, {_NESTED}) -> Tensor"
 )
-
-
-_cuda_moe: Any = (
-    importlib.import_module("nf4_kernels.cuda_moe") if importlib.util.find_spec("nf4_kernels.cuda_moe") else None
-)
-
-
-def _runs_on_cuda_kernels(x: Tensor) -> bool:
-    """Whether the CUDA library computes experts of x."""
-    return x.is_cuda and _cuda_moe is not None and x.dtype is not torch.float32 and backend("cuda") is cuda
 
 
 def _library_of(device_type: str) -> ModuleType:
@@ -79,10 +66,8 @@ def _moe_linear(
     ):
         given = f"{routing_weights.dtype} {list(routing_weights.shape)}"
         raise ValueError(f"routing_weights must be float32 {list(experts.shape)}, got {given}")
-    if _runs_on_cuda_kernels(x):
-        out: Tensor = _cuda_moe.moe_linear(
-            x, packed, list(shape), absmax, blocksize, experts, bias, routing_weights, *weight.nested
-        )
+    if cuda_moe.takes(x, shape, blocksize, experts.shape[1], gated=False):
+        out: Tensor = cuda_moe.run(x, weight, experts, bias, routing_weights, None)
     else:
         out = _library_of(x.device.type).moe_linear(x, weight, experts, bias, routing_weights)
     return out
@@ -104,10 +89,8 @@ def _moe_gated_linear(
     weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
     _check(x, weight, experts, bias)
     reference.check_expert_gate(shape[1], activation)
-    if _runs_on_cuda_kernels(x):
-        out: Tensor = _cuda_moe.moe_gated_linear(
-            x, packed, list(shape), absmax, blocksize, experts, activation, bias, *weight.nested
-        )
+    if cuda_moe.takes(x, shape, blocksize, experts.shape[1], gated=True):
+        out: Tensor = cuda_moe.run(x, weight, experts, bias, None, activation)
     else:
         out = _library_of(x.device.type).moe_gated_linear(x, weight, experts, activation, bias)
     return out

@@ -42,6 +42,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_GROUPS, **_LATENT, "num_key_value_heads": 4},
     "granitemoe": {**_LOCAL, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     "phimoe": _LOCAL,
+    # Its own attention within a chunk is that of other families.
+    "llama4_text": {
+        **_LOCAL,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 128,
+        "num_experts_per_tok": 1,
+        "layer_types": ["full_attention"] * 2,
+        "moe_layers": [1],
+    },
     "gpt_oss": {
         **_LOCAL,
         "head_dim": 32,

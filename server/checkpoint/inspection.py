@@ -59,6 +59,8 @@ class CheckpointInfo:
                 total += 2 * count * item_bytes
             elif self.quantization == "none" and (experts or (name.endswith("proj.weight") and len(shape) == 2)):
                 total += count * _NF4_BYTES
+            elif place is None and place_of(described(name)) and not name.endswith("absmax"):
+                continue  # tables of single experts, which are not kept
             elif dtype == "U8" and name.endswith(".absmax") and place_of(described(name)) and count % _NESTED:
                 total += 4 * count  # scales that cannot stay nested are expanded
             elif dtype in _FLOATS and name not in self.packed and not _is_quantization_state(name):

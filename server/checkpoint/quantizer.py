@@ -58,6 +58,9 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         # transformers copies it for every tensor, and the list of all tensors with it.
         return self
 
+    def _convert_model_for_quantization(self, model: PreTrainedModel) -> None:
+        """Nothing: transformers would make a list of linear layers of Llama 4's experts, which ExpertsLoader loads."""
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **options: Any) -> None:
         leave_out_towers(model)
         names = names_in_model(self._info, model, self._key_mapping)

@@ -58,6 +58,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
     },
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.2},
+    # Attention sinks.
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 
 

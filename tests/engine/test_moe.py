@@ -5,32 +5,52 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nf4_kernels import Weight
 from nf4_kernels.reference import dequantize
+from server.checkpoint.base import CheckpointError
 from server.checkpoint.experts.module import NF4Experts
 from server.checkpoint.loading import load_model
-from server.config import EngineConfig
+from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.start import load_runner
+from tests.adapters import save_adapter, with_adapter
 from tests.engine.factories import make_request, run_together, tokens
-from tests.moe_checkpoints import FAMILIES, VOCABULARY, is_projection, save_moe, tiny_moe, unsloth_gpt_oss
+from tests.moe_checkpoints import (
+    FAMILIES,
+    VOCABULARY,
+    is_projection,
+    save_moe,
+    separate_experts,
+    tiny_moe,
+    unsloth_gpt_oss,
+)
 
 CONFIG = EngineConfig(
-    device="cpu", dtype="float32", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=8,
+    device="cpu", dtype="float32", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=8, threads=1,
     enforce_eager=True,
 )  # fmt: skip
 LENGTHS = (1, 5, 41, 17, 30, 2, 9, 12)
+RENAMES = {"gpt_oss": unsloth_gpt_oss, "llama4_text": separate_experts}
 
 
-RENAMES = {"gpt_oss": unsloth_gpt_oss}
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """One thread computes these small models fastest; afterwards torch has its threads again."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def unchanged(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -78,7 +98,10 @@ def test_experts_in_nf4_give_transformers_tokens(family: str, tmp_path: Path) ->
     """A tensor for each expert and projection, or what the family has in its place, and routers in 16 bit."""
     reference = save_moe(tmp_path, tiny_moe(family), rename=RENAMES.get(family, unchanged))
     engine = engine_of(tmp_path)
-    assert experts_in(engine) >= 1
+    runner = engine._runner
+    experts = [module for module in runner._paged.model.modules() if isinstance(module, NF4Experts)]
+    assert len(experts) >= 1
+    assert runner.nf4_weight_bytes >= sum(module.gate_up.nbytes + module.down.nbytes for module in experts)
     check(engine, reference)
 
 
@@ -152,9 +175,35 @@ def _replace(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     parameter.copy_(values)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("targets", "served"), [(["q_proj", "o_proj"], True), (["up_proj"], False)])
+def test_adapters_of_attention_work_and_those_of_experts_are_refused_by_name(
+    targets: list[str], served: bool, tmp_path: Path
+) -> None:
+    """Of experts one by one, as older versions of PEFT and transformers name them."""
+    reference = save_moe(tmp_path, tiny_moe("qwen3_moe"))
+    adapter = tmp_path / "adapter"
+    save_adapter(reference, adapter, seed=1, r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"])
+    if not served:
+        factors = load_file(adapter / "adapter_model.safetensors")
+        renamed = {
+            re.sub(r"self_attn\.\w+", f"mlp.experts.3.{targets[0]}", name): tensor for name, tensor in factors.items()
+        }
+        save_file(renamed, adapter / "adapter_model.safetensors")
+    config = CONFIG.model_copy(update={"lora_modules": [LoraModule(name="own", path=adapter)]})
+    if not served:
+        with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.experts\.3\.up_proj"):
+            engine_of(tmp_path, config)
+        return
+    engine = engine_of(tmp_path, config)
+    wanted, _ = greedy(with_adapter(reference, adapter), [5, 9, 60, 7], 8)
+    request = make_request([5, 9, 60, 7], max_tokens=8, ignore_eos=True)
+    request = msgspec.structs.replace(request, adapter="own")
+    assert tokens(run_together(engine, request)[request.request_id]) == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_compiled_layers_of_experts_give_transformers_tokens(family: str, tmp_path: Path) -> None:
-    reference = save_moe(tmp_path, tiny_moe(family))
+    reference = save_moe(tmp_path, tiny_moe(family), rename=RENAMES.get(family, unchanged))
     engine = engine_of(tmp_path, CONFIG.model_copy(update={"enforce_eager": False}))
     assert all("forward" in vars(layer) for layer in engine._runner._paged.model.get_decoder().layers)
     check(engine, reference)

@@ -18,7 +18,7 @@ from server.engine.runtime.compile.passes.fusion import FusedOperations
 def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
     """Copies of the folders that are digested, in their places."""
     copies = {}
-    for name in ("RUNTIME", "KERNELS"):
+    for name in ("RUNTIME", "KERNELS", "EXPERTS"):
         copies[name] = tmp_path / name
         shutil.copytree(
             getattr(sources, name), copies[name], ignore=shutil.ignore_patterns("lib", "csrc", "__pycache__")
@@ -48,6 +48,7 @@ def _keys() -> tuple[Path, bytes | None]:
         ("RUNTIME", "compile/passes/norms.py"),
         ("RUNTIME", "model/lora.py"),
         ("KERNELS", "ops.py"),
+        ("EXPERTS", "module.py"),
     ],
 )
 def test_an_edit_changes_every_key(roots: dict[str, Path], root: str, file: str) -> None:
@@ -74,3 +75,4 @@ def test_the_roots_hold_all_of_the_runtime() -> None:
     folders = {path.parent.name for path in sources.RUNTIME.rglob("*.py")}
     assert {"runtime", "attention", "compile", "passes", "graphs", "model", "preparation", "sampling"} <= folders
     assert (sources.KERNELS / "ops.py").exists()
+    assert (sources.EXPERTS / "module.py").exists()

@@ -7,8 +7,10 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 from nf4_kernels.weight_order import next_weight
+from server.checkpoint.experts.module import NF4Experts, StackedWeight
 from server.engine.runtime.model.projections import GroupMember, NF4Linear, replace_projections
 from server.engine.runtime.model.weight_order import set_weight_order
+from tests.nf4_kernels.weights import quantized
 
 
 def _nf4() -> Linear4bit:
@@ -76,3 +78,29 @@ def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
     assert next_weight(address) is not None
     models.clear()
     assert next_weight(address) is None
+
+
+class _Mixture(nn.Module):
+    """A projection, experts, a projection and its next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after, self.last = (_nf4() for _ in range(3))
+        gate_up = StackedWeight(quantized((2, 64, 64), 64, False, seed=1).weight, None)
+        down = StackedWeight(quantized((2, 64, 32), 64, False, seed=2).weight, None)
+        self.experts = NF4Experts(gate_up, down, "silu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        x = self.experts(x, torch.zeros(x.shape[0], 1, dtype=torch.int64), torch.ones(x.shape[0], 1))
+        out: torch.Tensor = self.last(self.after(x))
+        return out
+
+
+def test_experts_neither_have_a_next_weight_nor_are_one() -> None:
+    model = _Mixture()
+    replace_projections(model)
+    with torch.inference_mode():
+        assert set_weight_order(model, lambda count: model(torch.randn(count, 64))) == 1
+    assert next_weight(_packed(model.before)) is None
+    assert next_weight(_packed(model.after)) is not None

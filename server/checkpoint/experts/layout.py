@@ -69,7 +69,8 @@ def _activation(module: Any, interleaved: bool) -> str | None:
     """What the module puts between gates, ups and downs, tried on numbers from far below to far above its clamps."""
     if getattr(module, "has_post_expert_norm", False) or not getattr(module, "has_gate", True):
         return None
-    values = torch.linspace(-20, 20, 41)
+    # Models are made on no device and in their own dtype.
+    values = torch.linspace(-20, 20, 41, dtype=torch.float32, device="cpu")
     gate_up = torch.stack((values.repeat_interleave(41), values.repeat(41)), 1)  # one gate and one up a row
     if hasattr(module, "_apply_gate"):
         found = module._apply_gate(gate_up)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from nf4_kernels import Weight
 from nf4_kernels.reference import dequantize
@@ -56,7 +57,8 @@ class ExpertsLoader:
             names = self._names.get(layout.layer, _Names())
             self._take_router(model, layout, names)
             saved = next((name for name in names.weights.values() if is_nf4(name, self._tensors)), None)
-            if saved is None and not self._quantizes:
+            # Llama 4's own code runs every expert on every token, so its experts are ours even where they are in 16 bit.
+            if saved is None and not self._quantizes and layout.kind != Llama4TextExperts.__name__:
                 continue
             if layout.activation is None:
                 if saved is not None:
@@ -125,11 +127,11 @@ class ExpertsLoader:
             else dtype
         )
         for (count, nf4), layers in kinds.items():
-            what = "NF4" if nf4 else dtype
-            logger.info("%d layers of %d experts in %s, router in %s", layers, count, what, router)
+            what, plural = "NF4" if nf4 else dtype, "" if layers == 1 else "s"
+            logger.info("%d layer%s of %d experts in %s, router in %s", layers, plural, count, what, router)
         if self._quantized_here and not self._quantizes:
             logger.warning(
-                "%d experts' weights that the checkpoint has in 16 bit among experts in NF4 were quantized",
+                "%d experts' weights that the checkpoint has in 16 bit beside NF4 were quantized",
                 self._quantized_here,
             )
 

@@ -7,16 +7,19 @@ import hashlib
 from pathlib import Path
 
 import nf4_kernels
+import server.checkpoint.experts
 
 RUNTIME = Path(__file__).resolve().parent
 """The folder of server.engine.runtime."""
 KERNELS = Path(nf4_kernels.__file__).resolve().parent
 """The folder of nf4_kernels."""
+EXPERTS = Path(server.checkpoint.experts.__file__).resolve().parent
+"""The folder of server.checkpoint.experts, whose modules are in models."""
 
 
 def code_digest() -> bytes:
-    """SHA-256 of the names and contents of all Python files below RUNTIME and KERNELS, read once per process."""
-    return _digest(RUNTIME, KERNELS)
+    """SHA-256 of the names and contents of all Python files below RUNTIME, KERNELS and EXPERTS, read once per process."""
+    return _digest(RUNTIME, KERNELS, EXPERTS)
 
 
 @functools.cache

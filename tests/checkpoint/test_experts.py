@@ -1,0 +1,263 @@
+"""Tensors of experts in checkpoints: their names, how they are joined, their bytes, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes.functional import quantize_4bit
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from nf4_kernels.reference import dequantize
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.experts.module import NF4Experts
+from server.checkpoint.experts.names import Place, described, place_of, router_of
+from server.checkpoint.inspection import inspect_checkpoint
+from server.checkpoint.loading import load_model
+from tests.moe_checkpoints import FAMILIES, is_projection, save_moe, tiny_moe, unsloth_gpt_oss
+
+PAGE = Path(__file__).parents[2] / "docs" / "models-experts.md"
+CPU = torch.device("cpu")
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+STATE = f"{EXPERT}.quant_state.bitsandbytes__nf4"
+Tensors = dict[str, torch.Tensor]
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return load_model(folder, CPU, torch.float32, lambda *_: None)
+
+
+def experts_of(model: PreTrainedModel) -> list[NF4Experts]:
+    return [module for module in model.modules() if isinstance(module, NF4Experts)]
+
+
+def test_the_page_names_the_families_that_are_tested() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| works \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(FAMILIES)
+
+
+def test_names_of_experts_are_known_in_every_form() -> None:
+    layer = "model.layers.7.mlp"
+    assert place_of(f"{layer}.experts.12.gate_proj.weight") == Place(7, "gate", 12, False)
+    assert place_of("model.layers.7.block_sparse_moe.experts.0.w2.weight") == Place(7, "down", 0, False)
+    assert place_of(f"{layer}.experts.gate_up_projs.3.bias") == Place(7, "gate_up", 3, True)
+    assert place_of(f"{layer}.experts.down_proj") == Place(7, "down", None, False)
+    assert place_of(f"{layer}.experts.gate_up_proj_bias") == Place(7, "gate_up", None, True)
+    assert place_of("model.layers.7.block_sparse_moe.input_linear.weight") == Place(7, "gate_up", None, False)
+    assert place_of("language_model.model.layers.0.feed_forward.experts.5.up_proj.weight") == Place(0, "up", 5, False)
+    for other in ("shared_expert.up_proj", "shared_experts.down_proj", "up_proj"):
+        assert place_of(f"{layer}.{other}.weight") is None
+    assert place_of(f"{layer}.experts.12.gate_proj.weight.absmax") is None
+    assert described(f"{layer}.experts.12.gate_proj.weight.nested_absmax") == f"{layer}.experts.12.gate_proj.weight"
+    assert router_of(f"{layer}.gate.weight") == (7, "weight")
+    assert router_of(f"{layer}.router.linear.bias") == (7, "bias")
+    assert router_of(f"{layer}.shared_expert_gate.weight") is None
+    assert router_of(f"{layer}.gate.e_score_correction_bias") is None
+
+
+def test_nested_scales_stay_nested_where_groups_are_whole(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
+    save_moe(tmp_path, tiny_moe("qwen3_moe", **sizes))
+    saved = load_file(tmp_path / "model.safetensors")
+    experts = experts_of(load(tmp_path))[1]
+    for stacked, parts in ((experts.gate_up, ("gate_proj", "up_proj")), (experts.down, ("down_proj",))):
+        names = [f"model.layers.1.mlp.experts.{e}.{part}.weight" for e in range(8) for part in parts]
+        assert stacked.absmax_8bit is not None
+        assert torch.equal(stacked.absmax_8bit, torch.cat([saved[f"{name}.absmax"] for name in names]))
+        assert torch.equal(stacked.packed, torch.cat([saved[name].view(-1) for name in names]))
+        assert stacked.absmax_offset is not None
+        assert stacked.absmax_offset.unique().numel() == len(names)  # each was quantized for itself
+        assert stacked.nbytes < 0.53 * dequantize(stacked.weight, torch.uint8).numel()
+
+
+def test_rows_of_gates_and_ups_that_take_turns_are_put_in_order_exactly(tmp_path: Path) -> None:
+    model = tiny_moe("gpt_oss")
+    reference = save_moe(tmp_path, model, rename=unsloth_gpt_oss)
+    experts = experts_of(load(tmp_path))[0]
+    theirs = reference.model.layers[0].mlp.experts
+    found = dequantize(experts.gate_up.weight, torch.float32)
+    expected = theirs.gate_up_proj.transpose(1, 2)
+    assert torch.equal(found, torch.cat((expected[:, ::2], expected[:, 1::2]), 1))
+    bias = theirs.gate_up_proj_bias
+    assert torch.equal(experts.gate_up.bias, torch.cat((bias[:, ::2], bias[:, 1::2]), 1))
+    assert torch.equal(experts.down.bias, theirs.down_proj_bias)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_models_have_experts_of_the_same_kind(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save_moe(tmp_path, tiny_moe(family), lambda name: False)
+    experts = experts_of(load_model(tmp_path, CPU, dtype, lambda *_: None))
+    assert {module.activation for module in experts} == {"swiglu_oai" if family == "gpt_oss" else "silu"}
+    for module in experts:
+        assert {bias.dtype for bias in (module.gate_up.bias, module.down.bias) if bias is not None} <= {dtype}
+        x, chosen = torch.randn(3, 64).to(dtype), torch.tensor([[0, 1], [7, 3], [2, 2]])
+        assert module(x, chosen, torch.rand(3, 2)).dtype is dtype
+
+
+def test_a_few_16_bit_experts_among_those_in_nf4_are_quantized_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_moe(tmp_path, tiny_moe("qwen3_moe"), in_nf4=lambda name: name != EXPERT and is_projection(name))
+    experts = experts_of(load(tmp_path))[1]
+    assert "1 experts' weights that the checkpoint has in 16 bit beside NF4 were quantized" in caplog.text
+    stored = load_file(tmp_path / "model.safetensors")[EXPERT]
+    found = dequantize(experts.gate_up.weight, torch.float32)[3, 64:]
+    assert 0 < (found - stored).abs().max() < 0.16 * stored.abs().max()
+
+
+def test_the_memory_check_counts_experts_as_they_are_held(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 32}
+    for kind, in_nf4 in (("16 bit", lambda name: False), ("nf4", is_projection)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        save_moe(folder, tiny_moe("qwen3_moe", **sizes), in_nf4)
+        model = load(folder)
+        held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        counted = inspect_checkpoint(folder).loaded_bytes(4)
+        assert 0.95 * held < counted < 1.1 * held, kind
+    # Experts that stay in 16 bit beside NF4 are counted so.
+    save_moe(tmp_path, tiny_moe("qwen3_moe", **sizes), lambda name: "self_attn" in name and is_projection(name))
+    assert inspect_checkpoint(tmp_path).loaded_bytes(2) > 2 * 2 * 32 * 3 * 128 * 128
+
+
+def _without(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def _without_all(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith(EXPERT)]:
+        del tensors[name]
+
+
+def _state(**changes: object) -> Callable[[Tensors], None]:
+    """Other contents of a quantization state."""
+
+    def change(tensors: Tensors) -> None:
+        state = json.loads(bytes(tensors[STATE].tolist()))
+        tensors[STATE] = torch.tensor(list(json.dumps({**state, **changes}).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def _replaced(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name] = how(tensors[name]).contiguous()
+
+    return change
+
+
+def _requantized(**options: object) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        packed, state = quantize_4bit(torch.randn(64, 64), quant_type="nf4", **options)  # type: ignore[arg-type]
+        for name in [name for name in tensors if name.startswith(EXPERT)]:
+            del tensors[name]
+        tensors[EXPERT] = packed
+        tensors.update({f"{EXPERT}.{key}": value for key, value in state.as_dict(packed=True).items()})
+
+    return change
+
+
+def _renumbered(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith(EXPERT)]:
+        tensors[name.replace(".experts.3.", ".experts.8.")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without_all, r"missing keys: model\.layers\.1\.mlp\.experts\.3\.up"),
+        (_without(f"{EXPERT}.absmax"), rf"missing keys: {EXPERT}\.absmax"),
+        (_without(f"{EXPERT}.quant_map"), rf"missing keys: {EXPERT}\.quant_map"),
+        (_without(f"{EXPERT}.nested_absmax"), EXPERT),
+        (_without(EXPERT), "missing keys: .*experts.3.up"),
+        (_state(shape=[64, 128]), rf"{EXPERT} .*packed has 2048 bytes"),
+        (_state(shape=[32, 64]), rf"{EXPERT} is NF4 of \[32, 64\], it must be \[64, 64\]"),
+        (_state(shape=[128, 32]), rf"{EXPERT} is NF4 of \[128, 32\], it must be \[64, 64\]"),
+        (_state(shape=None), EXPERT),
+        (_state(shape=[64, "x"]), EXPERT),
+        (_state(blocksize=0), EXPERT),
+        (_state(quant_type="fp4"), rf"{EXPERT} .*quant_type must be nf4"),
+        (_state(nested_blocksize=64), rf"{EXPERT} .*nested scales must be in blocks of 256"),
+        (_state(nested_offset="much"), EXPERT),
+        (_state(dtype="no such type"), EXPERT),
+        (_replaced(STATE, lambda t: t[:10]), EXPERT),
+        (_replaced(STATE, lambda t: t[:0]), EXPERT),
+        (_replaced(EXPERT, lambda t: t[:100]), rf"{EXPERT} .*packed has 100 bytes"),
+        (_replaced(EXPERT, lambda t: torch.cat((t, t))), rf"{EXPERT} has 4096 bytes of codes"),
+        (_replaced(f"{EXPERT}.absmax", lambda t: t[:3]), rf"{EXPERT} .*absmax_8bit must be uint8 with 64 elements"),
+        (_replaced(f"{EXPERT}.absmax", lambda t: t.float()), EXPERT),
+        (_replaced(f"{EXPERT}.nested_absmax", lambda t: t * float("nan")), rf"{EXPERT} has scales that are not finite"),
+        (_replaced(f"{EXPERT}.nested_absmax", lambda t: t[:0]), EXPERT),
+        (_replaced(f"{EXPERT}.nested_quant_map", lambda t: t[:7]), EXPERT),
+        (_replaced(f"{EXPERT}.quant_map", lambda t: t.flip(0)), rf"{EXPERT} has a quant_map that is not NF4's"),
+        (_requantized(blocksize=128), r"up_proj|gate_up of expert 3 has 4096 weights in scale blocks of 128"),
+        (_requantized(blocksize=32, compress_statistics=True), "gate_up of expert 3 .* scale blocks of 32"),
+        (_renumbered, r"tensors of expert 8, config\.json says 8 experts"),
+    ],
+)  # fmt: skip
+def test_a_damaged_expert_is_refused_by_name(damage: Callable[[Tensors], object], message: str, tmp_path: Path) -> None:
+    save_moe(tmp_path, tiny_moe("qwen3_moe"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_replaced(EXPERT, lambda t: t[:32]), rf"{EXPERT} is torch.float32 \[32, 64\], it must be floats \[64, 64\]"),
+        (_replaced(EXPERT, lambda t: t / 0), f"{EXPERT} has weights that are not finite numbers"),
+        (_replaced(EXPERT, lambda t: t.to(torch.int8)), f"{EXPERT} is torch.int8"),
+        (_without(EXPERT), "missing keys: .*experts.3.up_proj.weight"),
+    ],
+)
+def test_a_damaged_16_bit_expert_is_refused_by_name(
+    damage: Callable[[Tensors], object], message: str, tmp_path: Path
+) -> None:
+    save_moe(tmp_path, tiny_moe("qwen3_moe"), in_nf4=lambda name: False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_damaged_bytes_are_refused_or_are_weights(seed: int, tmp_path: Path) -> None:
+    """Bytes of the file replaced at random: an error in one line, never another exception."""
+    save_moe(tmp_path, tiny_moe("qwen3_moe", num_hidden_layers=1, num_experts=4))
+    file, rng = tmp_path / "model.safetensors", random.Random(seed)
+    data = bytearray(file.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    if seed % 4 == 0:
+        data = data[: rng.randrange(len(data))]
+    elif seed % 4 == 1:
+        data[rng.randrange(8 + header)] = rng.randrange(256)
+    else:
+        for _ in range(200):
+            data[rng.randrange(8 + header, len(data))] = rng.randrange(256)
+    file.write_bytes(data)
+    said = ""
+    try:
+        load(tmp_path)
+    except CheckpointError as e:
+        said = str(e)
+    assert "\n" not in said
+
+
+def test_nf4_along_the_inputs_is_refused_by_name(tmp_path: Path) -> None:
+    """gpt-oss' own stacked tensors are transposed; bitsandbytes' blocks then run across outputs."""
+    save_moe(tmp_path, tiny_moe("gpt_oss"))
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj: NF4 of GptOssExperts stacked in one tensor"):
+        load(tmp_path)
