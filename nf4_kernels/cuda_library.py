@@ -141,13 +141,19 @@ def library() -> ctypes.CDLL | str:
                 ctypes.POINTER(WgmmaPlan),
             )
             getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
-        loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
-        loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
+        if has_experts(loaded):
+            loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
+            loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
     except (OSError, AttributeError) as e:
         return f"{path} cannot be loaded: {e}"
     if error := size_error(loaded.nf4_cuda_struct_size, STRUCTS):
         return f"{path} cannot be used: {error}"
     return loaded
+
+
+def has_experts(loaded: ctypes.CDLL) -> bool:
+    """Whether a library was built with the kernels for mixtures of experts, see build.EXPERTS."""
+    return hasattr(loaded, "nf4_cuda_moe_rows")
 
 
 @functools.cache

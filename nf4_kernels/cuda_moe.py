@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Sequence
 
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from nf4_kernels.cuda import BLOCKSIZES
-from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWgmmaPlan, load_error, raise_for, usable
+from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWgmmaPlan, has_experts, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
 from nf4_kernels.plan.moe import MoePlan, MoeRows, plan_moe
+
+logger = logging.getLogger(__name__)
 
 ENABLED = os.environ.get("NF4_CUDA_MOE") == "1"
 """Whether whoever routes calls here may do so. These kernels have not run on a GPU yet, so they are to be asked for."""
@@ -27,13 +30,23 @@ ENABLED = os.environ.get("NF4_CUDA_MOE") == "1"
 
 def takes(x: Tensor, shape: Sequence[int], blocksize: int, top_k: int, gated: bool) -> bool:
     """Whether these kernels are asked for and compute experts' GEMMs of x with weights of that shape [E, N, K]."""
-    if not ENABLED or not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or load_error() is not None:
+    if not ENABLED or not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or not _is_built():
         return False
     tokens = x.shape[0]
     if tokens == 0 or len(shape) != 3 or blocksize not in BLOCKSIZES:
         return False
     sizes = tuple(int(size) for size in shape)
     return plan_on(x.device, tokens, top_k, sizes, blocksize, False, gated, False) is not None
+
+
+@functools.cache
+def _is_built() -> bool:
+    if load_error() is not None:
+        return False
+    built = has_experts(usable())
+    if not built:
+        logger.warning("libnf4_cuda.so was built without NF4_CUDA_MOE=1: experts are computed by torch; build it again")
+    return built
 
 
 def moe_linear(

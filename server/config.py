@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
-KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
+KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS", "NF4_CUDA_MOE"})
 """Environment variables with our prefix that belong to nf4_kernels."""
 ASYNC_OPTIONS_VARIABLE = "NF4_ASYNC_OPTIONS"
 """1: on CUDA, penalties, log-probabilities, grammars and the like stay within async scheduling (docs/adr/0022)."""
