@@ -16,7 +16,7 @@ from server.engine.runtime.graphs.fused_launches import (
     possible_launches,
     report_fused,
 )
-from server.engine.runtime.model.lora import AdapterTable
+from server.engine.runtime.model.lora_table import AdapterTable
 from tests.engine.fusing import BF16, Around, always, compiled, fusing, sixteen
 from tests.engine.test_fusion import logits, nf4_model
 from tests.engine.test_rotary import Uncached

@@ -16,7 +16,8 @@ import nf4_kernels.ops
 from server.engine.runtime.compile.passes.fusion import FusedOperations, fused_operations
 from server.engine.runtime.compile.passes.matching import HasLaunch
 from server.engine.runtime.model import lora
-from server.engine.runtime.model.lora import AdapterTable, adding_masked
+from server.engine.runtime.model.lora import adding_masked
+from server.engine.runtime.model.lora_table import AdapterTable
 from server.engine.runtime.model.projections import replace_projections
 from tests.engine.fusing import BF16, Around, always, close, compiled, fusing, nf4
 from tests.engine.models import tiny_model

@@ -17,8 +17,8 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors, AdapterWeights, VocabularyChange, read_adapter
 from server.checkpoint.shards import Part
 from server.config import EngineConfig
-from server.engine.runtime.model.lora import AdapterTable, projections_of
 from server.engine.runtime.model.lora_names import AdapterNames
+from server.engine.runtime.model.lora_table import AdapterTable, projections_of
 from server.engine.runtime.model.lora_vocabulary import VocabularyTables, tables_of
 from server.engine.scheduling.sequence import LoadedAdapter
 from server.types import AdapterResult, LoadAdapter
