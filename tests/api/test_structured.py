@@ -20,11 +20,9 @@ from tests.api.schemas import ALL
 CHAT = "/v1/chat/completions"
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_hundred_schemas(http: httpx.Client, every: int) -> None:
+def test_a_hundred_schemas(long_context: httpx.Client) -> None:
     """Sampled at random; every finished answer validates, and one that was cut says so."""
     assert len(ALL) > 100
-    names = list(ALL)[::every]
 
     def ask(name: str) -> tuple[str, int, dict[str, Any]]:
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ALL[name], "strict": True}}
@@ -32,13 +30,13 @@ def test_a_hundred_schemas(http: httpx.Client, every: int) -> None:
             messages=user("Fill in the form."), max_tokens=100, temperature=1, response_format=form,
             seed=random.getrandbits(60),
         )  # fmt: skip
-        answer = http.post(CHAT, json=body, timeout=300)
+        answer = long_context.post(CHAT, json=body, timeout=300)
         assert answer.status_code == 200, (name, answer.text)
         document = answer.json()
         return name, document["usage"]["completion_tokens"], document["choices"][0]
 
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(ask, names))
+        answers = list(pool.map(ask, ALL))
     finished = 0
     for name, tokens, choice in answers:
         if choice["finish_reason"] == "length":
@@ -47,12 +45,12 @@ def test_a_hundred_schemas(http: httpx.Client, every: int) -> None:
         assert choice["finish_reason"] == "stop"
         finished += 1
         jsonschema.validate(json.loads(choice["message"]["content"]), ALL[name], cls=jsonschema.Draft202012Validator)
-    assert finished > 0.8 * len(names)
+    assert finished > 0.8 * len(ALL)
 
 
-def test_json_object(http: httpx.Client) -> None:
+def test_json_object(long_context: httpx.Client) -> None:
     body = chat_body(messages=user("A JSON object with one short key."), response_format={"type": "json_object"})
-    choice = http.post(CHAT, json=body | {"max_tokens": 80}).json()["choices"][0]
+    choice = long_context.post(CHAT, json=body | {"max_tokens": 80}).json()["choices"][0]
     assert choice["message"]["content"].startswith("{")
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(choice["message"]["content"]), dict)
@@ -68,17 +66,17 @@ def test_json_object(http: httpx.Client) -> None:
         ({"json": {"enum": [1, "two"]}}, '1|"two"'),
     ],
 )
-def test_other_forms_with_n_and_streaming(client: openai.OpenAI, form: dict[str, Any], pattern: str) -> None:
+def test_other_forms_with_n_and_streaming(quick: openai.OpenAI, form: dict[str, Any], pattern: str) -> None:
     options: dict[str, Any] = {
         "model": MODEL, "messages": user("Go."), "n": 4, "seed": 5, "max_tokens": 60, "temperature": 1.5,
         "extra_body": {"structured_outputs": form},
     }  # fmt: skip
-    whole = client.chat.completions.create(**options)
+    whole = quick.chat.completions.create(**options)
     texts = [choice.message.content or "" for choice in whole.choices]
     for choice, text in zip(whole.choices, texts, strict=True):
         assert choice.finish_reason == "length" or re.fullmatch(pattern, text), text
     streamed = [""] * 4
-    for chunk in client.chat.completions.create(**options, stream=True):
+    for chunk in quick.chat.completions.create(**options, stream=True):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""
     assert streamed == texts
@@ -97,12 +95,12 @@ def test_ignore_eos_ends_where_the_form_does(http: httpx.Client) -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "stop")
 
 
-def test_parsed_by_the_openai_client(client: openai.OpenAI) -> None:
+def test_parsed_by_the_openai_client(quick: openai.OpenAI) -> None:
     class Pet(pydantic.BaseModel):
         kind: str = pydantic.Field(max_length=10)
         age: int = pydantic.Field(ge=0, le=30)
 
-    parsed = client.chat.completions.parse(
+    parsed = quick.chat.completions.parse(
         model=MODEL, messages=user("A pet."), response_format=Pet, max_tokens=100, temperature=0
     )
     assert isinstance(parsed.choices[0].message.parsed, Pet)
@@ -122,10 +120,10 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("form", HOSTILE, ids=[json.dumps(form)[:40] for form in HOSTILE])
-def test_hostile_forms_hold_up_nobody(http: httpx.Client, form: dict[str, Any]) -> None:
+def test_hostile_forms_hold_up_nobody(long_context: httpx.Client, form: dict[str, Any]) -> None:
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(http.post, CHAT, json=chat_body(max_tokens=3))
-        answer = http.post(CHAT, json=chat_body(structured_outputs=form, max_tokens=8), timeout=60)
+        other = pool.submit(long_context.post, CHAT, json=chat_body(max_tokens=3))
+        answer = long_context.post(CHAT, json=chat_body(structured_outputs=form, max_tokens=8), timeout=60)
         assert other.result(timeout=20).status_code == 200
     assert answer.status_code in (200, 400), answer.text
-    assert http.post(CHAT, json=chat_body()).status_code == 200
+    assert long_context.post(CHAT, json=chat_body()).status_code == 200
