@@ -164,6 +164,10 @@ def _requantized(**options: object) -> Callable[[Tensors], None]:
     return change
 
 
+def _in_fp4(tensors: Tensors) -> None:
+    tensors[STATE.replace("nf4", "fp4")] = tensors.pop(STATE)
+
+
 def _renumbered(tensors: Tensors) -> None:
     for name in [name for name in tensors if name.startswith(EXPERT)]:
         tensors[name.replace(".experts.3.", ".experts.8.")] = tensors.pop(name)
@@ -199,6 +203,7 @@ def _renumbered(tensors: Tensors) -> None:
         (_replaced(f"{EXPERT}.quant_map", lambda t: t.flip(0)), rf"{EXPERT} has a quant_map that is not NF4's"),
         (_requantized(blocksize=128), r"up_proj|gate_up of expert 3 has 4096 weights in scale blocks of 128"),
         (_requantized(blocksize=32, compress_statistics=True), "gate_up of expert 3 .* scale blocks of 32"),
+        (_in_fp4, rf"{EXPERT}: experts and routers in FP4 are not served"),
         (_renumbered, r"tensors of expert 8, config\.json says 8 experts"),
     ],
 )  # fmt: skip
@@ -254,6 +259,15 @@ def test_any_damaged_bytes_are_refused_or_are_weights(seed: int, tmp_path: Path)
     except CheckpointError as e:
         said = str(e)
     assert "\n" not in said
+
+
+def test_experts_in_fp4_are_refused_by_name(tmp_path: Path) -> None:
+    save_moe(tmp_path, tiny_moe("qwen3_moe"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("bitsandbytes__nf4", "bitsandbytes__fp4"): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight: experts and routers in FP4"):
+        load(tmp_path)
 
 
 def test_nf4_along_the_inputs_is_refused_by_name(tmp_path: Path) -> None:

@@ -25,7 +25,13 @@ CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens
 
 
 def _reference_backend(
-    shapes: list[LayerShape], _: object, blocks: int, size: int, dtype: torch.dtype, device: torch.device
+    shapes: list[LayerShape],
+    _: object,
+    blocks: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *others: object,
 ) -> SdpaBackend:
     return SdpaBackend(shapes, blocks, size, dtype, device)
 

@@ -16,7 +16,7 @@ from nf4_kernels.reference import dequantize
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
-from server.checkpoint.experts.names import TAKEN, Part, is_nf4, place_of, router_of
+from server.checkpoint.experts.names import TAKEN, Part, is_nf4, is_packed, place_of, router_of
 from server.checkpoint.experts.tensors import BLOCKSIZE, CheckpointTensors, quantize, stack, with_rows
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class ExpertsLoader:
         for layout in list(experts_layouts(model)):
             names = self._names.get(layout.layer, _Names())
             self._take_router(model, layout, names)
-            saved = next((name for name in names.weights.values() if is_nf4(name, self._tensors)), None)
+            saved = next((name for name in names.weights.values() if is_packed(name, self._tensors)), None)
             # Llama 4's own code runs every expert on every token, so its experts are ours even where they are in 16 bit.
             if saved is None and not self._quantizes and layout.kind != Llama4TextExperts.__name__:
                 continue

@@ -28,7 +28,7 @@ _FORMS = (
 )
 _ROUTER = re.compile(_LAYER + r"\.(gate|router)(\.(linear|layer))?\.(?P<what>weight|bias)")
 _STATE = re.compile(r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)$")
-NF4_STATE = ".quant_state.bitsandbytes__nf4"
+NF4_STATE, FP4_STATE = ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"
 TAKEN = (
     r"\.experts\.",
     r"\.block_sparse_moe\.(input|output)_linear\.",
@@ -72,3 +72,8 @@ def described(name: str) -> str:
 def is_nf4(name: str, names: Container[str]) -> bool:
     """Whether a checkpoint of these tensors has the weight of that name in NF4."""
     return name + NF4_STATE in names
+
+
+def is_packed(name: str, names: Container[str]) -> bool:
+    """Whether it has the weight in 4 bit, NF4 or FP4."""
+    return is_nf4(name, names) or name + FP4_STATE in names

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from nf4_kernels import Weight
 from nf4_kernels.format import CODEBOOK, NESTED_BLOCKSIZE, block_scales, check
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.experts.names import NF4_STATE
+from server.checkpoint.experts.names import FP4_STATE, NF4_STATE
 
 BLOCKSIZE = 64
 """Weights under one scale where 16-bit weights are quantized here."""
@@ -56,6 +56,8 @@ class CheckpointTensors:
 
     def read_float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor of floating-point numbers and of that shape."""
+        if name + FP4_STATE in self:
+            raise CheckpointError(f"{self.folder}: {name}: experts and routers in FP4 are not served; save them in NF4")
         tensor = self.read(name)
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise self.error(name, f"is {tensor.dtype} {list(tensor.shape)}, it must be floats {list(shape)}")
