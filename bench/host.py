@@ -106,8 +106,9 @@ class PendingStep:
     step: Step
     copied: torch.Tensor
 
-    def complete(self) -> None:
-        """The tokens are there."""
+    def complete(self) -> bool:
+        """True: the tokens are there."""
+        return True
 
     def read(self) -> list[Sampled]:
         """The tokens."""

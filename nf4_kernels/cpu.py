@@ -129,7 +129,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     keep = weight.contiguous()
     count = math.prod(keep.shape)
-    struct = struct_of(keep, 1, count)
+    struct = struct_of(keep, *(keep.matrix if keep.group_skip else (1, count)))
     out = torch.empty([int(size) for size in keep.shape], dtype=dtype)
     if count and usable().nf4_cpu_dequantize(
         ctypes.byref(struct), out.data_ptr(), DTYPES[dtype], torch.get_num_threads()

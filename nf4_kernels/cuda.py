@@ -239,6 +239,10 @@ def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
     if weight.absmax_8bit is None:
         _check("absmax", absmax, device, torch.float32, blocks)
         return weight_struct(weight, n, k, None)
+    if not weight.has_own_groups:
+        raise ValueError(
+            "the CUDA kernels do not take shards of nested scales; expand them (nf4_kernels.format.block_scales)"
+        )
     nested = second_level(weight)
     absmax_8bit, absmax_code, absmax_offset, _ = nested
     _check("absmax_8bit", absmax_8bit, device, torch.uint8, blocks)

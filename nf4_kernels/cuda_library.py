@@ -63,6 +63,36 @@ class WgmmaPlan(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "first_split_steps"))
 
 
+class Moe(ctypes.Structure):
+    """Nf4Moe of params.h."""
+
+    _fields_ = (
+        ("weight", Nf4Weight),
+        *((name, ctypes.c_void_p) for name in ("x", "experts", "bias", "routing", "out", "workspace")),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("top_k", "num_experts", "x_of_choices", "dtype", "activation")),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+class MoeRowsPlan(ctypes.Structure):
+    """MoeRowsPlan of params.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in (
+            *("warps", "teams", "blocks", "tiles", "stages", "parts", "part_blocks"),
+            *("grid", "held_groups", "sorted", "adds"),
+        )
+    )
+
+
+class MoeWgmmaPlan(ctypes.Structure):
+    """MoeWgmmaPlan of params.h."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid"))
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Nf4Weight": Nf4Weight,
     "Nf4Next": Next,
@@ -70,6 +100,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Nf4Clocks": Clocks,
     "RowsPlan": RowsPlan,
     "WgmmaPlan": WgmmaPlan,
+    "Nf4Moe": Moe,
+    "MoeRowsPlan": MoeRowsPlan,
+    "MoeWgmmaPlan": MoeWgmmaPlan,
 }
 """What mirrors each struct of params.h."""
 
@@ -108,6 +141,8 @@ def library() -> ctypes.CDLL | str:
                 ctypes.POINTER(WgmmaPlan),
             )
             getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
+        loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
+        loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
     except (OSError, AttributeError) as e:
         return f"{path} cannot be loaded: {e}"
     if error := size_error(loaded.nf4_cuda_struct_size, STRUCTS):

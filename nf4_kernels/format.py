@@ -6,7 +6,7 @@ Source of the codebook: the QLoRA paper (2305.14314), appendix E, as bitsandbyte
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class Weight:
     packed uint8 with (numel + 1) // 2 elements; absmax float32, one per block, or one per 256 blocks where absmax_8bit
     (uint8, one per block), absmax_code (float32 [256]) and absmax_offset (float32, one element or as many as absmax) are
     given. Two weights are equal where they are the same object.
+
+    A shard of a nested weight keeps the whole one's groups of 256 blocks: group_offset blocks lie in front of the shard in
+    the first of its groups, and group_skip blocks of the whole weight between the ends and beginnings of its rows.
     """
 
     packed: Tensor
@@ -39,6 +42,8 @@ class Weight:
     absmax_8bit: Tensor | None = None
     absmax_code: Tensor | None = None
     absmax_offset: Tensor | None = None
+    group_offset: int = 0
+    group_skip: int = 0
 
     @classmethod
     def from_quant_state(cls, packed: Tensor, state: Any) -> Weight:
@@ -63,6 +68,11 @@ class Weight:
     def nested(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """absmax_8bit, absmax_code and absmax_offset, with which the ops' arguments of a weight end; all None if plain."""
         return self.absmax_8bit, self.absmax_code, self.absmax_offset
+
+    @property
+    def has_own_groups(self) -> bool:
+        """Whether block i is of group i // 256, as in every weight that is no shard."""
+        return self.group_offset == 0 and self.group_skip == 0
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -95,9 +105,8 @@ class Weight:
             if all(tensor is None or tensor.is_contiguous() for tensor in self.nested):
                 return self
         packed, absmax = self.packed.contiguous(), self.absmax.contiguous()
-        return Weight(
-            packed, self.shape, absmax, self.blocksize, *(t if t is None else t.contiguous() for t in self.nested)
-        )
+        codes, table, offset = (t if t is None else t.contiguous() for t in self.nested)
+        return replace(self, packed=packed, absmax=absmax, absmax_8bit=codes, absmax_code=table, absmax_offset=offset)
 
 
 def check(weight: Weight) -> int:
@@ -111,7 +120,7 @@ def check(weight: Weight) -> int:
     if packed.numel() < (count + 1) // 2:
         raise ValueError(f"packed has {packed.numel()} bytes, shape {list(weight.shape)} needs {(count + 1) // 2}")
     blocks = -(-count // blocksize)
-    scales = blocks if absmax_8bit is None else -(-blocks // NESTED_BLOCKSIZE)
+    scales = blocks if absmax_8bit is None else _groups(weight, blocks)
     if absmax.dtype != torch.float32 or absmax.numel() < scales:
         raise ValueError(f"absmax must be float32 with {scales} elements, got {absmax.dtype} with {absmax.numel()}")
     if absmax_8bit is not None and (absmax_8bit.dtype != torch.uint8 or absmax_8bit.numel() < blocks):
@@ -138,6 +147,19 @@ def check_experts(weight: Weight) -> tuple[int, int, int]:
     if weight.absmax_8bit is not None:
         second_level(weight)
     return experts, n, k
+
+
+def _groups(weight: Weight, blocks: int) -> int:
+    """How many groups a nested weight's blocks reach into. ValueError for a shard's geometry that cannot be."""
+    offset, skip, last = weight.group_offset, weight.group_skip, blocks - 1
+    if offset < 0 or skip < 0:
+        raise ValueError(f"group_offset and group_skip must be at least 0, got {offset} and {skip}")
+    if skip:
+        k = weight.matrix[1]
+        if k % weight.blocksize:
+            raise ValueError(f"a shard's rows must be whole scale blocks of {weight.blocksize}, got K = {k}")
+        last += last // (k // weight.blocksize) * skip
+    return (offset + last) // NESTED_BLOCKSIZE + 1 if blocks else 0
 
 
 def second_level(weight: Weight) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -169,8 +191,9 @@ def block_scales(weight: Weight) -> Tensor:
         return weight.absmax.reshape(-1)
     absmax_8bit, absmax_code, absmax_offset, stride = second_level(weight)
     codes = absmax_code.reshape(-1)[absmax_8bit.reshape(-1).long()]
-    groups = weight.absmax.reshape(-1).repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()]
+    places = torch.arange(codes.numel(), device=codes.device)
+    if weight.group_skip:
+        places += places // (weight.matrix[1] // weight.blocksize) * weight.group_skip
+    groups = (places + weight.group_offset) // NESTED_BLOCKSIZE
     offsets = absmax_offset.reshape(-1)
-    if stride:
-        offsets = offsets.repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()]
-    return codes * groups + offsets
+    return codes * weight.absmax.reshape(-1)[groups] + (offsets[groups] if stride else offsets)

@@ -25,15 +25,17 @@ logger = logging.getLogger(__name__)
 
 _WEIGHT = "Tensor packed, SymInt[] shape, Tensor absmax, int blocksize"
 _NESTED = "Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None"
+_SHARD = "int group_offset=0, int group_skip=0"
 _library = torch.library.Library("nf4", "DEF")
-_library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}) -> Tensor")
-_library.define(f"dequantize({_WEIGHT}, ScalarType dtype, {_NESTED}) -> Tensor")
+_library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, {_SHARD}) -> Tensor")
+_library.define(f"dequantize({_WEIGHT}, ScalarType dtype, {_NESTED}, {_SHARD}) -> Tensor")
 _library.define(
     f"fused_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None, Tensor? norm_weight=None,"
-    " float norm_eps=0.0) -> Tensor"
+    f" float norm_eps=0.0, {_SHARD}) -> Tensor"
 )
 _library.define(
-    f"tiled_linear(Tensor tiles, int tokens, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None) -> Tensor"
+    f"tiled_linear(Tensor tiles, int tokens, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None, {_SHARD})"
+    " -> Tensor"
 )
 # Until 0.3: tiled_linear by its first name.
 _library.define(
@@ -41,7 +43,7 @@ _library.define(
 )
 _library.define(
     f"gated_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? norm_weight=None, float norm_eps=0.0,"
-    ' str activation="silu", int tile=0) -> Tensor'
+    f' str activation="silu", int tile=0, {_SHARD}) -> Tensor'
 )
 _library.define("linear_bf16w(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _COMPILED = {"cpu": cpu, "cuda": cuda}
@@ -70,8 +72,11 @@ def _linear(
     absmax_8bit: Tensor | None = None,
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
+    group_offset: int = 0,
+    group_skip: int = 0,
 ) -> Tensor:
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+    nested = (absmax_8bit, absmax_code, absmax_offset)
+    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
     out: Tensor = backend(x.device.type).linear(x, weight, bias)
     return out
 
@@ -89,8 +94,11 @@ def _fused_linear(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
+    group_offset: int = 0,
+    group_skip: int = 0,
 ) -> Tensor:
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+    nested = (absmax_8bit, absmax_code, absmax_offset)
+    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
     return _fuse(x, weight, bias, residual, norm_weight, norm_eps)
 
 
@@ -123,8 +131,11 @@ def _tiled_linear(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
     residual: Tensor | None = None,
+    group_offset: int = 0,
+    group_skip: int = 0,
 ) -> Tensor:
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+    nested = (absmax_8bit, absmax_code, absmax_offset)
+    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
     if backend(tiles.device.type) is cuda:
         return cuda.tiled_linear(tiles, tokens, weight, bias, residual)
     return _fuse(reference.untile_activations(tiles, tokens, shape[1]), weight, bias, residual, None, 0.0)
@@ -150,8 +161,11 @@ def _gated_linear(
     norm_eps: float = 0.0,
     activation: str = "silu",
     tile: int = 0,
+    group_offset: int = 0,
+    group_skip: int = 0,
 ) -> Tensor:
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+    nested = (absmax_8bit, absmax_code, absmax_offset)
+    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
     if backend(x.device.type) is cuda:
         return cuda.gated_linear(x, weight, bias, norm_weight, norm_eps, activation, tile)
     reference.check_gate(shape[0], activation, tile)
@@ -200,8 +214,11 @@ def _dequantize(
     absmax_8bit: Tensor | None = None,
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
+    group_offset: int = 0,
+    group_skip: int = 0,
 ) -> Tensor:
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
+    nested = (absmax_8bit, absmax_code, absmax_offset)
+    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
     out: Tensor = backend(packed.device.type).dequantize(weight, dtype)
     return out
 
@@ -256,6 +273,8 @@ def _(
     norm_eps: float = 0.0,
     activation: str = "silu",
     tile: int = 0,
+    group_offset: int = 0,
+    group_skip: int = 0,
 ) -> Tensor:
     out = _linear_shape(x, packed, (shape[0] // 2, shape[1]))
     return out.new_empty(reference.tiles_shape(math.prod(out.shape[:-1]), shape[0] // 2, tile)) if tile else out
@@ -271,6 +290,8 @@ def _(
     absmax_8bit: Tensor | None = None,
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
+    group_offset: int = 0,
+    group_skip: int = 0,
 ) -> Tensor:
     return packed.new_empty(list(shape), dtype=dtype)
 

@@ -33,6 +33,8 @@ class Nf4Weight(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("blocksize", ctypes.c_int32),
         ("offset_stride", ctypes.c_int32),
+        ("group_offset", ctypes.c_int32),
+        ("group_skip", ctypes.c_int32),
     )
 
 
@@ -55,6 +57,8 @@ def weight_struct(weight: Weight, n: int, k: int, nested: tuple[Tensor, Tensor, 
         k=k,
         blocksize=weight.blocksize,
         offset_stride=stride,
+        group_offset=weight.group_offset,
+        group_skip=weight.group_skip,
     )
 
 

@@ -123,14 +123,19 @@ class EngineConfig(_Section):
     """How the engine runs the model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel_size: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that compute the model together, each with a part of every weight. auto: the fewest that hold it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on CPU, bfloat16 on CUDA."""
     max_model_len: int | None = Field(default=None, ge=16)
     """Longest prompt + answer in tokens; None takes the model's own limit, cut to what the KV cache holds."""
-    max_num_seqs: int | None = Field(default=None, ge=1, le=4096)
-    """Most sequences in one batch. None: 32 on CPU, 128 on CUDA."""
+    max_num_seqs: Literal["auto"] | Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Most sequences in one batch. None: 32 on CPU, 128 on CUDA. auto: on CUDA up to 1024, by the memory."""
     max_num_batched_tokens: int | None = Field(default=None, ge=16)
     """Token budget of one step; longer prompts are prefilled in chunks. None: 256 on CPU, 4096 on CUDA."""
+    max_prefill_ms: float | None = Field(default=None, gt=0)
+    """How long a step may take that computes prompts while others decode: chunks become as short as the measured speed
+    asks for, and streams have no longer gaps. None: chunks are as long as max_num_batched_tokens."""
     block_size: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
@@ -190,6 +195,14 @@ class EngineConfig(_Section):
     def _embeddings_vary(self) -> EngineConfig:
         if self.embeddings and self.batch_invariant:
             raise ValueError("embeddings do not keep to batch_invariant; one of both has to be off")
+        return self
+
+    @model_validator(mode="after")
+    def _of_one_gpu(self) -> EngineConfig:
+        if self.tensor_parallel_size != 1:
+            for name, wanted in (("speculation", self.speculation != "off"), ("embeddings", bool(self.embeddings))):
+                if wanted:
+                    raise ValueError(f"{name} works on one GPU only; tensor_parallel_size has to be 1 for it")
         return self
 
     @model_validator(mode="after")

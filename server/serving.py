@@ -150,7 +150,11 @@ class Terminal:
                 self._end_line()
                 if status.ready is not None:
                     logger.info(
-                        "engine ready: %s, %s, %s", status.ready.device, status.ready.dtype, status.ready.kernels
+                        "engine ready: %s%s, %s, %s",
+                        status.ready.device,
+                        f" x {ranks}" if (ranks := status.ready.tensor_parallel_size) > 1 else "",
+                        status.ready.dtype,
+                        status.ready.kernels,
                     )
                 if not self._announced:
                     self._announced = True

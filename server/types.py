@@ -182,6 +182,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     device_memory_used: int = 0
     """Bytes: on CUDA of the whole device, on CPU resident in the engine process; as of a moment ago."""
     device_memory_total: int = 0
+    other_device_memory: list[tuple[int, int]] = []
+    """(used, total) of the other ranks' devices, from rank 1 on."""
     nf4_weight_bytes: int = 0
     """Codes and scales of all NF4 layers: what a step reads at least."""
     lora_slots: int = 0
@@ -218,6 +220,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     dtype: str
     kernels: str
     """Which NF4 kernels run, in words (for logs and /health)."""
+    tensor_parallel_size: int = 1
+    """Processes, each with a device, that compute the model together."""
     expanded_weight_bytes: int = 0
     """16-bit copies of NF4 weights (engine.expanded_weights)."""
     adapters: list[str] = []

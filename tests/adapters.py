@@ -15,13 +15,20 @@ ALL_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 def save_adapter(model: PreTrainedModel, folder: Path, seed: int, size: float = 0.05, **options: Any) -> None:
     """Save an adapter of model into folder, with PEFT's options; model is left as it was.
 
-    PEFT starts with B = 0, an adapter without effect: both factors get normal values of that size here.
+    PEFT starts with B = 0, an adapter without effect: both factors get normal values of that size here. Whatever else is
+    trained is moved by as much.
     """
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if ".lora_" in name:
+            if not parameter.requires_grad:
+                continue
+            if "magnitude" in name:
+                parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
+            elif ".lora_" not in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+            else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
     adapted.save_pretrained(folder)
     adapted.unload()

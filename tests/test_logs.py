@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from server.logs import concerning, request_id, set_up_logging
+from tests.clients.random_model import write_random_model
 from tests.conftest import engine_pid, start_server, until_ready
 
 
@@ -93,8 +94,11 @@ def test_warnings_and_what_nobody_caught_are_lines_too(capsys: pytest.CaptureFix
 
 def test_every_line_of_a_server_is_json(embedded_folder: Path, tmp_path: Path) -> None:
     """Loading, requests, an engine that dies, the next one, the end."""
-    with start_server(tmp_path / "log", "--log-format", "json", "--log-level", "info") as server:
-        ask = {"model": "smollm2-135m-instruct", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    config = write_random_model(tmp_path / "model", embedded_folder)
+    with start_server(
+        tmp_path / "log", "--config", str(config), "--log-format", "json", "--log-level", "info"
+    ) as server:
+        ask = {"model": "smollm2-135m-instruct", "prompt": "a", "max_tokens": 60000, "ignore_eos": True, "stream": True}
         with httpx.stream(
             "POST", f"{server.base_url}/v1/completions", json=ask, headers={"X-Request-ID": "mine"}, timeout=60
         ) as answer:

@@ -47,16 +47,21 @@ def main() -> int:
     parser.add_argument("--fidelity", action="store_true", help="compare log-probabilities with transformers', too")
     parser.add_argument("--batch-invariant", action="store_true", help="decode only, in rows of their own")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
-    parser.add_argument("--out", type=Path, help="default: bench/results/e2e-<device>.json")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=0, help="GPUs; rows of 1 and more go to bench/results/tp-<device>.json"
+    )
+    parser.add_argument("--out", type=Path, help="the file that rows go to")
     options = parser.parse_args()
     if options.peers and options.peer_tokens <= FIRST:
         parser.error(f"--peer-tokens must be more than {FIRST}: transformers is timed from its {FIRST}th token on")
+    if options.tensor_parallel and (options.peers or options.http or options.fidelity or len(options.models) > 1):
+        parser.error("--tensor-parallel measures the engine alone, one model at a time")
     if ENVIRONMENT.keys() - os.environ:
         # The server starts its engine with these variables; C libraries and torch read them when they are loaded.
         command = [sys.executable, "-m", "bench.e2e", *sys.argv[1:]]
         os.execve(sys.executable, command, {**ENVIRONMENT, **os.environ})
     device = torch.cuda.get_device_name().lower().replace(" ", "-")
-    path = options.out or RESULTS / f"e2e-{device}.json"
+    path = options.out or RESULTS / f"{'tp' if options.tensor_parallel else 'e2e'}-{device}.json"
     commit = current_commit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for name in options.models:
@@ -65,6 +70,9 @@ def main() -> int:
             measure(name, options, rows)
         finally:
             write(path, device, rows, commit)
+    if options.tensor_parallel > 1:
+        sys.stdout.flush()
+        os._exit(0)  # NCCL's end would wait for ranks that have gone
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from bench.e2e.results import Row
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.start import load_runner
+from server.engine.parallel.start import load_ranks
 
 MODELS = Path(__file__).parents[1] / "models"
 HTTP_SECONDS = 20
@@ -38,8 +39,9 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
         kv_cache_bytes=options.kv_gib * 2**30,
         enforce_eager=options.eager,
         batch_invariant=options.batch_invariant,
+        tensor_parallel_size=max(1, options.tensor_parallel),
     )
-    runner = load_runner(folder, config, _print_progress)
+    runner, workers = load_ranks(folder, config, _print_progress, _end, [])
     ready = time.perf_counter() - started
     gc.collect()
     torch.cuda.empty_cache()
@@ -51,20 +53,30 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
     engine = Engine(runner, config)
     vocabulary = runner.limits.vocab_size
     mode = "decode_batch_invariant" if options.batch_invariant else "decode"
+    ours, place = "ours_tok_s", dict[str, float]()
+    if options.tensor_parallel:
+        ours, place = "tok_s", {"tp": options.tensor_parallel}
     for batch in options.batches:
         decode(engine, batch, vocabulary, seed=0)
         best = decode(engine, batch, vocabulary, seed=1)
-        rows.append({"model": name, "mode": mode, "batch": batch, "ours_tok_s": best["tok_s"], **best})
+        rows.append({"model": name, "mode": mode, "batch": batch, **place, ours: best["tok_s"], **best})
         print(json.dumps(rows[-1]), flush=True)
     for length in options.prefill:
         prefill(engine, 1, length, vocabulary, seed=2)
         for batch in (1, 8):
             speed = prefill(engine, batch, length, vocabulary, seed=2 + batch)
-            place = {"batch": batch, "length": length}
-            rows.append({"model": name, "mode": mode.replace("decode", "prefill"), **place, "ours_tok_s": speed})
+            shape = {"batch": batch, "length": length}
+            rows.append({"model": name, "mode": mode.replace("decode", "prefill"), **shape, **place, ours: speed})
             print(json.dumps(rows[-1]), flush=True)
     rows.append(
-        {"model": name, "mode": mode.replace("decode", "start"), "ready_s": ready, **memory, "peak_gib": _gib(_peak())}
+        {
+            "model": name,
+            "mode": mode.replace("decode", "start"),
+            "ready_s": ready,
+            **place,
+            **memory,
+            "peak_gib": _gib(_peak()),
+        }
     )
     print(json.dumps(rows[-1]), flush=True)
     direct = 0.0
@@ -73,12 +85,20 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
         closed_loop(engine, clients, 2 * clients, vocabulary, seed=6)
         direct = closed_loop(engine, clients, 4 * clients, vocabulary, seed=7)
     scored = fidelity.score(engine, vocabulary, seed=5) if options.fidelity else []
+    if workers is not None:
+        workers.end()
     del engine, runner
     _free()
     if options.peers or scored:
         _add_peers(name, rows, scored, options)
     if options.http:
         _add_served(name, rows, direct, options)
+
+
+def _end(reason: str, _fatal: bool) -> None:
+    """Other ranks have failed, and this one may wait for them for ever."""
+    print(f"the run ends: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _clients(options: argparse.Namespace) -> int:

@@ -47,9 +47,9 @@ def _with_earlier(row: Row, earlier: Row) -> Row:
     return {**row, **missing}
 
 
-def identity(row: Row) -> tuple[str, str, float, float, float]:
-    """What a row measured: model, mode, batch, length and rate, 0 where it has none."""
-    return row["model"], row["mode"], row.get("batch", 0), row.get("length", 0), row.get("rate", 0)
+def identity(row: Row) -> tuple[str, str, float, float, float, float]:
+    """What a row measured: model, mode, batch, length, rate and number of GPUs, 0 where it has none."""
+    return row["model"], row["mode"], *(row.get(name, 0) for name in ("batch", "length", "rate", "tp"))
 
 
 def current_commit() -> str | None:

@@ -8,8 +8,10 @@
 enum { NF4_FLOAT32 = 0, NF4_FLOAT16 = 1, NF4_BFLOAT16 = 2 };
 
 /* A row-major [n, k] weight in bitsandbytes' layout: two codes a byte, the high nibble first.
- * Nested where absmax_8bit is not null: scale i = absmax_code[absmax_8bit[i]] * absmax[i / 256]
- * + absmax_offset[i / 256 * offset_stride]. offset_stride is 0 (one offset) or 1 (one beside every absmax). */
+ * Nested where absmax_8bit is not null: scale i = absmax_code[absmax_8bit[i]] * absmax[g]
+ * + absmax_offset[g * offset_stride]. offset_stride is 0 (one offset) or 1 (one beside every absmax). The group g is
+ * i / 256, but in a shard of a weight: (group_offset + i + i / (k / blocksize) * group_skip) / 256, so that it is the
+ * whole weight's: group_offset blocks lie in front of the shard in its first group, group_skip between two of its rows. */
 typedef struct {
   const uint8_t* packed;
   const float* absmax;
@@ -20,6 +22,8 @@ typedef struct {
   int64_t k;
   int32_t blocksize;
   int32_t offset_stride;
+  int32_t group_offset;
+  int32_t group_skip;
 } Nf4Weight;
 
 /* Weight prefetch: what of the next GEMM's weight is loaded into L2 (from sm_90 on; nothing where codes is null). The next
@@ -108,3 +112,50 @@ typedef struct {
   int32_t first_split_steps; /* 0: stream-K. Else split-K: grid is a multiple of the tiles, the block that reduces a tile has
                                 this many of its k steps (256 k), and the tile's other blocks share the others evenly */
 } WgmmaPlan;
+
+enum { NF4_SWIGLU_OAI = 3 };
+
+/* GEMMs of a mixture of experts. weight holds num_experts weights of weight.n rows, one after another. Choice c of
+ * tokens * top_k is token c / top_k's and names expert experts[c]; where that is none of num_experts its result is zeros.
+ * x is [tokens, k], or where x_of_choices [tokens, top_k, k]; x, bias and out are of dtype (16 bit), dense and 16-byte aligned.
+ * bias [num_experts, n] may be null. out is [tokens, top_k, n]; with an activation (the rows of an expert are gates, and then
+ * as many ups) [tokens, top_k, n / 2]; with routing weights [tokens, top_k] it is [tokens, n], the sum over a token's choices
+ * of routing * result. workspace: as many bytes as the plan says (nf4_kernels/plan/moe.py), 256-byte aligned. */
+typedef struct {
+  Nf4Weight weight;
+  const void* x;
+  const int32_t* experts;
+  const void* bias;
+  const float* routing;
+  void* out;
+  void* workspace;
+  int64_t tokens;
+  int32_t top_k;
+  int32_t num_experts;
+  int32_t x_of_choices;
+  int32_t dtype;
+  int32_t activation;
+  void* stream;
+} Nf4Moe;
+
+/* The shape of a moe_rows launch; nf4_kernels/plan/moe.py chooses it. */
+typedef struct {
+  int32_t warps;       /* consumer warps */
+  int32_t teams;       /* of consumer warps, each with 16 rows of its own */
+  int32_t blocks;      /* 64-wide k blocks of a consumer warp */
+  int32_t tiles;       /* token tiles of 8 choices; so many are a group, whose expert's rows are read once */
+  int32_t stages;      /* of the shared-memory ring */
+  int32_t parts;       /* parts of k, whose partial sums are added by a launch behind; 1 with an activation */
+  int32_t part_blocks; /* 64-wide k blocks of a part */
+  int32_t grid;        /* thread blocks */
+  int32_t held_groups; /* the most groups that a thread block's share of the work can touch */
+  int32_t sorted;      /* a launch in front groups the choices; else every thread block does, for up to 1024 of them */
+  int32_t adds;        /* there are no more choices than a group has, and they are added up in the same launch */
+} MoeRowsPlan;
+
+/* The shape of a moe_wgmma launch; nf4_kernels/plan/moe.py chooses it. */
+typedef struct {
+  int32_t tokens; /* choices of a token tile */
+  int32_t groups; /* consumer warpgroups, 64 weight rows each */
+  int32_t grid;   /* thread blocks */
+} MoeWgmmaPlan;

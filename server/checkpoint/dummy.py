@@ -14,8 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nf4_kernels import Weight
 from nf4_kernels.format import CODEBOOK, NESTED_BLOCKSIZE
 from server.checkpoint.base import CheckpointError, Progress
+from server.checkpoint.classes import read_config
 from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
+from server.checkpoint.sharded import ShardedModel, empty_shard, set_vocabulary
+from server.checkpoint.shards import Part, Shard, check_count
+from server.checkpoint.slices import make_linear
 
 BLOCKSIZE = 64
 # Scales around this make weights with a standard deviation near 0.02, what trained linear layers have.
@@ -46,6 +50,29 @@ def dummy_model(
     return model.eval().requires_grad_(False)
 
 
+def dummy_shard(
+    folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, shard: Shard
+) -> ShardedModel:
+    """A shard of such a model; what its weights are is decided by its rank. Raises CheckpointError as load_shard() does."""
+    config = read_config(folder)
+    check_count(config, BLOCKSIZE, shard.count, str(folder))
+    model, parts = empty_shard(config, dtype, shard, folder)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(shard.rank)
+        rows = len(shard.rows_of(config.get_text_config().vocab_size))
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            bias = getattr(layer, "bias", None)
+            meta = layer.weight.new_empty(rows, layer.weight.shape[1])
+            set_vocabulary(layer, meta, None if bias is None else bias.new_empty(rows))
+        for name, part in parts.items():
+            biased = model.get_submodule(name).bias is not None and not (part.is_partial and shard.rank)
+            model.set_submodule(name, _random_part(part, biased, device, dtype))
+        _fill(model, device, dtype, progress)
+    model.tie_weights()
+    progress("making random weights", 1.0)
+    return ShardedModel(model.eval().requires_grad_(False), parts, shard)
+
+
 def _fill(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
     for layout in list(experts_layouts(model)):
         if layout.activation is not None:
@@ -57,6 +84,8 @@ def _fill(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, prog
             continue
         if type(module) is nn.Linear and module is not model.get_output_embeddings():
             model.set_submodule(name, _random_linear(module, device, dtype))
+        elif isinstance(module, Linear4bit):
+            continue
         elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
             model._init_weights(module)
@@ -116,23 +145,7 @@ def _random_linear(linear: nn.Linear, device: torch.device, dtype: torch.dtype) 
     n, k = linear.out_features, linear.in_features
     packed = _random_pairs((n * k + 1) // 2, device).unsqueeze(1)
     blocks = -(-n * k // BLOCKSIZE)
-    groups = -(-blocks // NESTED_BLOCKSIZE)
-    nested = QuantState(
-        absmax=torch.full((groups,), MEAN_ABSMAX / 2, device=device),
-        blocksize=NESTED_BLOCKSIZE,
-        code=create_dynamic_map().to(device),
-        dtype=torch.float32,
-    )
-    state = QuantState(
-        absmax=torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device),
-        shape=torch.Size((n, k)),
-        code=get_4bit_type("nf4", device=device),
-        blocksize=BLOCKSIZE,
-        quant_type="nf4",
-        dtype=dtype,
-        offset=torch.tensor(MEAN_ABSMAX, device=device),
-        state2=nested,
-    )
+    state = _random_state(n, k, -(-blocks // NESTED_BLOCKSIZE), device, dtype)
     layer = Linear4bit(k, n, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4", device="meta")
     layer.weight = Params4bit(
         packed, requires_grad=False, quant_state=state, blocksize=BLOCKSIZE, quant_type="nf4", bnb_quantized=True,
@@ -143,3 +156,34 @@ def _random_linear(linear: nn.Linear, device: torch.device, dtype: torch.dtype) 
     if linear.bias is not None:
         layer.bias = nn.Parameter(torch.zeros(n, dtype=dtype, device=device), requires_grad=False)
     return layer
+
+
+def _random_part(part: Part, biased: bool, device: torch.device, dtype: torch.dtype) -> Linear4bit:
+    """A part of a random layer, with the groups that its blocks would be in."""
+    (n, k), blocks = part.shape, part.whole[1] // BLOCKSIZE
+    geometry = (part.columns.start // BLOCKSIZE, blocks - k // BLOCKSIZE) if part.is_partial else (0, 0)
+    groups = -(-n * blocks // NESTED_BLOCKSIZE)
+    bias = torch.zeros(n, dtype=dtype, device=device) if biased else None
+    state = _random_state(n, k, groups, device, dtype)
+    return make_linear(_random_pairs((n * k + 1) // 2, device), state, geometry, bias, dtype)
+
+
+def _random_state(n: int, k: int, groups: int, device: torch.device, dtype: torch.dtype) -> QuantState:
+    """Nested scales of n * k weights in so many groups."""
+    blocks = -(-n * k // BLOCKSIZE)
+    nested = QuantState(
+        absmax=torch.full((groups,), MEAN_ABSMAX / 2, device=device),
+        blocksize=NESTED_BLOCKSIZE,
+        code=create_dynamic_map().to(device),
+        dtype=torch.float32,
+    )
+    return QuantState(
+        absmax=torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device),
+        shape=torch.Size((n, k)),
+        code=get_4bit_type("nf4", device=device),
+        blocksize=BLOCKSIZE,
+        quant_type="nf4",
+        dtype=dtype,
+        offset=torch.tensor(MEAN_ABSMAX, device=device),
+        state2=nested,
+    )

@@ -84,7 +84,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     settings = _quantization_settings(config)
     _refuse_other_quantizations(folder, settings)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    files = tuple(_weight_files(folder))
+    files = tuple(weight_files(folder))
     for file in files:
         tensors.update(_read_header(file))
     eight_bit = next((name for name in tensors if name.endswith(".SCB")), None)
@@ -126,7 +126,8 @@ def _refuse_other_quantizations(folder: Path, settings: Any) -> None:
         raise CheckpointError(f"{folder}: quantized with {method}{' (8 bit)' if eight else ''}; {_NEEDED}")
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises CheckpointError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"

@@ -32,7 +32,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     """
     info = inspect_checkpoint(folder)
     chosen = loading_of(info)
-    _check_memory(info, chosen.config, device, dtype)
+    check_memory(info.without(lambda name: is_left_out(name, chosen.config)), device, dtype)
     options = _quantization_options(info, chosen.config, dtype)
     experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
@@ -112,13 +112,15 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def _check_memory(info: CheckpointInfo, config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    needed = info.without(lambda name: is_left_out(name, config)).loaded_bytes(dtype.itemsize)
+def check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, shards: int = 1) -> None:
+    """Raise CheckpointError where the weights, or one of so many shards of them, do not fit into the device's memory."""
+    needed = info.loaded_bytes(dtype.itemsize) / shards
     free = available_bytes(device)
     if needed > free:
         raise CheckpointError(
-            f"{info.folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4,"
-            f" {free / 2**30:.1f} GiB are free on {device}"
+            f"{info.folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4"
+            f"{f' on each of {shards} devices' if shards > 1 else ''}, {free / 2**30:.1f} GiB are free on {device};"
+            " engine.tensor_parallel_size divides them among several GPUs"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +18,72 @@ from server.checkpoint.inspection import read_json
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+# What a tensor's name says of it: its module, and what it is of the module.
+_NAME = re.compile(
+    r"(?P<module>.+?)\.("
+    r"lora_(?P<factor>[AB])\.(?P<part>weight|bias)|lora_embedding_(?P<embedding>[AB])|(?P<magnitude>lora_magnitude_vector)(\.weight)?"
+    r"|token_adapter\.(?P<tokens>trainable_tokens_delta)|((base_layer|modules_to_save|original_module)\.)?(?P<whole>weight|bias))"
+)
 
 # Settings that make an adapter compute something else than base + scale * B(A x), and what they are called.
 _REFUSED = {
-    "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
     "alora_invocation_tokens": "activated LoRA",
     "arrow_config": "Arrow routing",
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
-    "lora_bias": "a bias of the adapter (lora_bias)",
-    "modules_to_save": "whole modules (modules_to_save)",
-    "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
     "target_parameters": "adapted parameters (target_parameters)",
     "layer_replication": "replicated layers (layer_replication)",
-    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
 }
 # Initializations that take something out of the base's own weights; the adapter is right beside those only.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_VOCABULARY_MODULES = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
+OUTPUT_LAYERS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True)
 class AdapterFactors:
-    """One module's adapter: y += b @ (a @ x). a [rank, in_features], b [out_features, rank] with the scale in it."""
+    """One linear layer's adapter: y = gain * (W x + b @ (a @ x) + shift) + bias.
+
+    a [rank, in_features] and b [out_features, rank] with the scale in it; rank 0 where only a bias was trained. With a
+    magnitude the gain is magnitude / |W + b a| by row (DoRA).
+    """
 
     a: torch.Tensor
     b: torch.Tensor
+    magnitude: torch.Tensor | None = None
+    """float32 [out_features]; None: the gain is 1."""
+    shift: torch.Tensor | None = None
+    """float32 [out_features]: the bias of lora_B with the scale in it."""
+    bias: torch.Tensor | None = None
+    """float32 [out_features]: takes the place of the layer's own."""
 
     @property
     def rank(self) -> int:
         """Inner size."""
         return self.a.shape[0]
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether it is more than the two factors."""
+        return any(tensor is not None for tensor in (self.magnitude, self.shift, self.bias))
+
+
+@dataclass(frozen=True)
+class VocabularyChange:
+    """What an adapter makes of the embedding's or the output layer's weight [vocabulary, hidden]."""
+
+    weight: torch.Tensor | None = None
+    """Takes the place of the base's."""
+    delta: tuple[torch.Tensor, torch.Tensor] | None = None
+    """left [vocabulary, rank] and right [rank, hidden], whose product is added to the weight."""
+    rows: tuple[tuple[int, ...], torch.Tensor] | None = None
+    """Tokens, and their rows [tokens, hidden], which take the place of the weight's."""
+
+
+AdapterWeights = Mapping[str, AdapterFactors | VocabularyChange]
+"""An adapter by name of the base model's module."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,8 @@ class AdapterConfig:
     alpha: float
     rank_stabilized: bool
     alpha_pattern: Mapping[str, float]
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By last names of embeddings, the tokens whose rows were trained (trainable_token_indices)."""
 
     def scale(self, module: str, rank: int) -> float:
         """What B A is multiplied by in this module: alpha / r, or alpha / sqrt(r) when rank-stabilized."""
@@ -69,25 +103,35 @@ class AdapterConfig:
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
-def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors]:
-    """By name of the base model's module, the factors of the adapter in folder, on the CPU in dtype.
+def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors | VocabularyChange]:
+    """By name of the base model's module, the adapter in folder, on the CPU in dtype.
 
-    Raises CheckpointError for what is damaged, or is not a plain LoRA of linear layers.
+    Raises CheckpointError for what is damaged, or is none of what docs/models.md says is served.
     """
     config = read_config(folder)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in _tensors(folder / WEIGHTS_NAME).items():
-        match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
+        match = _NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
-            kind = "DoRA" if "lora_magnitude_vector" in name else "embeddings" if "lora_embedding" in name else None
-            raise CheckpointError(
-                f"{folder}: {kind} is not served: {name}" if kind else f"{folder}: not a LoRA weight: {name}"
-            )
-        _refuse_vocabulary(folder, match["module"])
-        found.setdefault(match["module"], {})[match["factor"]] = tensor
+            raise CheckpointError(f"{folder}: not a LoRA weight: {name}")
+        if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+            raise CheckpointError(f"{folder}: damaged: {match['module']} has weights that are not finite numbers")
+        found.setdefault(match["module"], {})[_kind(match)] = tensor
     if not found:
         raise CheckpointError(f"{folder / WEIGHTS_NAME}: has no LoRA weights")
-    return {module: _factors(folder, module, pair, config, dtype) for module, pair in found.items()}
+    return {
+        module: _vocabulary_change(folder, module, parts, config, dtype)
+        if module.rpartition(".")[2] in (*EMBEDDINGS, *OUTPUT_LAYERS)
+        else _factors(folder, module, parts, config, dtype)
+        for module, parts in found.items()
+    }
+
+
+def _kind(match: re.Match[str]) -> str:
+    """What a tensor is of its module: A, B, B.bias, magnitude, tokens, weight or bias."""
+    if match["factor"] or match["embedding"]:
+        return f"{match['factor'] or match['embedding']}{'.bias' if match['part'] == 'bias' else ''}"
+    return "magnitude" if match["magnitude"] else "tokens" if match["tokens"] else str(match["whole"])
 
 
 def read_config(folder: Path) -> AdapterConfig:
@@ -101,29 +145,30 @@ def read_config(folder: Path) -> AdapterConfig:
     for option, name in _REFUSED.items():
         if config.get(option):
             raise CheckpointError(f"{file}: {name} is not served")
-    if config.get("bias", "none") != "none":
-        raise CheckpointError(f"{file}: trained biases (bias: {config['bias']}) are not served")
+    for module in config.get("modules_to_save") or ():
+        if module not in (*EMBEDDINGS, *OUTPUT_LAYERS):
+            raise CheckpointError(
+                f"{file}: a whole {module} (modules_to_save) is not served, only embeddings and output layers are"
+            )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGES_BASE):
         raise CheckpointError(
             f"{file}: init_lora_weights {start!r} changes the base's weights; save the adapter converted to a plain LoRA"
         )
-    targets = config.get("target_modules")
-    for target in targets if isinstance(targets, list) else []:
-        _refuse_vocabulary(folder, str(target))
     alpha: Any = config.get("lora_alpha")
     pattern = config.get("alpha_pattern") or {}
     if not isinstance(pattern, dict) or not all(_is_number(value) for value in (alpha, *pattern.values())):
         raise CheckpointError(f"{file}: lora_alpha and alpha_pattern must be numbers")
-    return AdapterConfig(float(alpha), bool(config.get("use_rslora")), pattern)
+    return AdapterConfig(float(alpha), bool(config.get("use_rslora")), pattern, _trained_tokens(file, config))
 
 
-def _refuse_vocabulary(folder: Path, module: str) -> None:
-    last = module.rsplit(".", 1)[-1]
-    if last in _VOCABULARY_MODULES:
-        raise CheckpointError(
-            f"{folder}: an adapter of {last} is not served; only those of the layers' projections are"
-        )
+def _trained_tokens(file: Path, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    given = config.get("trainable_token_indices") or {}
+    listed = dict.fromkeys(EMBEDDINGS, given) if isinstance(given, list) else given
+    try:
+        return {str(name).rpartition(".")[2]: tuple(int(i) for i in ids) for name, ids in listed.items()}
+    except (AttributeError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{file}: trainable_token_indices must be numbers of tokens") from e
 
 
 def _is_number(value: Any) -> bool:
@@ -142,16 +187,56 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{file}: damaged: {' '.join(str(e).split())}") from e
 
 
-def _factors(
-    folder: Path, module: str, pair: dict[str, torch.Tensor], config: AdapterConfig, dtype: torch.dtype
-) -> AdapterFactors:
-    if set(pair) != {"A", "B"}:
+def _pair(folder: Path, module: str, parts: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """lora_A [rank, inputs] and lora_B [outputs, rank]."""
+    if ("A" in parts) != ("B" in parts):
         raise CheckpointError(f"{folder}: damaged: {module} has only one of lora_A and lora_B")
-    a, b = pair["A"], pair["B"]
+    a, b = parts["A"], parts["B"]
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
         raise CheckpointError(f"{folder}: damaged: {module}: lora_A and lora_B of shapes {shapes} do not fit together")
-    if not (a.is_floating_point() and b.is_floating_point() and a.isfinite().all() and b.isfinite().all()):
-        raise CheckpointError(f"{folder}: damaged: {module} has weights that are not finite numbers")
-    scaled = b.float() * config.scale(module, a.shape[0])
-    return AdapterFactors(a.to(dtype), scaled.to(dtype))
+    return a, b
+
+
+def _factors(
+    folder: Path, module: str, parts: Mapping[str, torch.Tensor], config: AdapterConfig, dtype: torch.dtype
+) -> AdapterFactors:
+    if "weight" in parts or "tokens" in parts:
+        raise CheckpointError(f"{folder}: a whole {module} is not served, only embeddings and output layers are")
+    if "A" not in parts and "B" not in parts:
+        if set(parts) != {"bias"}:
+            raise CheckpointError(f"{folder}: damaged: {module} has neither lora_A nor lora_B")
+        nothing = torch.empty(0, 0, dtype=dtype)
+        return AdapterFactors(nothing, nothing, bias=parts["bias"].float())
+    a, b = _pair(folder, module, parts)
+    scale = config.scale(module, a.shape[0])
+    rest = {key: parts[key].float().reshape(-1) for key in ("magnitude", "B.bias", "bias") if key in parts}
+    if any(tensor.numel() != b.shape[0] for tensor in rest.values()):
+        raise CheckpointError(f"{folder}: damaged: {module} has {', '.join(rest)} of another size than lora_B")
+    shift = rest["B.bias"] * scale if "B.bias" in rest else None
+    return AdapterFactors(a.to(dtype), (b.float() * scale).to(dtype), rest.get("magnitude"), shift, rest.get("bias"))
+
+
+def _vocabulary_change(
+    folder: Path, module: str, parts: Mapping[str, torch.Tensor], config: AdapterConfig, dtype: torch.dtype
+) -> VocabularyChange:
+    last = module.rpartition(".")[2]
+    others = set(parts) - {"A", "B", "weight", "tokens"}
+    if others:
+        what = "DoRA" if "magnitude" in others else "a trained bias"
+        raise CheckpointError(f"{folder}: {what} of {module} is not served")
+    delta = rows = None
+    if "A" in parts or "B" in parts:
+        a, b = _pair(folder, module, parts)
+        b = (b.float() * config.scale(module, a.shape[0])).to(dtype)
+        delta = (a.T.to(dtype), b.T) if last in EMBEDDINGS else (b, a.to(dtype))
+    if "tokens" in parts:
+        tokens = config.tokens.get(last, ())
+        if len(tokens) != parts["tokens"].shape[0]:
+            raise CheckpointError(
+                f"{folder}: damaged: {module} has {parts['tokens'].shape[0]} trained tokens,"
+                f" trainable_token_indices names {len(tokens)}"
+            )
+        rows = (tokens, parts["tokens"].to(dtype))
+    weight = parts.get("weight")
+    return VocabularyChange(None if weight is None else weight.to(dtype), delta, rows)

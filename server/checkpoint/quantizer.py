@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import leave_out_towers
 from server.checkpoint.inspection import CheckpointInfo
 from server.checkpoint.packed import expand, read_state
+
+logger = logging.getLogger(__name__)
 
 _REGISTERED = "bitsandbytes_4bit"
 
@@ -61,6 +64,11 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         check_shapes(self._info, model, names)
         if not self.pre_quantized:
             super()._process_model_before_weight_loading(model, device_map, **options)
+        expanded = sum(table != "nf4" for table in self._info.packed.values())
+        if expanded:
+            logger.warning(
+                "%d tensors are in FP4: they are expanded to 16 bit, which takes 4 times the memory", expanded
+            )
         for name, table in self._info.packed.items():
             module_name = names.get(name, "").rpartition(".")[0]
             if self.pre_quantized and table == "nf4" and module_name:

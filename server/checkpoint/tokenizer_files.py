@@ -26,9 +26,14 @@ def load_tokenizer(folder: Path) -> Any:
         with _importing:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {_reason(folder, e)}") from e
+    # Multimodal checkpoints of transformers 4.x have the template in a file that only their processors read.
+    template = folder / "chat_template.json"
+    if not tokenizer.chat_template and template.exists():
+        tokenizer.chat_template = read_json(template).get("chat_template")
+    return tokenizer
 
 
 def _check_files(folder: Path) -> None:

@@ -50,7 +50,7 @@ class RequestClock:
 
 
 class StepClock:
-    """Times one step after another; read gives the kernels' own clocks, whose last step is the one that ends."""
+    """Times one step after another. read() gives the kernels' own clocks as of the end of the step that stop() ends."""
 
     def __init__(self, read: Callable[[], KernelTimes]) -> None:
         self._read = read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -13,13 +14,15 @@ from server.config import EngineConfig
 from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
 from server.engine.requests import check_request
-from server.engine.runtime.graphs.async_step import LaunchedStep
+from server.engine.runtime.exchange import ExchangeError
+from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.scheduler import Scheduler, Step
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
 from server.engine.speculation.speculator import Speculator
@@ -39,17 +42,28 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Scheduler and model runner together. Single-threaded: call step() while has_work."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        grammars: Grammars | None = None,
+        other_memory: Callable[[], list[tuple[int, int]]] | None = None,
+    ) -> None:
+        """other_memory: (bytes used, bytes) of the devices of the other ranks, where there are any."""
         self._runner = runner
+        self._other_memory = other_memory
         self._grammars = grammars
         limits = runner.limits
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
+        bound = config.max_prefill_ms
+        self._pace = None if bound is None else PrefillPace(bound / 1000)
         self._scheduler = Scheduler(
             self._blocks,
-            sequence_limit(config, runner.device),
+            sequence_limit(config, runner.device, limits.num_blocks * config.block_size),
             token_budget(config, runner.device),
             limits.max_model_len,
             config.enable_prefix_caching,
+            self._pace,
         )
         self._eos = frozenset(limits.eos_token_ids)
         self._clocks: dict[str, RequestClock] = {}
@@ -112,7 +126,7 @@ class Engine:
         step = self._scheduler.schedule()
         # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
         guessing = self._speculator is not None and self._speculator.plan(step)
-        launched = self._launch(step, pending) if step.chunks and not guessing else None
+        launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
         if pending is None:
             self._step_clock.start()
         for sequence in step.admitted:
@@ -125,8 +139,9 @@ class Engine:
         if launched is None:
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
             if guessing and not self._has_guesses(step, planned=pending is None):
-                launched = self._launch(step, None) if step.chunks else None
-        if launched is not None and not self._complete(launched):
+                launched = self._runner.execute_async(step, None) if step.chunks else None
+        # What is sampled by way of grammars had to wait for the tokens of the last step.
+        if launched is not None and not launched.complete():
             launched = None
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
         if launched is not None:
@@ -137,27 +152,6 @@ class Engine:
         if self._speculator is not None and (pending is None) == (launched is None):
             self._speculator.note_time(step, time.perf_counter() - begun)
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
-
-    def _launch(self, step: Step, pending: LaunchedStep | None) -> LaunchedStep | None:
-        """Launch a step without waiting for it, where that can be. What fails is executed, which finds who is at fault."""
-        try:
-            return self._runner.execute_async(step, pending)
-        except torch.AcceleratorError:
-            raise  # the device's context is lost: only a new process helps
-        except Exception:
-            logger.exception("launching a step of %d sequences failed", len(step.chunks))
-            return None
-
-    def _complete(self, launched: LaunchedStep) -> bool:
-        """Have a launched step's tokens sampled, now that those before are known; False where that failed."""
-        try:
-            launched.complete()
-        except torch.AcceleratorError:
-            raise
-        except Exception:
-            logger.exception("sampling for %d sequences failed", len(launched.step.chunks))
-            return False
-        return True
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
@@ -185,6 +179,7 @@ class Engine:
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,
+            other_device_memory=[] if self._other_memory is None else self._other_memory(),
             nf4_weight_bytes=self._runner.nf4_weight_bytes,
             lora_slots=0 if adapters is None else adapters.slots,
             running_adapters=[] if adapters is None else self._scheduler.adapter_names(Phase.RUNNING),
@@ -231,11 +226,13 @@ class Engine:
 
     def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
         """What each request got from a step that advance() was called for; requests that ended while it ran get nothing."""
+        self._step_clock.stop()
+        if self._pace is not None:
+            self._pace.note(sum([c.length for c in step.chunks if not c.is_decode]), self._step_clock.seconds)
         alive = [chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED]
         if len(alive) < len(step.chunks):
             results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
             step = Step(alive)
-        self._step_clock.stop()
         clocks = self._clocks
         self._step_clock.share([(clocks[c.sequence.request_id], c.length, c.is_decode) for c in alive])
         sampled = step.sampled
@@ -258,8 +255,8 @@ class Engine:
         """One result for each of step.sampled, and the requests that failed with the reasons."""
         try:
             return self._runner.execute(step), {}
-        except torch.AcceleratorError:
-            raise  # the device's context is lost: only a new process helps
+        except (torch.AcceleratorError, ExchangeError):
+            raise  # the device's context is lost, or other ranks wait in the step: only a new process helps
         except Exception:
             step.guesses = {}
             logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
@@ -269,7 +266,7 @@ class Engine:
         for chunk in step.chunks:
             try:
                 results += self._runner.execute(Step([chunk]))
-            except torch.AcceleratorError:
+            except (torch.AcceleratorError, ExchangeError):
                 raise
             except Exception as e:
                 failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {first_line(e)}"

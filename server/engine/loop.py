@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -41,6 +43,8 @@ from server.types import (
 )
 
 if TYPE_CHECKING:
+    from server.engine.core import Engine
+    from server.engine.parallel.workers import Workers
     from server.engine.runtime.runner import ModelRunner
 
 logger = logging.getLogger(f"{PACKAGE}.engine.loop")
@@ -128,8 +132,10 @@ def main() -> int:
     setup = msgspec.json.decode(line, type=EngineSetup)
     threading.Thread(target=stop.when_input_ends, name="api-watcher", daemon=True).start()
     channel = Channel(setup)
+    # Workers say in the log what they have to say, in the same way.
+    logging_options = ["--log-level", options.log_level, "--log-format", options.log_format]
     try:
-        return _run(setup, channel, stop)
+        return _run(setup, channel, stop, logging_options)
     finally:
         channel.close()
 
@@ -178,9 +184,9 @@ def _first_line() -> bytes:
     return line
 
 
-def _run(setup: EngineSetup, channel: Channel, stop: _Stop) -> int:
+def _run(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: list[str]) -> int:
     try:
-        _serve(setup, channel, stop)
+        _serve(setup, channel, stop, logging_options)
     except Exception as e:
         fatal = is_refusal(e) or (not channel.said_ready and is_permanent(e))
         reason = (str(e).strip().splitlines() or ["no message"])[0]
@@ -196,7 +202,24 @@ def _run(setup: EngineSetup, channel: Channel, stop: _Stop) -> int:
     return 0
 
 
-def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
+def _failed(setup: EngineSetup) -> Callable[[str, bool], None]:
+    """What a thread calls that sees that other ranks have failed: the engine's own thread may wait for them for ever."""
+
+    def end(reason: str, fatal: bool) -> None:
+        logger.error("the engine ends as a whole: %s", reason)
+        # Sockets belong to one thread, so this one has its own; it gets a second.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        events = context.socket(zmq.PUSH)
+        events.connect(setup.from_engine)
+        events.send(msgspec.msgpack.encode(EngineFailed(reason, fatal)))
+        events.close(linger=1000)
+        context.term()
+        os._exit(1)
+
+    return end
+
+
+def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: list[str]) -> None:
     def progress(stage: str, fraction: float) -> None:
         channel.send(LoadProgress(stage, fraction))
 
@@ -204,16 +227,16 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
     # Imported here: torch and transformers take seconds, in which the API should know that the engine is alive.
     from server.engine.core import Engine
     from server.engine.grammar import Grammars
-    from server.engine.start import load_runner
+    from server.engine.parallel.start import load_ranks
 
     config = setup.engine_config()
-    runner = load_runner(Path(setup.checkpoint_folder), config, progress)
+    runner, workers = load_ranks(Path(setup.checkpoint_folder), config, progress, _failed(setup), logging_options)
     limits = runner.limits
     for adapter in setup.adapters:
         _restore_adapter(runner, adapter)
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
     grammars = Grammars(Path(setup.checkpoint_folder), limits.vocab_size, end, runner.looks_ahead)
-    engine = Engine(runner, config, grammars)
+    engine = Engine(runner, config, grammars, None if workers is None else workers.device_memory)
     channel.send(
         EngineReady(
             max_model_len=limits.max_model_len,
@@ -222,6 +245,7 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
             block_size=config.block_size,
             num_blocks=limits.num_blocks,
             device=str(runner.device),
+            tensor_parallel_size=1 if workers is None else workers.membership.count,
             dtype=str(runner.dtype).removeprefix("torch."),
             kernels=runner.kernels,
             expanded_weight_bytes=runner.expanded_weight_bytes,
@@ -229,6 +253,14 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
         )
     )
     channel.said_ready = True
+    try:
+        _run_steps(engine, runner, workers, channel, stop)
+    finally:
+        if workers is not None:
+            workers.end()
+
+
+def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, channel: Channel, stop: _Stop) -> None:
     while not stop.requested:
         aborted = False
         reading = runner.adapters is not None and runner.adapters.num_reading > 0
@@ -249,7 +281,9 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop) -> None:
         for result in engine.settle_adapters():
             channel.send(result)
         if engine.has_work and not stop.requested:
-            channel.send(engine.step())
+            with nullcontext() if workers is None else workers.explained():
+                outputs = engine.step()
+            channel.send(outputs)
         elif aborted:
             channel.send(StepOutputs([], engine.stats()))
 
@@ -268,7 +302,8 @@ def _restore_adapter(runner: ModelRunner, request: LoadAdapter) -> None:
     from server.checkpoint.lora import read_adapter
 
     try:
-        runner.adapters.put(request.name, read_adapter(Path(request.path), runner.dtype))
+        weights = read_adapter(Path(request.path), runner.dtype)
+        runner.adapters.put(request.name, weights, path=request.path)
     except CheckpointError as e:
         logger.error("an adapter loaded at run time is lost: %s", e)
 

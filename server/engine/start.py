@@ -7,34 +7,52 @@ import os
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from server.checkpoint.base import Progress
-from server.checkpoint.dummy import dummy_model
+from server.checkpoint.dummy import dummy_model, dummy_shard
 from server.checkpoint.loading import load_model
+from server.checkpoint.sharded import ShardedModel, load_shard
+from server.checkpoint.shards import Shard
 from server.config import EngineConfig, default_cache_dir
+from server.engine.runtime.exchange import Membership, join
 from server.engine.runtime.limits import resolve_device, usable_threads
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.runner import Followers, ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-def load_runner(folder: Path, config: EngineConfig, progress: Progress) -> ModelRunner:
+def load_runner(
+    folder: Path,
+    config: EngineConfig,
+    progress: Progress,
+    membership: Membership | None = None,
+    followers: Followers | None = None,
+) -> ModelRunner:
     """Load the checkpoint and make it ready to run.
 
-    Raises CheckpointError, UnsupportedModelError or EngineConfigError when that cannot succeed.
+    membership: of several processes that call this at the same time, each of which gets a shard of the model; the one of
+    rank 0 has followers, which compute what it computes. Raises CheckpointError, UnsupportedModelError or
+    EngineConfigError when that cannot succeed.
     """
     device, dtype = resolve_device(config)
     # torch's own default is a temporary folder, whose loss would make the next start a slow one.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "compiled"))
     if device.type == "cpu":
-        torch.set_num_threads(usable_threads(config))
-    if config.load_format == "dummy":
+        torch.set_num_threads(max(1, usable_threads(config) // (membership.count if membership else 1)))
+    model: PreTrainedModel | ShardedModel
+    if membership is not None:
+        load = dummy_shard if config.load_format == "dummy" else load_shard
+        model = load(folder, device, dtype, progress, Shard(membership.rank, membership.count))
+        progress("waiting for the other ranks", 0.0)
+        join(membership, device)
+    elif config.load_format == "dummy":
         model = dummy_model(folder, device, dtype, progress, seed=0)
     else:
         model = load_model(folder, device, dtype, progress)
     progress("preparing the model", 0.0)
-    runner = build_runner(model, config, progress)
+    runner = build_runner(model, config, progress, followers)
     limits = runner.limits
     logger.info(
         "%s on %s in %s: contexts to %d tokens, %d cache blocks of %d",

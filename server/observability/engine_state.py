@@ -38,17 +38,8 @@ class EngineCollector(Collector):
             ),
             ("kv_cache_blocks", "Blocks of the KV cache.", stats.kv_blocks_total),
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
-            (
-                "device_memory_used_bytes",
-                "Memory in use: the GPU's, or on CPU the engine's.",
-                stats.device_memory_used,
-            ),
-            (
-                "device_memory_total_bytes",
-                "Memory in total: the GPU's, or on CPU the machine's.",
-                stats.device_memory_total,
-            ),
         )
+        yield from self._memory(stats)
         yield from self._counters(
             ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
@@ -79,6 +70,21 @@ class EngineCollector(Collector):
         for name, text, value in rows:
             family = GaugeMetricFamily(f"nf4_{name}", text, labels=["model_name"])
             family.add_metric([self._model], value)
+            yield family
+
+    def _memory(self, stats: EngineStats) -> Iterator[Metric]:
+        """A series for each rank of tensor parallelism; without it one, as ever without that label."""
+        ranks = [(stats.device_memory_used, stats.device_memory_total), *stats.other_device_memory]
+        for index, (name, text) in enumerate(
+            (
+                ("used", "Memory in use: the GPU's, or on CPU the engine's."),
+                ("total", "Memory in total: the GPU's, or on CPU the machine's."),
+            )
+        ):
+            labels = ["model_name", "rank"][: min(2, len(ranks))]
+            family = GaugeMetricFamily(f"nf4_device_memory_{name}_bytes", text, labels=labels)
+            for rank, values in enumerate(ranks):
+                family.add_metric([self._model, str(rank)][: len(labels)], values[index])
             yield family
 
     def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:

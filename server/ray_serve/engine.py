@@ -60,9 +60,9 @@ class Engine:
             raise RuntimeError(f"the engine is {status.state}: {status.message}")
 
     async def answer(self, request: Request, beginnings: tuple[bytes, ...] = ()) -> AsyncIterator[list[Message]]:
-        """ASGI's messages of the answer, as many at a time as there are; beginnings are for the router.
+        """Lists of the answer's ASGI messages, all that are there at a time; beginnings are for the router.
 
-        None at all come first, at once: the ingress learns that the request is here.
+        The first list is empty and comes at once: it tells the ingress that the request has arrived.
         Ray cancels this when the client is gone, which ends the request in the engine.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()

@@ -127,7 +127,7 @@ class Answer:
         await self._send(message)
 
     async def fail(self, error: ApiError, *, anthropic: bool) -> None:
-        """An answer of its own, a stream's last event, or, in the middle of a body of known length, its early end."""
+        """Report an error: as the whole answer, as a stream's last event, or by ending a body of known length early."""
         if not self.begun:
             response = error.response(anthropic=anthropic)
             start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}

@@ -21,7 +21,7 @@ class PrefixAffinityRouter(RequestRouter):
     """
 
     def initialize_state(self, imbalance: int = 16, capacity: int = 100_000) -> None:
-        """Called by Ray with request_router_kwargs. Raises ValueError for values that cannot be."""
+        """Called by Ray with request_router_kwargs. Raises ValueError for impossible values."""
         if imbalance < 0 or capacity < 1:
             raise ValueError(f"imbalance ({imbalance}) must be 0 or more and capacity ({capacity}) 1 or more")
         self._imbalance = imbalance

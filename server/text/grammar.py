@@ -32,7 +32,7 @@ def regex_grammar(pattern: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of some texts."""
+    """Exactly one of these texts."""
     return _lark("start: " + " | ".join(_quoted(choice) for choice in choices))
 
 

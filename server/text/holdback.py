@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of text that marker starts with, shorter than the marker."""
+    """Length of the longest proper prefix of marker that text ends with."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Stop strings, found across token boundaries; no character that may belong to one is let out too early."""
+"""Stop strings, found across token boundaries; no character that may belong to one is sent too early."""
 
 from __future__ import annotations
 

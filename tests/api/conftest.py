@@ -27,7 +27,7 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def long_context(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a server with a small random model that has 65536 tokens of context."""
     folder = tmp_path_factory.mktemp("long_context")
@@ -42,6 +42,13 @@ def long_context(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="session")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai_client(server.base_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def quick(long_context: httpx.Client) -> Iterator[openai.OpenAI]:
+    """A client of the same server, for tests of forms that any model has to keep to."""
+    with openai_client(str(long_context.base_url).rstrip("/")) as client:
         yield client
 
 

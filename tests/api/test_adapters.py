@@ -95,10 +95,10 @@ def test_models_say_whose_adapters_they_are(http: httpx.Client, adapters: Path) 
 def test_every_endpoint_takes_an_adapters_name(http: httpx.Client) -> None:
     text = "Tell me a story about a fox that"
     bodies = {
-        "/v1/completions": {"prompt": text, "max_tokens": 16, "temperature": 0},
-        "/v1/chat/completions": {"messages": user(text), "max_tokens": 16, "temperature": 0},
-        "/v1/responses": {"input": text, "max_output_tokens": 16, "temperature": 0},
-        "/v1/messages": {"messages": user(text), "max_tokens": 16, "temperature": 0},
+        "/v1/completions": {"prompt": text, "max_tokens": 32, "temperature": 0},
+        "/v1/chat/completions": {"messages": user(text), "max_tokens": 32, "temperature": 0},
+        "/v1/responses": {"input": text, "max_output_tokens": 32, "temperature": 0},
+        "/v1/messages": {"messages": user(text), "max_tokens": 32, "temperature": 0},
     }
     for path, body in bodies.items():
         answers = [http.post(path, json={"model": model} | body).raise_for_status().json() for model in (MODEL, FIXED)]
@@ -135,6 +135,7 @@ def test_load_and_unload_while_a_stream_runs(http: httpx.Client, adapters: Path)
     assert (answer(http, "again"), answer(http, MODEL), answer(http, FIXED)) == (alone, base, fixed)
 
 
+@pytest.mark.slow  # tests/engine/test_lora.py has such batches
 def test_two_adapters_and_the_base_in_one_batch(http: httpx.Client, adapters: Path) -> None:
     assert load(http, "two", adapters / "two").status_code == 200
     names = [MODEL, FIXED, "two"]

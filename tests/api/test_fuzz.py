@@ -1,4 +1,7 @@
-"""Random values for every option: an answer or an error that names something, never a fault of the server."""
+"""Random values for every option: an answer or an error that names something, never a fault of the server.
+
+The model is a small random one: what is looked for is in the API.
+"""
 
 from __future__ import annotations
 
@@ -75,34 +78,34 @@ EXAMPLES = pytest.mark.parametrize("examples", [25, pytest.param(75, marks=pytes
 
 @EXAMPLES
 @pytest.mark.parametrize("path", list(ENDPOINTS))
-def test_random_options(http: httpx.Client, path: str, examples: int) -> None:
+def test_random_options(long_context: httpx.Client, path: str, examples: int) -> None:
     base, names = ENDPOINTS[path]
-    faults = metric(http, "nf4_request_rejections_total", reason="internal_error")
+    faults = metric(long_context, "nf4_request_rejections_total", reason="internal_error")
 
     @given(changes=st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=2))
     @settings(max_examples=2 * examples, deadline=None, suppress_health_check=list(HealthCheck))
     def run(changes: dict[str, Any]) -> None:
-        answer = http.post(path, json=base | changes)
+        answer = long_context.post(path, json=base | changes)
         assert answer.status_code in (200, 400, 404), (changes, answer.text)
         if answer.status_code != 200:
             error = answer.json()["error"]
             assert path == "/v1/messages" or (error["param"] is not None and error["code"]), (changes, error)
 
     run()
-    assert metric(http, "nf4_request_rejections_total", reason="internal_error") == faults
+    assert metric(long_context, "nf4_request_rejections_total", reason="internal_error") == faults
 
 
 @EXAMPLES
 @pytest.mark.parametrize(("path", "change"), INNER)
-def test_random_values_inside(http: httpx.Client, path: str, change: Any, examples: int) -> None:
+def test_random_values_inside(long_context: httpx.Client, path: str, change: Any, examples: int) -> None:
     base, _ = ENDPOINTS[path]
-    faults = metric(http, "nf4_request_rejections_total", reason="internal_error")
+    faults = metric(long_context, "nf4_request_rejections_total", reason="internal_error")
 
     @given(value=VALUES)
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     def run(value: Any) -> None:
-        answer = http.post(path, json=base | change(value))
+        answer = long_context.post(path, json=base | change(value))
         assert answer.status_code in (200, 400), (value, answer.text)
 
     run()
-    assert metric(http, "nf4_request_rejections_total", reason="internal_error") == faults
+    assert metric(long_context, "nf4_request_rejections_total", reason="internal_error") == faults

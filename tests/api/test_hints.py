@@ -19,6 +19,7 @@ PATHS: dict[Endpoint, str] = {
     "completions": "/v1/completions",
     "responses": "/v1/responses",
     "messages": "/v1/messages",
+    "embeddings": "/v1/embeddings",
 }
 HEADER = "x-ignored-options"
 ENTRIES = [(endpoint, hint) for hint in HINTS for endpoint in hint.endpoints]
@@ -35,6 +36,8 @@ def body(endpoint: Endpoint) -> dict[str, Any]:
             return {"model": MODEL, "messages": user(text), "max_tokens": 1, "stream": True}
         case "completions":
             return {"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": True}
+        case "embeddings":
+            return {"model": MODEL, "input": "a"}
         case "responses":
             return {"model": MODEL, "input": "a", "max_output_tokens": 1, "stream": True}
     messages = [*user(text), {"role": "assistant", "content": [call]}, *user([result, *text])]

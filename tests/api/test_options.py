@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.api.conftest import MODEL, chat_body, user
+from tests.clients.random_model import write_random_model
 from tests.conftest import start_server
 from tests.reference import Reference
 
@@ -30,17 +31,13 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def thinking(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of a server whose chat template opens thoughts."""
+    """A client of a server with a small random model whose chat template opens thoughts."""
     folder = tmp_path_factory.mktemp("thinking")
-    for file in embedded_folder.iterdir():
-        if file.name != "chat_template.jinja":
-            (folder / file.name).symlink_to(file)
+    http = {"api_keys": ["key"], "max_requests_per_key": 1, "request_timeout_s": 5}
+    config = write_random_model(folder, embedded_folder, http)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    http = {"api_keys": ["key"], "max_requests_per_key": 1, "request_timeout_s": 10}
-    settings = {"model": str(folder), "served_model_name": MODEL, "http": http, "engine": {"enforce_eager": True}}
-    (folder / "config.yaml").write_text(json.dumps(settings))
     with (
-        start_server(folder / "log", "--config", str(folder / "config.yaml")) as server,
+        start_server(folder / "log", "--config", str(config)) as server,
         httpx.Client(
             base_url=server.base_url, timeout=60, trust_env=False, headers={"Authorization": "Bearer key"}
         ) as client,
@@ -119,7 +116,9 @@ def test_template_settings_reach_the_prompt(thinking: httpx.Client) -> None:
 
 
 def test_a_request_may_take_so_long_and_a_key_have_so_many(thinking: httpx.Client) -> None:
-    slow = chat_body(max_tokens=6000, ignore_eos=True, chat_template_kwargs={"enable_thinking": False})
+    # Sampled: a model of random weights may repeat a token that has no text.
+    options = {"temperature": 1, "ignore_eos": True, "chat_template_kwargs": {"enable_thinking": False}}
+    slow = chat_body(max_tokens=60000, **options)
     with thinking.stream("POST", CHAT, json=slow | {"stream": True}) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -165,6 +164,7 @@ def test_logprobs_are_the_references_whatever_the_sampling(http: httpx.Client, r
         assert best == pytest.approx(expected[place].topk(20).values.tolist(), abs=1e-2)
 
 
+@pytest.mark.slow  # tests/engine/test_sampler.py has the distributions
 def test_samplers_draw_from_the_distributions_they_say(http: httpx.Client, reference: Reference) -> None:
     """First tokens of 256 answers, each sampler's frequencies against the reference's probabilities."""
     ids = reference.tokenizer("My favourite animal is")["input_ids"]

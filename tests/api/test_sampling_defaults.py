@@ -12,6 +12,7 @@ import pytest
 
 from server.api.openai.options import GenerationOptions, SamplingDefaults
 from server.api.openai.sampling_defaults import read_defaults
+from tests.clients.random_model import write_random_model
 from tests.conftest import start_server
 
 MAKERS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}
@@ -56,15 +57,11 @@ def test_a_request_wins() -> None:
 
 
 def test_a_server_takes_them_from_the_checkpoint(embedded_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in embedded_folder.iterdir():
-        if file.name != "generation_config.json":
-            (folder / file.name).symlink_to(file)
+    config = write_random_model(tmp_path / "model", embedded_folder)
     own = json.loads((embedded_folder / "generation_config.json").read_text())
-    write(folder, own | {"top_k": 1, "temperature": 1.5})
+    write(config.parent, own | {"top_k": 1, "temperature": 1.5})
     ask = {"model": "mine", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 12}
-    arguments = ("--model", str(folder), "--served-model-name", "mine")
+    arguments = ("--config", str(config), "--served-model-name", "mine")
     with start_server(tmp_path / "log", *arguments) as server, httpx.Client(base_url=server.base_url) as http:
 
         def answer(**asked: Any) -> str:

@@ -44,9 +44,9 @@ def check_calls(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_forced_calls(client: openai.OpenAI, choice: Any, temperature: float) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, n=3, seed=3,
+def test_forced_calls(quick: openai.OpenAI, choice: Any, temperature: float) -> None:
+    answer = quick.chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, n=2, seed=3,
         temperature=temperature, max_tokens=150,
     )  # fmt: skip
     ended = [c for c in answer.choices if c.finish_reason != "length"]
@@ -60,15 +60,15 @@ def test_forced_calls(client: openai.OpenAI, choice: Any, temperature: float) ->
             assert (one.message.tool_calls or [])[0].function.name == "get_weather"
 
 
-def test_streamed_calls_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
+def test_streamed_calls_are_those_of_the_whole_answer(quick: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": "required", "temperature": 0,
         "max_tokens": 120, "parallel_tool_calls": False,
     }  # fmt: skip
-    whole = client.chat.completions.create(**options).choices[0].message.tool_calls or []
+    whole = quick.chat.completions.create(**options).choices[0].message.tool_calls or []
     calls: dict[int, dict[str, str]] = {}
     reasons = []
-    for chunk in client.chat.completions.create(**options, stream=True):
+    for chunk in quick.chat.completions.create(**options, stream=True):
         for choice in chunk.choices:
             reasons.append(choice.finish_reason)
             for delta in choice.delta.tool_calls or []:
@@ -109,14 +109,14 @@ def test_auto_answers_or_calls(http: httpx.Client) -> None:
     assert called == (choice["finish_reason"] == "tool_calls") or choice["finish_reason"] == "length"
 
 
-def test_a_form_or_a_call(http: httpx.Client) -> None:
+def test_a_form_or_a_call(long_context: httpx.Client) -> None:
     """With tools to choose and a schema for the answer, it is one or the other."""
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for seed in range(2):
         body = chat_body(messages=QUESTION, tools=[CLOCK], response_format=form, temperature=1.5, seed=seed)
-        message = http.post(CHAT, json=body | {"max_tokens": 100}).json()["choices"][0]["message"]
+        message = long_context.post(CHAT, json=body | {"max_tokens": 100}).json()["choices"][0]["message"]
         if "tool_calls" in message:
             assert message["tool_calls"][0]["function"]["name"] == "clock"
         else:
@@ -138,10 +138,10 @@ def test_timings(http: httpx.Client) -> None:
     assert text.count('"timings"') == 1
 
 
-def test_null_within_a_schema_stays(client: openai.OpenAI) -> None:
+def test_null_within_a_schema_stays(quick: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"x": {"const": None}}, "required": ["x"], "additionalProperties": False}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    answer = client.chat.completions.create(
+    answer = quick.chat.completions.create(
         model=MODEL, messages=QUESTION, tools=[tool], tool_choice="required", max_tokens=60, parallel_tool_calls=False
     )
     assert json.loads((answer.choices[0].message.tool_calls or [])[0].function.arguments) == {"x": None}

@@ -110,7 +110,10 @@ def reference_model(folder: Path, target: Path) -> PreTrainedModel:
         part.pop("quantization_config", None)
     settings.pop("quantization_config", None)
     (target / "config.json").write_text(json.dumps(settings))
-    tensors = expanded(load_file(folder / "model.safetensors"))
+    stored = load_file(folder / "model.safetensors")
+    tensors = expanded(stored)
+    if settings["model_type"] == "gpt2":  # its class has weights the other way round than bitsandbytes packs them
+        tensors |= {name: t.T for name, t in tensors.items() if f"{name}.quant_map" in stored}
     save_file({name: t.contiguous() for name, t in tensors.items()}, target / "model.safetensors", {"format": "pt"})
     auto = AutoModelForImageTextToText if settings["model_type"] in WITH_IMAGES else AutoModelForCausalLM
     model, report = auto.from_pretrained(target, dtype=torch.float32, output_loading_info=True)

@@ -27,6 +27,11 @@ def llama(**settings: Any) -> Any:
     return random_model(config_of("llama", **{**LLAMA, **settings}))
 
 
+@pytest.mark.parametrize("quantization", [{}, {"bnb_4bit_use_double_quant": False}])
+def test_scales_nested_and_plain(tmp_path: Path, quantization: dict[str, Any]) -> None:
+    check_served(save_nf4(llama(), tmp_path / "model", **quantization))
+
+
 def test_nf4_tensors_under_a_config_that_does_not_say_so(tmp_path: Path) -> None:
     folder = save_nf4(llama(), tmp_path / "model")
     change_json(folder, lambda config: config.pop("quantization_config"))

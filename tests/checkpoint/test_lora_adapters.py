@@ -31,11 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"use_dora": True}, "DoRA is not served"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head is not served"),
-        ({"target_modules": ["embed_tokens"]}, "an adapter of embed_tokens is not served"),
-        ({"bias": "lora_only"}, "bias: lora_only"),
+        ({"modules_to_save": ["norm"]}, "a whole norm (modules_to_save) is not served"),
+        ({"trainable_token_indices": ["x"]}, "trainable_token_indices must be numbers of tokens"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "adapted parameters (target_parameters) is not served"),
         ({"peft_type": "IA3"}, "only LORA is served"),
         ({"task_type": "SEQ_CLS"}, "only CAUSAL_LM is served"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
@@ -51,19 +49,6 @@ def test_configurations_that_are_not_plain_lora_are_refused_by_name(
     (bad / "adapter_config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=re.escape(complaint)):
         read_adapter(tmp_path / "bad", torch.float32)
-
-
-def test_what_peft_saves_of_other_kinds_is_refused(tmp_path: Path) -> None:
-    save_adapter(tiny_model("llama"), tmp_path / "dora", 0, r=2, target_modules=["q_proj"], use_dora=True)
-    save_adapter(tiny_model("llama"), tmp_path / "tokens", 0, r=2, target_modules=["q_proj", "embed_tokens"])
-    for name, complaint in (("dora", "DoRA"), ("tokens", "embed_tokens")):
-        config = tmp_path / name / "adapter_config.json"
-        with pytest.raises(CheckpointError, match=complaint):
-            read_adapter(tmp_path / name, torch.float32)
-        # The weights say so, too.
-        config.write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8}))
-        with pytest.raises(CheckpointError, match=complaint):
-            read_adapter(tmp_path / name, torch.float32)
 
 
 def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

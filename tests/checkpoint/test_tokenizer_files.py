@@ -77,6 +77,13 @@ def test_mistrals_tekken_is_converted(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "ab abc"
 
 
+def test_a_processors_chat_template_is_the_tokenizers(tmp_path: Path) -> None:
+    vocabulary = {"vocab__json": b'{"a": 0, "<|endoftext|>": 1}', "merges__txt": b"#version: 0.2\n"}
+    template = {"chat_template": "{{ messages[0]['content'] }}"}
+    files = {**vocabulary, "chat_template__json": json.dumps(template).encode()}
+    assert load_tokenizer(folder_with(tmp_path, "gpt2", **files)).chat_template == template["chat_template"]
+
+
 IN_TWO_THREADS = """
 import sys, threading
 from pathlib import Path

@@ -38,6 +38,7 @@ def write_random_model(
         "http": http or {},
         "engine": {
             "load_format": "dummy", "standby": False, "enforce_eager": True, "threads": 1, "kv_cache_bytes": 400_000_000,
+            "embeddings": True,
         },
     }  # fmt: skip
     path = folder / "serve.yaml"

@@ -42,7 +42,7 @@ def count(graph: Graph) -> Counter[str]:
             residual, weight = node.args[9], node.args[10]
             found[" ".join(["norm"] * (weight is not None) + ["residual"] * (residual is not None))] += 1
         if node.target is torch.ops.nf4.tiled_linear.default:
-            found["tiled residual" if node.args[-1] is not None else "tiled"] += 1
+            found["tiled residual" if node.args[10] is not None else "tiled"] += 1
         if node.target is torch.ops.nf4.gated_linear.default:
             weight, activation, tile = node.args[9], node.args[11], node.args[12]
             found[" ".join(["norm"] * (weight is not None) + [activation] + ["tiled"] * (tile > 0))] += 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
@@ -16,6 +18,7 @@ from server.types import GenerateRequest, RequestOutput, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import tiny_model
+from tests.engine.test_cuda import MODELS, SMALL
 
 CONFIG = EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32)
 EAGER = CONFIG.model_copy(update={"enforce_eager": True})
@@ -72,6 +75,28 @@ def test_an_adapter_changes_them_as_in_peft(tmp_path: Path) -> None:
             state(outputs[request_id][0]), expected(model, prompt), atol=1e-4, rtol=1e-4, msg=request_id
         )
     assert not torch.allclose(state(outputs["base"][0]), state(outputs["adapted"][0]), atol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_states_on_a_gpu_beside_sequences_that_generate(tmp_path: Path) -> None:
+    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    device = torch.device("cuda", 0)
+    reference, model = (dummy_model(tmp_path, device, torch.bfloat16, lambda *_: None, seed=0) for _ in range(2))
+    config = EngineConfig(device="cuda", max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512)
+    engine = Engine(build_runner(model, config), config)
+    prompts = [[7], list(range(100, 150)), list(range(200, 600))]
+    generating = [make_request(prompt, f"g{i}", max_tokens=20, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    for _ in range(2):
+        embedding = [embedding_of(prompt, f"e{i}") for i, prompt in enumerate(prompts)]
+        outputs = run_together(engine, *embedding, *generating)
+        for i, prompt in enumerate(prompts):
+            with torch.inference_mode():
+                hidden = reference.base_model(torch.tensor([prompt], device=device)).last_hidden_state[0, -1].float()
+            found = state(outputs[f"e{i}"][0]).to(device)
+            assert torch.nn.functional.cosine_similarity(found, hidden, dim=0) > 0.999
+            assert len(tokens(outputs[f"g{i}"])) == 20
 
 
 def test_what_does_not_go_together_is_refused() -> None:

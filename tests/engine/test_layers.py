@@ -84,7 +84,12 @@ def test_a_damaged_kept_layer_is_compiled_anew(compilations: list[nn.Module], tm
 
 @pytest.mark.parametrize(
     ("family", "kinds"),
-    [("llama", 1), ("gemma3_text", 2), ("gpt2", 1), ("gemma3n_text", 4)],
+    [
+        ("llama", 1),
+        ("gpt2", 1),
+        pytest.param("gemma3_text", 2, marks=pytest.mark.slow),
+        pytest.param("gemma3n_text", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_layers_give_the_same_logits(
     family: str, kinds: int, compilations: list[nn.Module], caplog: pytest.LogCaptureFixture

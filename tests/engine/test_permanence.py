@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
+import zmq
 
 from server.checkpoint.base import CheckpointError
+from server.config import EngineConfig
+from server.engine import loop
 from server.engine.permanence import is_permanent, is_refusal
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.limits import EngineConfigError
+from server.engine.supervisor.process import EngineSetup
+from server.types import EngineFailed, FromEngine, LoadProgress
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "fatal"),
+    [
+        (
+            TypeError("'int' is not iterable"),
+            "{folder}: the start fails (TypeError: 'int' is not iterable); --log-level",
+            True,
+        ),
+        (OSError(5, "Input/output error"), "OSError: [Errno 5] Input/output error", False),
+    ],
+)
+def test_the_engine_says_whether_it_is_worth_trying_again(
+    error: Exception, told: str, fatal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library fails in the middle of a start: what the API process gets to know."""
+
+    def fail(_: int) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "set_num_threads", fail)
+    addresses = [f"ipc://{tmp_path}/to-engine", f"ipc://{tmp_path}/from-engine"]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as events:
+        commands.bind(addresses[0])
+        events.bind(addresses[1])
+        setup = EngineSetup(*addresses, str(tmp_path), EngineConfig(device="cpu").model_dump(mode="json"))
+        channel = loop.Channel(setup)
+        assert loop._run(setup, channel, loop._Stop()) == 1
+        channel.close()
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        message = decoder.decode(events.recv())
+        while isinstance(message, LoadProgress):
+            message = decoder.decode(events.recv())
+        assert isinstance(message, EngineFailed)
+        assert message.message.startswith(told.format(folder=tmp_path))
+        assert message.fatal == fatal
 
 
 @pytest.mark.parametrize("error", [CheckpointError("x"), UnsupportedModelError("x"), EngineConfigError("x")])

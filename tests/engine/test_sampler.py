@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 from collections import Counter
@@ -161,7 +160,6 @@ def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: p
             alive.append(make_sequence(prompt, logprobs=vocabulary, ignore_eos=True, **options[step % len(options)]))
         if len(alive) > 20:
             del alive[step % 5]
-            gc.collect()
         logits = torch.randn(len(alive), vocabulary, generator=generator)
         for row, (sequence, result) in enumerate(zip(alive, choose(logits.clone(), alive), strict=True)):
             expected, asked = logits[row].clone(), sequence.sampling
@@ -234,7 +232,6 @@ def test_the_penalty_table_has_a_row_for_each_living_sequence() -> None:
         logits = table.penalize(torch.ones(9, 10), torch.arange(9), rows, None)
         assert logits.tolist() == [[1.0, 0.5, 0.5, *[1.0] * 7]] * 9
         del rows, sequences
-        gc.collect()
     assert table.counts.shape[0] == 16
 
 

@@ -179,3 +179,39 @@ def test_the_clock_counts_linear_time() -> None:
     dequant_after, linear_after = cpu.clock()
     assert 0 < linear_after - linear < 10
     assert 0 < dequant_after - dequant < 10
+
+
+@pytest.mark.parametrize("blocksize", [64, 128, 512])
+def test_shards_of_nested_weights_keep_the_whole_ones_groups(isa: str, blocksize: int) -> None:
+    n, k, parts = 37, 3 * 1024, 3
+    q = quantized((n, k), blocksize, True, seed=blocksize)
+    whole, blocks = reference.dequantize(q.weight, torch.float32), k // blocksize
+    codes = q.weight.packed.view(n, k // 2)
+    assert q.weight.absmax_8bit is not None
+    scales = q.weight.absmax_8bit.view(n, blocks)
+    x = torch.randn(5, k)
+    for part in range(parts):
+        rows, columns = slice(part * 12, part * 12 + 12), slice(part * k // parts, (part + 1) * k // parts)
+        first = rows.start * blocks
+        along_n = replace(
+            q.weight, shape=(12, k), packed=codes[rows].flatten(), absmax_8bit=scales[rows].flatten(),
+            absmax=q.weight.absmax[first // 256 :], group_offset=first % 256,
+        )  # fmt: skip
+        each = blocks // parts
+        along_k = replace(
+            q.weight, shape=(n, k // parts), packed=codes[:, columns.start // 2 : columns.stop // 2].flatten(),
+            absmax_8bit=scales[:, part * each : (part + 1) * each].flatten(), group_offset=part * each,
+            group_skip=blocks - each,
+        )  # fmt: skip
+        for shard, expected, given in ((along_n, whole[rows], x), (along_k, whole[:, columns], x[:, columns])):
+            assert torch.equal(reference.dequantize(shard, torch.float32), expected)
+            assert torch.equal(cpu.dequantize(shard, torch.float32), expected)
+            torch.testing.assert_close(cpu.linear(given, shard), given @ expected.T, atol=1e-4, rtol=1e-4)
+
+
+def test_a_shard_whose_rows_are_not_whole_blocks_is_refused() -> None:
+    q = quantized((4, 96), 64, True, seed=0)
+    with pytest.raises(ValueError, match="whole scale blocks of 64, got K = 96"):
+        cpu.dequantize(replace(q.weight, group_skip=3), torch.float32)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        cpu.dequantize(replace(q.weight, group_offset=-1), torch.float32)

@@ -33,7 +33,7 @@ def test_a_cpu_library_of_another_size_is_refused_in_one_line(monkeypatch: pytes
     monkeypatch.setattr(cpu, "Nf4Weight", LongerWeight)
     said = cpu.library.__wrapped__()
     assert isinstance(said, str)
-    assert "Nf4Weight has 64 bytes in the library and 72 in Python; build it again" in said
+    assert "Nf4Weight has 72 bytes in the library and 80 in Python; build it again" in said
     assert "\n" not in said
 
 

@@ -55,6 +55,16 @@ def test_engine_state_is_read_when_scraped() -> None:
     assert value(metrics, "nf4_num_requests_running") == 0
 
 
+def test_memory_of_several_ranks_is_told_by_rank() -> None:
+    metrics = Metrics("m")
+    stats = EngineStats(device_memory_used=5, device_memory_total=9, other_device_memory=[(6, 9), (7, 8)])
+    metrics.step_done(StepOutputs([], stats))
+    for rank, (used, total) in enumerate(((5, 9), (6, 9), (7, 8))):
+        assert value(metrics, "nf4_device_memory_used_bytes", rank=str(rank)) == used
+        assert value(metrics, "nf4_device_memory_total_bytes", rank=str(rank)) == total
+    assert value(metrics, "nf4_device_memory_used_bytes") is None
+
+
 def test_adapters_in_use_are_one_series_at_a_time() -> None:
     metrics = Metrics("m")
     assert "lora" not in metrics.exposition("")[0].decode()

@@ -20,9 +20,14 @@ static inline void load_scales(const Nf4Weight* w, int64_t first, int64_t count,
   int64_t i = 0;
   while (i < count) {
     /* Up to the end of the 256 scales that share one outer scale. */
-    int64_t stop = ((first + i) / 256 + 1) * 256 - first;
+    const int64_t place = place_of(w, first + i), group = place / 256;
+    int64_t stop = i + (group + 1) * 256 - place;
+    if (w->group_skip) {
+      /* In a shard of k, the next row's blocks are further on in the whole weight. */
+      const int64_t row = w->k / w->blocksize, end = ((first + i) / row + 1) * row - first;
+      if (stop > end) stop = end;
+    }
     if (stop > count) stop = count;
-    const int64_t group = (first + i) / 256;
     const __m512 outer = _mm512_set1_ps(w->absmax[group]);
     const __m512 offset = _mm512_set1_ps(w->absmax_offset[group * w->offset_stride]);
     for (; i < stop; i += 16) {

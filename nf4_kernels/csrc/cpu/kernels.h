@@ -90,11 +90,19 @@ alignas(64) static const float kCodes[16] = {
     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
 };
 
+/* Where block i's scale lies in the whole weight, counted from its first group; see Nf4Weight. */
+static inline int64_t place_of(const Nf4Weight* w, int64_t i) {
+  int64_t place = w->group_offset + i;
+  if (w->group_skip) place += i / (w->k / w->blocksize) * w->group_skip;
+  return place;
+}
+
 /* Scale of block i. The build turns FMA contraction off, so that this rounds twice, as bitsandbytes does. */
 static inline float scale_of(const Nf4Weight* w, int64_t i) {
   if (!w->absmax_8bit) return w->absmax[i];
-  float product = w->absmax_code[w->absmax_8bit[i]] * w->absmax[i / 256];
-  return product + w->absmax_offset[i / 256 * w->offset_stride];
+  const int64_t group = place_of(w, i) / 256;
+  float product = w->absmax_code[w->absmax_8bit[i]] * w->absmax[group];
+  return product + w->absmax_offset[group * w->offset_stride];
 }
 
 static inline float code_of(const Nf4Weight* w, int64_t i) {

@@ -35,7 +35,7 @@ def check_length(backend: Backend, text: str, param: str) -> None:
 def resolve_max_tokens(
     backend: Backend, prompt_tokens: int, requested: int | None, default: int | None, param: str
 ) -> int:
-    """How many tokens may be generated after a prompt; where nothing was requested and default is None, all that fit.
+    """The most tokens that may be generated after a prompt: those requested, else default, else all that fit beside it.
 
     Raises ApiError (context_length_exceeded) when the prompt, or what was requested with it, is too long.
     """

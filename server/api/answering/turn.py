@@ -49,7 +49,7 @@ class _Prompt:
 
 
 class Turn:
-    """One request's answers. Whoever does not read them to the end calls close()."""
+    """One request's answers. The caller reads them to the end or calls close()."""
 
     def __init__(self, generation: Generation, parsers: list[AnswerParser]) -> None:
         self.generation = generation
@@ -135,7 +135,7 @@ async def start_turn(
 ) -> Turn:
     """A turn that has been admitted; its sequences go to the engine when it is read. Raises ApiError.
 
-    cut_to_fit: a limit of the answer's length that is more than what fits beside the prompt becomes that.
+    cut_to_fit: whether a limit of the answer's length that does not fit beside the prompt is cut to what does.
     """
     options.check()
     service.check_model(options.model)

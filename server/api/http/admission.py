@@ -29,13 +29,13 @@ class Admission:
         return Ticket(self, count)
 
     def hold_tokens(self, count: int) -> None:
-        """Called by tickets. A prompt longer than the limit has to be alone."""
+        """Count a ticket's tokens. A prompt longer than the limit is admitted only alone. Raises ApiError (429)."""
         if self.held_tokens and self.held_tokens + count > self.token_limit:
             raise queue_full(self._retry_after_s(1))
         self.held_tokens += count
 
     def released(self, count: int, tokens: int) -> None:
-        """Called by tickets."""
+        """Take a released ticket's sequences and tokens off the counts."""
         self.held -= count
         self.held_tokens -= tokens
         now = time.monotonic()

@@ -14,13 +14,13 @@ _asked: ContextVar[str | None] = ContextVar("asked", default=None)
 
 
 def note_timeout(scope: Scope) -> None:
-    """Remember what the request of this context says in X-Request-Timeout; it is judged when it is used."""
+    """Remember this request's X-Request-Timeout header as it came; allowed_seconds() checks it."""
     name = HEADER.lower().encode()
     _asked.set(next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None))
 
 
 def allowed_seconds(limit: float | None) -> float | None:
-    """Seconds from its arrival that the request of this context may take; limit is the server's. Raises ApiError."""
+    """How many seconds this request may take: the server's limit, or less where the client asks. Raises ApiError."""
     asked = _asked.get()
     if asked is None:
         return limit

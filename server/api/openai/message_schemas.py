@@ -1,4 +1,4 @@
-"""Conversations as the OpenAPI document describes them; what is checked stands beside the code that reads them."""
+"""JSON schemas of conversations for the OpenAPI document; the code that reads conversations checks more."""
 
 from __future__ import annotations
 

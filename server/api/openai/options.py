@@ -67,7 +67,7 @@ _STOP = WithJsonSchema(
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Sampling parameters of requests that say nothing; as they stand here, the OpenAI API's."""
+    """Sampling parameters of requests that leave them out. The defaults here are the OpenAI API's."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -24,7 +24,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
     """Tokens of thoughts and of the marks around them."""
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Guesses that were checked and right (speculation), among the completion's tokens; set where there were any."""
+    """Guesses that were checked and right (speculation); they are among the completion's tokens. Set if any was."""
     rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
     """Guesses that were checked and wrong; they are not among the completion's tokens."""
 
@@ -131,7 +131,7 @@ class Timings(msgspec.Struct):
 
     @classmethod
     def of(cls, timeline: RequestTimeline) -> Timings:
-        """The engine's account, and what the API process saw."""
+        """From a sequence's timeline: the engine's own times, and those that the API process measured."""
         known = timeline.timings or RequestTimings()
         return cls(
             **msgspec.structs.asdict(known),

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_defaults(folder: Path) -> SamplingDefaults:
-    """Those of a checkpoint's generation_config.json, as vLLM takes them; what it does not have stays the OpenAI API's.
+    """The sampling parameters in a checkpoint's generation_config.json, as vLLM uses them; else the OpenAI API's.
 
     A file or a value that cannot be used is passed over with a line in the log.
     """

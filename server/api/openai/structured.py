@@ -23,7 +23,7 @@ class _Strict(BaseModel):
 
 
 class JsonSchemaFormat(_Strict):
-    """response_format.json_schema. The schema is kept to whether strict is set or not."""
+    """response_format.json_schema. The schema is enforced whether strict is set or not."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     description: str | None = None
@@ -155,7 +155,7 @@ async def check_grammar(compiler: Grammars, grammar: str, param: str) -> None:
 
 
 def bad_grammar(reason: str, param: str) -> ApiError:
-    """400: the answer's form cannot be kept to."""
+    """400: the answer's form cannot be enforced."""
     short = " ".join(reason.split())
     # A message may quote the whole grammar; its beginning says what is wrong.
     return bad_request(f"Invalid '{param}': {short[:300]}.", param, "invalid_grammar")

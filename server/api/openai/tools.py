@@ -38,7 +38,7 @@ class _Strict(BaseModel):
 
 
 class FunctionSpec(_Strict):
-    """What a function is called, does and takes."""
+    """A function's name, description and parameters."""
 
     name: Name
     description: str | None = None

@@ -140,8 +140,28 @@ def to_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
-    """The batch that computes a step; its chunks of one token must come first, and all sequences hold a table row."""
+@dataclass(frozen=True)
+class StepInput:
+    """A step's chunks in columns, those of one token first: all that a forward pass is made from."""
+
+    tables: BlockTables
+    """Where the sequences' KV blocks are."""
+    rows: npt.NDArray[np.int64]
+    """[S]: each sequence's row of the tables."""
+    starts: npt.NDArray[np.int64]
+    """[S]: the first token of each chunk."""
+    lengths: npt.NDArray[np.int64]
+    """[S]: tokens of each chunk."""
+    ids: list[int]
+    """[T]: the chunks' tokens, one chunk after another."""
+    wanted: npt.NDArray[np.int64]
+    """The tokens whose logits are wanted: first those that are sampled from, then prompt tokens that are scored."""
+    adapters: Sequence[int | None]
+    """[S]: the slots of the sequences' LoRA adapters."""
+
+
+def step_input(step: Step) -> StepInput:
+    """What computes a step, all of whose sequences hold a row of the block tables."""
     chunks = step.chunks
     sequences = [chunk.sequence for chunk in chunks]
     tables = sequences[0].tables
@@ -151,29 +171,41 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
     if step.guesses:
         lengths += np.array([len(step.guesses.get(sequence.request_id, ())) for sequence in sequences], np.int64)
     table_rows = np.array([sequence.row for sequence in sequences], np.int64)
-    adapters = [sequence.adapter for sequence in sequences]
-    spans = Spans(tables, table_rows, starts, lengths, -(-(starts + lengths) // block_size), adapters)
     num_single = int((lengths == 1).sum())
-    count = int(lengths.sum())
-    positions = starts
-    if num_single < len(chunks):
-        positions = np.repeat(starts - spans.first_rows, lengths) + np.arange(count)
-        table_rows = np.repeat(table_rows, lengths)
     ids: list[int] = [s.tokens[start] for s, start in zip(sequences[:num_single], starts.tolist(), strict=False)]
     for chunk in chunks[num_single:]:
         ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
         ids += step.guesses.get(chunk.sequence.request_id, ())
-    sampled = np.array([chunk.samples for chunk in chunks], bool)
+    ends = lengths.cumsum()
     # Behind each guess a token is sampled, as behind each newest token; a step with guesses has no other chunks.
-    sampled_rows = np.arange(count) if step.guesses else (spans.first_rows + lengths - 1)[sampled]
-    scored_rows: list[int] = []
+    wanted = np.arange(ends[-1]) if step.guesses else (ends - 1)[np.array([chunk.samples for chunk in chunks], bool)]
     if any(sequence.sampling.prompt_logprobs is not None for sequence in sequences):
-        for row, chunk in zip(spans.first_rows.tolist(), chunks, strict=True):
-            scored_rows.extend(row + position - chunk.start for position in chunk.scored)
+        scored: list[int] = []
+        for row, chunk in zip((ends - lengths).tolist(), chunks, strict=True):
+            scored.extend(row + position - chunk.start for position in chunk.scored)
+        wanted = np.concatenate((wanted, np.array(scored, np.int64)))
+    adapters = [sequence.adapter for sequence in sequences]
+    return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters)
+
+
+def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
+    """The batch that computes a step; its chunks of one token must come first, and all sequences hold a table row."""
+    return batch_of(step_input(step), block_size, device)
+
+
+def batch_of(given: StepInput, block_size: int, device: torch.device) -> Batch:
+    """build_batch() of what has been taken out of the step."""
+    tables, table_rows, starts, lengths = given.tables, given.rows, given.starts, given.lengths
+    counts = -(-(starts + lengths) // block_size)
+    spans = Spans(tables, table_rows, starts, lengths, counts, given.adapters)
+    num_single, count = int((lengths == 1).sum()), len(given.ids)
+    positions = starts
+    if num_single < len(starts):
+        positions = np.repeat(starts - spans.first_rows, lengths) + np.arange(count)
+        table_rows = np.repeat(table_rows, lengths)
     slots = tables.blocks[table_rows, positions // block_size] * np.int64(block_size) + positions % block_size
     # One transfer for everything.
-    parts = [np.array(part, np.int64) for part in (ids, positions, slots, sampled_rows, scored_rows)]
-    table = to_device(np.concatenate(parts), device)
+    table = to_device(np.concatenate((np.array(given.ids, np.int64), positions, slots, given.wanted)), device)
     return Batch(
         table[:count],
         table[count : 2 * count],

@@ -17,6 +17,9 @@ CPU_CACHE_BYTES = 2**30
 TOKEN_BUDGETS = {"cpu": 256, "cuda": 4096}
 # On a GPU 128 sequences decode twice as many tokens a second as 32; on CPU a step of 32 takes long enough.
 SEQUENCE_LIMITS = {"cpu": 32, "cuda": 128}
+AUTO_SEQUENCES = ((112 * 2**30, 1024), (60 * 2**30, 512), (36 * 2**30, 256))
+"""Bytes of a GPU's memory from which on engine.max_num_seqs auto is so many sequences at most."""
+LEAST_CACHED = 256
 
 
 class EngineConfigError(Exception):
@@ -42,9 +45,25 @@ def token_budget(config: EngineConfig, device: torch.device) -> int:
     return config.max_num_batched_tokens or TOKEN_BUDGETS[device.type]
 
 
-def sequence_limit(config: EngineConfig, device: torch.device) -> int:
-    """Most sequences in one batch on device."""
-    return config.max_num_seqs or SEQUENCE_LIMITS[device.type]
+def sequence_limit(config: EngineConfig, device: torch.device, cached_tokens: int | None = None) -> int:
+    """Most sequences in one batch on device. cached_tokens: what the KV cache holds, once that is known."""
+    wanted, usual = config.max_num_seqs, SEQUENCE_LIMITS[device.type]
+    if wanted != "auto":
+        return wanted or usual
+    if device.type != "cuda":
+        return usual
+    return auto_sequences(torch.cuda.get_device_properties(device).total_memory, cached_tokens)
+
+
+def auto_sequences(memory: int, cached_tokens: int | None) -> int:
+    """Sequences that are worth graphs and room for their logits on a GPU of so many bytes, in multiples of 64.
+
+    Every one should find LEAST_CACHED tokens in the KV cache, or they would only preempt one another.
+    """
+    found = next((count for least, count in AUTO_SEQUENCES if memory >= least), SEQUENCE_LIMITS["cuda"])
+    if cached_tokens is None:
+        return found
+    return min(found, max(SEQUENCE_LIMITS["cuda"], cached_tokens // LEAST_CACHED // 64 * 64))
 
 
 def usable_threads(config: EngineConfig) -> int:
@@ -84,7 +103,7 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
 
 
 def own_limit(text: Any) -> int | None:
-    """Longest input that the model is made for, and at which a token's rotary embedding depends on its place only.
+    """Longest input that the model is made for and that leaves a token's rotary embedding to its position alone.
 
     transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence. Layers that attend
     within chunks (Llama 4) attend as all others do in contexts of one chunk.

@@ -22,7 +22,7 @@ def share_for_cache(free: int, total: int, step: int) -> int:
 
 
 def measure_step(run: Callable[[], int], device: torch.device) -> int:
-    """The most bytes that run() allocates at once, less what it returns, which is how many are not the step's own.
+    """The most bytes that run() holds at once, less those that run() says are not the step's own.
 
     Everything that run() allocates must be free when it returns.
     """

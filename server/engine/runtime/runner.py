@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
-from server.engine.runtime.batch import Batch, build_batch
-from server.engine.runtime.graphs.async_step import LaunchedStep
+from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
+from server.engine.runtime.exchange import ExchangeError
+from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
@@ -24,9 +29,12 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
+from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.scheduler import Step
 from server.engine.speculation.costs import StepCosts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,22 @@ class StepGraphs:
     """Whether every token goes through the one decode graph there is (see graphs/invariant.py)."""
 
 
+class Followers(Protocol):
+    """The other ranks of tensor parallelism, which compute every step that this one computes."""
+
+    def compute(self, given: StepInput) -> None:
+        """Begin to compute a step."""
+        ...
+
+    def decode(self, given: StepInput, launch: Launch) -> None:
+        """Begin to compute a step whose tokens are sampled on the device."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """To be entered while this rank waits for a step: if that takes too long, an exchange hangs."""
+        ...
+
+
 class ModelRunner:
     """A prepared model that executes one step after another. Not thread-safe."""
 
@@ -51,9 +75,12 @@ class ModelRunner:
         graphs: StepGraphs | None = None,
         step_costs: StepCosts | None = None,
         sampler: DeviceSampler | None = None,
+        followers: Followers | None = None,
     ) -> None:
         """sampler: samples with all options on the device; without one, those need the host between two steps."""
         self._paged = paged
+        self._followers = followers
+        self._newest: torch.Tensor | None = None
         self._graphs = graphs or StepGraphs()
         self.step_costs = step_costs
         """What decode steps cost by their tokens, where the configuration has speculation."""
@@ -99,8 +126,24 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache."""
-        batch, graphs = self._batch(step), self._graphs
-        if step.guesses and graphs.verify is not None and graphs.verify.fits(batch):
+        given = step_input(step)
+        if self._followers is None:
+            return self.compute(given, bool(step.guesses))
+        self._followers.compute(given)
+        try:
+            with self._followers.waiting():
+                logits = self.compute(given)
+                if logits.is_cuda:
+                    torch.cuda.synchronize(logits.device)
+            return logits
+        except Exception as e:
+            raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
+
+    @torch.inference_mode()
+    def compute(self, given: StepInput, guessed: bool = False) -> torch.Tensor:
+        """forward() of what has been taken out of the step; guessed: whether it checks guesses."""
+        batch, graphs = self._batch(given), self._graphs
+        if guessed and graphs.verify is not None and graphs.verify.fits(batch):
             return graphs.verify.run(batch).float()
         if graphs.decode is not None and graphs.decode.fits(batch):
             return graphs.decode.run(batch).float()
@@ -131,7 +174,8 @@ class ModelRunner:
         """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""
         others = Step([chunk for chunk in step.chunks if not chunk.sequence.embeds])
         sampled = iter(self.execute(others) if others.chunks else ())
-        states = self._paged.hidden_states(self._batch(Step([c for c in step.chunks if c.sequence.embeds])))
+        own = step_input(Step([chunk for chunk in step.chunks if chunk.sequence.embeds]))
+        states = self._paged.hidden_states(self._batch(own))
         vectors = iter(states.cpu().numpy())
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
@@ -148,20 +192,41 @@ class ModelRunner:
         by a DeviceSampler. previous is the step before it where that has not been read yet. complete() of what is
         launched has to follow, once it has been.
         """
-        graphs, sampler = self._graphs.decode, self._sampler
+        graphs = self._graphs.decode
+        if self._sampler is not None:
+            return self._launch_with_options(step, previous, self._sampler)
         if graphs is None or not all(
-            c.samples
-            and c.length == 1
-            and not c.sequence.embeds
-            and (sampler is not None or is_sampled_from_raw_logits(c.sequence))
-            for c in step.chunks
+            c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks
         ):
             return None
-        batch = self._batch(step)
-        return graphs.run_async(step, batch, previous, sampler) if graphs.fits(batch) else None
+        assert not isinstance(previous, OptionsStep)
+        given = step_input(step)
+        batch = self._batch(given)
+        if not graphs.fits(batch):
+            return None
+        launch = Launch.of(step, previous, self.limits.vocab_size)
+        if self._followers is not None:
+            self._followers.decode(given, launch)
+        if self._followers is None:
+            return graphs.run_async(step, batch, launch, previous)
+        with self._followers.waiting():
+            return replace(graphs.run_async(step, batch, launch, previous), waiting=self._followers.waiting)
 
-    def _batch(self, step: Step) -> Batch:
-        return build_batch(step, self._paged.block_size, self.device)
+    @torch.inference_mode()
+    def follow(self, given: StepInput, launch: Launch | None) -> None:
+        """Compute a step as another rank of the same model does, and sample its tokens where launch says how.
+
+        The steps must come in the order in which the other rank computes them.
+        """
+        if launch is None:
+            self.compute(given)
+            return
+        assert self._graphs.decode is not None
+        newest = self._newest if launch.follows else None
+        _, self._newest = self._graphs.decode.launch(self._batch(given), launch, newest)
+
+    def _batch(self, given: StepInput) -> Batch:
+        return batch_of(given, self._paged.block_size, self.device)
 
     def _run_in_groups(self, batch: Batch, graphs: DecodeGraphs) -> torch.Tensor:
         wanted = batch.sampled_rows.tolist()
@@ -172,3 +237,20 @@ class ModelRunner:
                 if first <= row < first + group.num_tokens:
                     logits[index] = found[row - first]
         return logits
+
+    def _launch_with_options(
+        self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler
+    ) -> OptionsStep | None:
+        graphs = self._graphs.decode
+        if graphs is None or not all(c.samples and c.length == 1 and not c.sequence.embeds for c in step.chunks):
+            return None
+        batch = self._batch(step_input(step))
+        if not graphs.fits(batch):
+            return None
+        try:
+            return graphs.run_with_options(step, batch, previous, sampler)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception:
+            logger.exception("launching a step of %d sequences failed", len(step.chunks))
+            return None  # execute() finds the one that is at fault

@@ -9,6 +9,7 @@ import msgspec
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.types import FinishReason
 
@@ -62,7 +63,8 @@ class Step:
 
 
 class Scheduler:
-    """First come, first served. In every step decoding sequences go first; prefills share what is left of the budget.
+    """First come, first served. In every step decoding sequences go first; prefills share what is left of the budget,
+    or what the pace leaves of it beside decoding sequences.
 
     A sequence is admitted when the blocks for all its present tokens are free, so only growth by decoding can run out
     of blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes
@@ -80,7 +82,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefix_caching: bool = False,
+        pace: PrefillPace | None = None,
     ) -> None:
+        """pace: bounds the tokens of prompts in steps in which other sequences decode."""
         if blocks.num_blocks * blocks.block_size < max_model_len:
             raise ValueError(
                 f"{blocks.num_blocks} blocks of {blocks.block_size} tokens cannot hold one sequence of {max_model_len}"
@@ -94,6 +98,7 @@ class Scheduler:
         self._budget = max(max_num_batched_tokens, max_num_seqs)
         self._max_model_len = max_model_len
         self._prefix_caching = prefix_caching
+        self.pace = pace
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self._by_id: dict[str, Sequence] = {}
@@ -145,6 +150,8 @@ class Scheduler:
             # A later sequence's growth may have preempted one that was scheduled before it.
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
         decoding = len(step.chunks)
+        if decoding and self.pace is not None:
+            budget = min(budget, self.pace.tokens)
         for sequence in prefilling:
             if budget > 0 and sequence.phase is Phase.RUNNING:
                 budget -= self._add_prefill(sequence, step, budget)

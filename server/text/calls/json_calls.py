@@ -14,7 +14,7 @@ class JsonToolParser:
     """Calls as JSON objects: between marks (`<tool_call>{...}</tool_call>`), after one ([TOOL_CALLS], <|python_tag|>), or
     as the whole answer where bare is set (Llama). Arrays of calls, and separators between them, are taken too.
 
-    Something that is no call after all is given back as text.
+    Text that turns out to be no call is returned as text.
     """
 
     def __init__(

@@ -251,9 +251,8 @@ class FlashInferBackend(GraphBackend):
         cache, options = LayerCache(self._cache[layer], None), self._kinds[layer].options
         if self._shared:
             self._write_kv(cache.data, key, value, self._slots)
-        return decode.attend(
-            cache, query, key, value, options, rotary, tile, self.sinks.get(layer), written=self._shared
-        )
+        sinks = self.sinks.get(layer)
+        return decode.attend(cache, query, key, value, options, rotary, tile, sinks, written=self._shared)
 
     @property
     def applies_rotary(self) -> bool:

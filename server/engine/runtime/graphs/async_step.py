@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from nf4_kernels.device_clock import DeviceClock
-from server.engine.runtime.sampling.device_sampler import DeviceSampler, LaunchedSample, ModelOutput
+from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.scheduler import Step
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What a decode step that samples on the device needs beside its batch."""
+
+    follows: bool
+    """Whether tokens of the step launched before stand in the places of PLACEHOLDER ids."""
+    source: list[int] | None
+    """Each sequence's row among that step's tokens; None: the same rows."""
+    table: Callable[[], npt.NDArray[np.float64] | None]
+    """Gives the sampling_table() of the sequences, which is made when it is first asked for: once the step runs."""
+
+    @classmethod
+    def of(cls, step: Step, previous: AsyncStep | None, vocabulary: int) -> Launch:
+        """The launch of a decode step; previous is the step before it where that has not been read yet."""
+        sequences = [chunk.sequence for chunk in step.chunks]
+        source = None
+        if previous is not None:
+            before = [chunk.sequence for chunk in previous.step.sampled]
+            if sequences != before:
+                rows = {id(sequence): row for row, sequence in enumerate(before)}
+                source = [rows.get(id(sequence), 0) for sequence in sequences]
+        return cls(previous is not None, source, cache(partial(sampling_table, sequences, vocabulary)))
+
+
+@dataclass(frozen=True)
 class AsyncStep:
-    """A decode step of plain sequences on the device; the next one may be launched before read() has been called."""
+    """A decode step on the device; the next one may be launched before read() has been called."""
 
     step: Step
     tokens: torch.Tensor
@@ -25,13 +54,17 @@ class AsyncStep:
     times: tuple[DeviceClock, torch.Tensor] | None
     """The device's clock, and its totals, valid once done has happened."""
     done: torch.cuda.Event
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while read() waits."""
 
-    def complete(self) -> None:
-        """Nothing: the sampling has been launched with the step."""
+    def complete(self) -> bool:
+        """True: the sampling has been launched with the step."""
+        return True
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens; one result for each of step.sampled."""
-        self.done.synchronize()
+        with self.waiting():
+            self.done.synchronize()
         if self.times is not None:
             clock, totals = self.times
             clock.note(totals)
@@ -40,45 +73,3 @@ class AsyncStep:
             Sampled(int(token)) if math.isfinite(value) else Sampled(0, error="the model's logits are not numbers")
             for value, token in zip(best, tokens, strict=True)
         ]
-
-
-class OptionsStep:
-    """A decode step on the device whose tokens a DeviceSampler samples, with any options; else as AsyncStep."""
-
-    def __init__(self, step: Step, output: ModelOutput, sampler: DeviceSampler, clock: DeviceClock | None) -> None:
-        """The step's forward pass has been launched. clock: the device's, where it times the kernels."""
-        self.step = step
-        self._output = output
-        self._sampler = sampler
-        self._launched: LaunchedSample | None = None
-        self._times: tuple[DeviceClock, torch.Tensor] | None = None
-        if clock is not None:
-            self._times = clock, torch.empty_like(clock.totals, device="cpu", pin_memory=clock.totals.is_cuda)
-            self._times[1].copy_(clock.totals, non_blocking=True)
-        # A grammar's mask follows from the last step's token, which the host has to know.
-        if not any(chunk.sequence.constraint is not None for chunk in step.chunks):
-            self.complete()
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """int64, on the device: the token of each of step.sampled; there once complete() has been called."""
-        assert self._launched is not None
-        return self._launched.tokens
-
-    def complete(self) -> None:
-        """Launch the sampling, if it had to wait until the tokens of the step before were read. Call that then."""
-        if self._launched is None:
-            self._launched = self._sampler.launch(self._output, [chunk.sequence for chunk in self.step.sampled])
-
-    def read(self) -> list[Sampled]:
-        """Wait for the tokens; one result for each of step.sampled."""
-        assert self._launched is not None
-        results = self._launched.read()
-        if self._times is not None:
-            clock, totals = self._times
-            clock.note(totals)
-        return results
-
-
-LaunchedStep = AsyncStep | OptionsStep
-"""A step that has been launched."""

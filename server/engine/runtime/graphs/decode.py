@@ -7,23 +7,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
-from server.engine.runtime.batch import Batch, Spans
+from server.engine.runtime.batch import Batch, Spans, to_device
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
-from server.engine.runtime.graphs.async_step import AsyncStep, LaunchedStep, OptionsStep
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
+from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.pool import GraphPool, unowned
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
-from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
+from server.engine.runtime.sampling.inverse_cdf import sample_by_table
 from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import PLACEHOLDER
 
@@ -35,8 +37,12 @@ _ROTARY_FROM = 8
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 128, of 32 beyond; max_num_seqs last."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_num_seqs + 32, 32)]
+    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 128, of 32 to 256, of 64 to 512, of 128 beyond.
+
+    max_num_seqs is the last one. Each size is compiled on its own at the first start, so 1024 sequences get 27 sizes.
+    """
+    few = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)]
+    sizes = [*few, *range(256, 512, 64), *range(512, max_num_seqs, 128)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
@@ -107,31 +113,10 @@ class DecodeGraphs:
         """Logits [sequences, vocabulary], valid until the next run."""
         return self._replay(batch, batch.ids).logits[: len(batch.spans)]
 
-    def run_async(
-        self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler | None = None
-    ) -> LaunchedStep:
-        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids.
-
-        Without a sampler all tokens are sampled from the model's raw logits.
-        """
-        ids = batch.ids
-        sequences = [chunk.sequence for chunk in step.chunks]
-        if previous is not None:
-            before = [chunk.sequence for chunk in previous.step.sampled]
-            newest = previous.tokens
-            if sequences != before:
-                rows = {id(sequence): row for row, sequence in enumerate(before)}
-                source = torch.tensor([rows.get(id(sequence), 0) for sequence in sequences], pin_memory=True)
-                newest = newest[source.to(ids.device, non_blocking=True)]
-            ids = torch.where(ids == PLACEHOLDER, newest, ids)
-        captured = self._replay(batch, ids)
-        count = len(batch.spans)
-        best, tokens = captured.greedy[:, :count]
-        if sampler is not None:
-            output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
-            return OptionsStep(step, output, sampler, self._clock)
-        tokens = sample_by_inversion(captured.logits[:count], sequences, tokens.long())
-        copied = torch.empty(2, count, dtype=torch.float32, pin_memory=True)
+    def run_async(self, step: Step, batch: Batch, launch: Launch, previous: AsyncStep | None) -> AsyncStep:
+        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids."""
+        best, tokens = self.launch(batch, launch, None if previous is None else previous.tokens)
+        copied = torch.empty(2, len(tokens), dtype=torch.float32, pin_memory=True)
         copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)
         times = None
         if self._clock is not None:
@@ -140,6 +125,17 @@ class DecodeGraphs:
         done = torch.cuda.Event()
         done.record()
         return AsyncStep(step, tokens, copied, times, done)
+
+    def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each sequence's best logit and its sampled token, int64, on the device.
+
+        newest: the tokens of the step launched before, where this one follows it.
+        """
+        captured = self._replay(batch, _ids(batch, launch, newest))
+        count = len(batch.spans)
+        best, tokens = captured.greedy[:, :count]
+        tokens, table = tokens.long(), launch.table()
+        return best, tokens if table is None else sample_by_table(captured.logits[:count], table, tokens)
 
     def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
@@ -151,6 +147,24 @@ class DecodeGraphs:
         plan = partial(self._backend.plan_decode_graph, batch.spans, size)
         self.pool.replay(captured.graph, plan, captured.inputs, (ids, batch.positions, batch.slots))
         return captured
+
+    def run_with_options(
+        self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
+    ) -> OptionsStep:
+        """run_async() of sequences with any options, whose tokens sampler samples."""
+        ids = batch.ids
+        if previous is not None:
+            rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
+            source = [rows.get(id(chunk.sequence), 0) for chunk in step.chunks]
+            newest = previous.tokens
+            if source != list(range(len(newest))):
+                newest = newest[to_device(np.array(source, np.int64), ids.device)]
+            ids = torch.where(ids == PLACEHOLDER, newest, ids)
+        captured = self._replay(batch, ids)
+        count = len(batch.spans)
+        best, tokens = captured.greedy[:, :count]
+        output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
+        return OptionsStep(step, output, sampler, self._clock)
 
     def applies_rotary(self, size: int) -> bool:
         """Whether the attention computes rotary embeddings in the graph of size sequences."""
@@ -176,6 +190,17 @@ class DecodeGraphs:
             if count:
                 self.fused = count_fused(forward)
         return _Graph(graph, inputs, unowned(logits), unowned(greedy), others)
+
+
+def _ids(batch: Batch, launch: Launch, newest: torch.Tensor | None) -> torch.Tensor:
+    """The step's token ids, with newest, the tokens of the step launched before, in the places of PLACEHOLDER."""
+    ids = batch.ids
+    if newest is not None:
+        if launch.source is not None:
+            source = torch.tensor(launch.source, pin_memory=True)
+            newest = newest[source.to(ids.device, non_blocking=True)]
+        ids = torch.where(ids == PLACEHOLDER, newest, ids)
+    return ids
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from server.engine.runtime.exchange import is_alone
+
 _Results = TypeVar("_Results")
 
 
@@ -60,7 +62,9 @@ class GraphPool:
                 forward()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream):
+        # NCCL has a thread of its own, which asks for events meanwhile.
+        mode = "global" if is_alone() else "thread_local"
+        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode=mode):
             results = forward()
         return graph, results
 

@@ -35,10 +35,11 @@ class CpuNF4Linear(nn.Module):
     def __init__(self, layer: NF4Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset)
+        nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset, layer.group_offset, layer.group_skip)
         shape = (layer.out_features, layer.in_features)
         weight = nf4_kernels.Weight(layer.packed, shape, layer.absmax, layer.blocksize, *nested)
         _prepared.append(cpu.PreparedLinear(weight, layer.bias))
+        self.weight, self.own_bias = weight, layer.bias
         self.register_buffer("handle", torch.tensor(len(_prepared) - 1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,8 +51,12 @@ class CpuNF4Linear(nn.Module):
 class Bf16Linear(nn.Module):
     """A float32 GEMM with a weight that bfloat16 holds without loss: half the memory traffic, the same result."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self.out_features, self.in_features = weight.shape
         self.register_buffer("weight", weight.to(torch.bfloat16), persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 

@@ -10,10 +10,12 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
+from nf4_kernels import cpu
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors
+from server.checkpoint.shards import Part
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.model.cpu_linear import CpuNF4Linear
+from server.engine.runtime.model.cpu_linear import Bf16Linear, CpuNF4Linear
 from server.engine.runtime.model.projections import GROUPS, GroupMember, NF4Linear
 
 # Up to this many tokens times slots, multiplying by all slots' factors at once costs less than picking each row's.
@@ -34,6 +36,8 @@ class _Active:
     rows: Rows | None = None
     others: torch.Tensor | None = None
     """bool [tokens, slots]: whether the slot is not the row's; used instead of rows where it is set (see others_of)."""
+    batch: Batch | None = None
+    """The batch, where sequences of it have adapters; None in CUDA graphs."""
 
 
 def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -59,7 +63,22 @@ def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
                 out.index_add_(0, where, inputs[where] @ a[slot].T @ b[slot])
 
 
+def _scale(y: torch.Tensor, excess: torch.Tensor, shift: torch.Tensor) -> None:
+    """y [..., N] = y * (1 + each row's excess) + its shift; excess and shift [slots, N]."""
+    rows, others = _Active.rows, _Active.others
+    out = y.view(-1, y.shape[-1])
+    if others is not None:
+        own = (~others[: out.shape[0]]).to(out.dtype)
+        out.mul_(own @ excess + 1).add_(own @ shift)
+    elif rows is not None:
+        for slot, where in rows.parts:
+            out[where] = out[where] * (excess[slot] + 1) + shift[slot]
+
+
 _library = torch.library.Library("nf4_server_lora", "DEF")
+_library.define("scale(Tensor(a!) y, Tensor excess, Tensor shift) -> ()")
+_library.impl("scale", _scale, "CPU")
+_library.impl("scale", _scale, "CUDA")
 _library.define("add(Tensor(a!) y, Tensor x, Tensor a, Tensor b) -> ()")
 _library.impl("add", _add, "CPU")
 _library.impl("add", _add, "CUDA")
@@ -67,6 +86,11 @@ _library.impl("add", _add, "CUDA")
 
 @torch.library.register_fake("nf4_server_lora::add")  # type: ignore[untyped-decorator]
 def _(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("nf4_server_lora::scale")  # type: ignore[untyped-decorator]
+def _(y: torch.Tensor, excess: torch.Tensor, shift: torch.Tensor) -> None:
     return None
 
 
@@ -79,8 +103,15 @@ class AdaptedLinear(nn.Module):
 
     a: torch.Tensor
     b: torch.Tensor
+    excess: torch.Tensor | None
+    """[slots, out_features]: what outputs are multiplied by, less one, where an adapter scales them (DoRA)."""
+    shift: torch.Tensor | None
+    """[slots, out_features]: what is added to them then."""
 
-    def __init__(self, base: nn.Module, sizes: list[int], slots: int, rank: int, example: torch.Tensor) -> None:
+    def __init__(
+        self, base: nn.Module, sizes: list[int], slots: int, rank: int, example: torch.Tensor, affine: bool = False
+    ) -> None:
+        """affine: whether adapters may have DoRA or biases, too."""
         super().__init__()
         self.base = base
         self.sizes = sizes
@@ -90,51 +121,114 @@ class AdaptedLinear(nn.Module):
         ranks = len(sizes) * rank
         self.register_buffer("a", example.new_zeros(slots, ranks, self.in_features), persistent=False)
         self.register_buffer("b", example.new_zeros(slots, ranks, self.out_features), persistent=False)
+        for name in ("excess", "shift"):
+            zeros = example.new_zeros(slots, self.out_features) if affine else None
+            self.register_buffer(name, zeros, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
         y: torch.Tensor = self.base(x)
+        if self.excess is not None:
+            torch.ops.nf4_server_lora.scale(y, self.excess, self.shift)
         torch.ops.nf4_server_lora.add(y, x, self.a, self.b)
         return y
 
     def write(self, part: int, slot: int, factors: AdapterFactors | None) -> None:
         """Put one part's factors into a slot; None: zeros."""
         start, row = sum(self.sizes[:part]), part * self.rank
-        a = self.a[slot, row : row + self.rank]
-        b = self.b[slot, row : row + self.rank, start : start + self.sizes[part]]
+        columns = slice(start, start + self.sizes[part])
+        a, b = self.a[slot, row : row + self.rank], self.b[slot, row : row + self.rank, columns]
         a.zero_()
         b.zero_()
-        if factors is not None:
+        gain: torch.Tensor | float = 1.0
+        if self.excess is not None and self.shift is not None:
+            gain, shift = self._affine(columns, factors)
+            self.excess[slot, columns] = gain - 1
+            self.shift[slot, columns] = shift
+        if factors is not None and factors.rank:
             a[: factors.rank].copy_(factors.a)
-            b[: factors.rank].copy_(factors.b.T)
+            b[: factors.rank].copy_(factors.b.T.to(b.device) * gain)
+
+    def _affine(self, columns: slice, factors: AdapterFactors | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 gain and shift of one part's outputs, by which the base's are multiplied, and which is added then."""
+        device, size = self.a.device, columns.stop - columns.start
+        gain, shift = torch.ones(size, device=device), torch.zeros(size, device=device)
+        if factors is None:
+            return gain, shift
+        if factors.magnitude is not None:
+            weight = dequantized(self.base, torch.float32)[columns]
+            weight += factors.b.to(device).float() @ factors.a.to(device).float()
+            gain = factors.magnitude.to(device) / torch.linalg.norm(weight, dim=1)
+        if factors.shift is not None:
+            shift += gain * factors.shift.to(device)
+        bias = bias_of(self.base)
+        own = torch.zeros(size, device=device) if bias is None else bias[columns].float()
+        new = own if factors.bias is None else factors.bias.to(device)
+        return gain, shift + new - gain * own
 
     def extra_repr(self) -> str:
         """What print(model) says of it."""
         return f"slots={self.a.shape[0]}, rank={self.rank}"
 
 
-class AdapterTable:
-    """The adapters on the device: which module has room for them, and what is in each slot."""
+def dequantized(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """A linear layer's weight [out_features, in_features] in dtype, a copy. CheckpointError where it cannot be had."""
+    if isinstance(base, NF4Linear):
+        shape = [base.out_features, base.in_features]
+        nested = (base.absmax_8bit, base.absmax_code, base.absmax_offset)
+        weight: torch.Tensor = torch.ops.nf4.dequantize(base.packed, shape, base.absmax, base.blocksize, dtype, *nested)
+        return weight
+    if isinstance(base, CpuNF4Linear):
+        return cpu.dequantize(base.weight, dtype)
+    if isinstance(base, nn.Linear) and not isinstance(base, Linear4bit):
+        return base.weight.detach().to(dtype, copy=True)
+    if isinstance(base, Bf16Linear):
+        return base.weight.to(dtype=dtype, copy=True)
+    raise CheckpointError(f"an adapter needs the weight of a {type(base).__name__}, which cannot be expanded")
 
-    def __init__(self, model: nn.Module, layers: nn.Module, slots: int, rank: int, targets: set[str] | None) -> None:
+
+def bias_of(base: nn.Module) -> torch.Tensor | None:
+    """A linear layer's bias."""
+    bias: torch.Tensor | None = base.own_bias if isinstance(base, CpuNF4Linear) else base.bias  # type: ignore[assignment]
+    return bias
+
+
+class AdapterTable:
+    """The adapters on the device: which modules have room for them, and which adapter each slot holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: nn.Module,
+        slots: int,
+        rank: int,
+        targets: set[str] | None,
+        affine: bool = False,
+        parts: Mapping[str, Part] | None = None,
+    ) -> None:
         """Put room for adapters beside the projections of layers; targets: the modules that get it, None for all.
 
-        model's projections must be in their final form (see replace_projections and use_cpu_kernels).
+        affine: whether adapters may have DoRA or biases. parts: of a shard, what it has of each projection; adapters are
+        of the whole ones. model's projections must be in their final form (see replace_projections and use_cpu_kernels).
         """
         self.slots = slots
         self.rank = rank
+        self.affine = affine
         names = {id(module): name for name, module in model.named_modules()}
         self._modules: dict[str, tuple[AdaptedLinear, int]] = {}
         self._known: dict[str, tuple[int, int]] = {}
+        self._parts = parts or {}
         example = next(p for p in model.parameters() if p.is_floating_point())
         for parent in list(layers.modules()):
             for attributes, linear, sizes in list(_linears(parent)):
                 members = [f"{names[id(parent)]}.{attribute}" for attribute in attributes]
                 for member, size in zip(members, sizes, strict=True):
-                    self._known[member] = (linear.in_features, size)  # type: ignore[assignment]
+                    part = self._parts.get(member)
+                    n, k = (size, linear.in_features) if part is None else part.whole
+                    self._known[member] = (k, n)  # type: ignore[assignment]
                 if targets is not None and targets.isdisjoint(members):
                     continue
-                adapted = AdaptedLinear(linear, sizes, slots, rank, example)
+                adapted = AdaptedLinear(linear, sizes, slots, rank, example, affine)
                 first = getattr(parent, attributes[0])
                 if isinstance(first, GroupMember):
                     first.linear = adapted
@@ -142,27 +236,45 @@ class AdapterTable:
                     setattr(parent, attributes[0], adapted)
                 self._modules |= {member: (adapted, part) for part, member in enumerate(members)}
 
+    @property
+    def is_shard(self) -> bool:
+        """Whether the model is one of several ranks'."""
+        return bool(self._parts)
+
     def check(self, name: str, adapter: Mapping[str, AdapterFactors]) -> None:
         """Raise CheckpointError unless the adapter is one of this model, with room for its rank."""
         for module, factors in adapter.items():
             if module not in self._known:
                 raise CheckpointError(f"adapter {name!r}: the model has no projection {module!r}; it is another base's")
-            shape = (factors.a.shape[1], factors.b.shape[0])
-            if shape != self._known[module]:
+            known = self._known[module]
+            shape = (factors.a.shape[1], factors.b.shape[0]) if factors.rank else known
+            if shape != known or (factors.bias is not None and factors.bias.numel() != known[1]):
                 raise CheckpointError(
                     f"adapter {name!r}: {module} takes {shape[0]} and gives {shape[1]} features, the model's"
-                    f" {self._known[module][0]} and {self._known[module][1]}; it is another base's"
+                    f" {known[0]} and {known[1]}; it is another base's"
                 )
             if factors.rank > self.rank:
                 raise CheckpointError(
                     f"adapter {name!r}: rank {factors.rank} is above engine.max_lora_rank ({self.rank})"
+                )
+            if factors.is_affine and not self.affine:
+                raise CheckpointError(
+                    f"adapter {name!r}: DoRA and trained biases need room that is made at the start: name an adapter that"
+                    " has them in engine.lora_modules"
                 )
 
     @torch.inference_mode()
     def write(self, slot: int, adapter: Mapping[str, AdapterFactors]) -> None:
         """Put a checked adapter into a slot that no sequence uses."""
         for module, (linear, part) in self._modules.items():
-            linear.write(part, slot, adapter.get(module))
+            factors, own = adapter.get(module), self._parts.get(module)
+            linear.write(part, slot, factors if factors is None or own is None else _cut(factors, own))
+
+
+def _cut(factors: AdapterFactors, part: Part) -> AdapterFactors:
+    """An adapter's part. Where k is split, the ranks' results add up, as those of the base do."""
+    columns = slice(part.columns.start, part.columns.stop)
+    return AdapterFactors(factors.a[:, columns], torch.cat([factors.b[rows.start : rows.stop] for rows in part.rows]))
 
 
 @contextmanager
@@ -173,10 +285,11 @@ def adding(batch: Batch, slots: int) -> Iterator[None]:
         few = several and batch.num_tokens * slots <= FEW
         _Active.others = others_of(batch, slots).to(batch.ids.device, non_blocking=True) if few else None
         _Active.rows = None if few else _rows_by_slot(batch)
+        _Active.batch = batch
     try:
         yield
     finally:
-        _Active.rows = _Active.others = None
+        _Active.rows = _Active.others = _Active.batch = None
 
 
 @contextmanager
@@ -190,6 +303,22 @@ def adding_masked(others: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         _Active.others = None
+
+
+def slots_of_rows(count: int, *, sampled: bool) -> tuple[torch.Tensor, frozenset[int] | None] | None:
+    """int64 [count] of each token's slot, or -1, and which slots there are (None: any); None where no adapter is added.
+
+    sampled: of the tokens whose logits are wanted. In CUDA graphs these are all.
+    """
+    batch, others = _Active.batch, _Active.others
+    if batch is not None:
+        own = [-1 if span.adapter is None else span.adapter for span in batch.spans for _ in range(span.length)]
+        slots = torch.tensor(own).to(batch.ids.device, non_blocking=True)
+        return slots[batch.sampled_rows] if sampled else slots, frozenset(own) - {-1}
+    if others is None:
+        return None
+    mine = ~others[:count]
+    return torch.where(mine.any(1), mine.int().argmax(1), -1), None
 
 
 def others_of(batch: Batch, slots: int) -> torch.Tensor:
@@ -210,6 +339,17 @@ def _rows_by_slot(batch: Batch) -> Rows:
 def _index(rows: list[int], device: torch.device) -> slice | torch.Tensor:
     contiguous = rows[-1] - rows[0] == len(rows) - 1
     return slice(rows[0], rows[-1] + 1) if contiguous else torch.tensor(rows).to(device, non_blocking=True)
+
+
+def projections_of(model: nn.Module, layers: nn.Module) -> dict[str, tuple[int, int]]:
+    """By name in model, the inputs and outputs of the projections of layers, before an AdapterTable is made of them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, tuple[int, int]] = {}
+    for parent in layers.modules():
+        for attributes, linear, sizes in _linears(parent):
+            for attribute, size in zip(attributes, sizes, strict=True):
+                found[f"{names[id(parent)]}.{attribute}"] = (int(linear.in_features), size)  # type: ignore[arg-type]
+    return found
 
 
 def _linears(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[int]]]:

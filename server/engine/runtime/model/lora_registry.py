@@ -6,7 +6,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +14,18 @@ import torch
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.lora import AdapterFactors, read_adapter
+from server.checkpoint.lora import AdapterFactors, AdapterWeights, VocabularyChange, read_adapter
+from server.checkpoint.shards import Part
 from server.config import EngineConfig
-from server.engine.runtime.model.lora import AdapterTable
+from server.engine.runtime.model.lora import AdapterTable, projections_of
+from server.engine.runtime.model.lora_names import AdapterNames
+from server.engine.runtime.model.lora_vocabulary import VocabularyTables, tables_of
 from server.engine.scheduling.sequence import LoadedAdapter
 from server.types import AdapterResult, LoadAdapter
 
 logger = logging.getLogger(__name__)
 
 LEAST_RUNTIME_RANK = 16
-_Weights = Mapping[str, AdapterFactors]
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,27 @@ class _Read:
     """The result of reading an adapter's folder."""
 
     request: LoadAdapter
-    weights: _Weights | None
+    weights: AdapterWeights | None
     error: str = ""
 
 
 class AdapterRegistry:
     """Loaded adapters. Use from the engine's thread only; folders are read in threads of their own."""
 
-    def __init__(self, table: AdapterTable, dtype: torch.dtype) -> None:
+    def __init__(
+        self, names: AdapterNames, table: AdapterTable, vocabulary: VocabularyTables, dtype: torch.dtype
+    ) -> None:
+        self._names = names
         self._table = table
+        self._vocabulary = vocabulary
         self._dtype = dtype
         self._loaded: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()
         self._done: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self.num_reading = 0
         """Folders that are being read."""
+        self.on_write: Callable[[int, str], None] | None = None
+        """Called with the slot and the folder of every adapter that put() loads from a folder, for other ranks."""
 
     @property
     def slots(self) -> int:
@@ -63,13 +71,14 @@ class AdapterRegistry:
             raise ValueError(f"the adapter {name!r} is not loaded")
         return self._loaded[name]
 
-    def put(self, name: str, weights: _Weights, in_use: Collection[int] = ()) -> None:
+    def put(self, name: str, weights: AdapterWeights, in_use: Collection[int] = (), path: str | None = None) -> None:
         """Load weights under name, in the place of the adapter that has it; in_use are slots that sequences use.
 
+        path: the folder that they are of, where every rank has to load them.
         Sequences of a replaced adapter go on with it. Raises CheckpointError when the weights are another base's, or
         no slot is free.
         """
-        self._table.check(name, weights)
+        factors, changes = self._checked(name, weights)
         kept = {adapter.slot for other, adapter in self._loaded.items() if other != name}
         free = [slot for slot in range(self._table.slots) if slot not in kept and slot not in in_use]
         if not free:
@@ -79,8 +88,34 @@ class AdapterRegistry:
                 + (f", or still used by requests that run ({waiting})" if waiting else "")
             )
         self._loaded.pop(name, None)
-        self._table.write(free[0], weights)
+        self._write(free[0], factors, changes)
+        if path is not None and self.on_write is not None:
+            self.on_write(free[0], path)
         self._loaded[name] = LoadedAdapter(free[0], f"adapter {next(self._numbers)}".encode())
+
+    def write(self, slot: int, path: Path) -> None:
+        """Load the adapter in a folder into a slot, as another rank has done. Raises CheckpointError."""
+        self._write(slot, *self._checked(str(path), read_adapter(path, self._dtype)))
+
+    def _checked(
+        self, name: str, weights: AdapterWeights
+    ) -> tuple[dict[str, AdapterFactors], dict[str, VocabularyChange]]:
+        """An adapter by the model's names. Raises CheckpointError where it is another base's, or cannot be divided."""
+        weights = self._names.resolve(f"adapter {name!r}", weights)
+        factors = {module: change for module, change in weights.items() if isinstance(change, AdapterFactors)}
+        changes = {module: change for module, change in weights.items() if isinstance(change, VocabularyChange)}
+        if self._table.is_shard and (changes or any(change.is_affine for change in factors.values())):
+            raise CheckpointError(
+                f"adapter {name!r}: DoRA, trained biases, embeddings and output layers work on one GPU only"
+                " (engine.tensor_parallel_size: 1)"
+            )
+        self._table.check(name, factors)
+        self._vocabulary.check(name, changes)
+        return factors, changes
+
+    def _write(self, slot: int, factors: dict[str, AdapterFactors], changes: dict[str, VocabularyChange]) -> None:
+        self._table.write(slot, factors)
+        self._vocabulary.write(slot, changes)
 
     def remove(self, name: str) -> None:
         """Forget an adapter; its slot is free once no sequence uses it. Unknown names are ignored."""
@@ -100,7 +135,7 @@ class AdapterRegistry:
             name, error = read.request.name, read.error
             if read.weights is not None:
                 try:
-                    self.put(name, read.weights, in_use)
+                    self.put(name, read.weights, in_use, read.request.path)
                     logger.info("adapter %s loaded from %s", name, read.request.path)
                 except CheckpointError as e:
                     error = str(e)
@@ -118,21 +153,33 @@ class AdapterRegistry:
         self._done.put(read)
 
 
-def install_adapters(model: PreTrainedModel, config: EngineConfig) -> AdapterRegistry | None:
+def install_adapters(
+    model: PreTrainedModel, config: EngineConfig, parts: Mapping[str, Part] | None = None
+) -> AdapterRegistry | None:
     """Make room for config's adapters beside model's projections and load them; None where config has none.
 
+    parts: of a shard, what it has of every linear layer; it gets as much of the adapters.
     Raises CheckpointError for an adapter that cannot be served.
     """
     if config.lora_slots == 0:
         return None
-    weights = {module.name: read_adapter(module.path, model.dtype) for module in config.lora_modules}
-    ranks = [factors.rank for adapter in weights.values() for factors in adapter.values()]
-    least = [LEAST_RUNTIME_RANK] if config.allow_runtime_lora else []
-    rank = config.max_lora_rank or max(ranks + least)
+    decoder = model.get_decoder()
+    names = AdapterNames(model, projections_of(model, decoder))
+    weights: dict[str, AdapterWeights] = {
+        module.name: names.resolve(module.path, read_adapter(module.path, model.dtype))
+        for module in config.lora_modules
+    }
+    factors = [change for one in weights.values() for change in one.values() if isinstance(change, AdapterFactors)]
+    least = [LEAST_RUNTIME_RANK] if config.allow_runtime_lora else [1]
+    rank = config.max_lora_rank or max([change.rank for change in factors] + least)
     # Adapters that come later may have any targets.
     targets = None if config.allow_runtime_lora else {module for adapter in weights.values() for module in adapter}
-    table = AdapterTable(model, model.get_decoder(), config.lora_slots, rank, targets)
-    registry = AdapterRegistry(table, model.dtype)
+    affine = any(change.is_affine for change in factors)
+    table = AdapterTable(model, decoder, config.lora_slots, rank, targets, affine, parts)
+    tied = bool(model.config.get_text_config().tie_word_embeddings)
+    vocabulary = {module for adapter in weights.values() for module in tables_of(adapter, names, tied)}
+    tables = VocabularyTables(model, names, vocabulary, config.lora_slots)
+    registry = AdapterRegistry(names, table, tables, model.dtype)
     for name, adapter in weights.items():
         registry.put(name, adapter)
     return registry

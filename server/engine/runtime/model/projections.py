@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
-from nf4_kernels.format import NESTED_BLOCKSIZE
+from nf4_kernels.format import NESTED_BLOCKSIZE, Weight
+from nf4_kernels.format import block_scales as scales_of_blocks
 from server.checkpoint.experts.module import StackedWeight
 
 # Projections that one module of transformers' model code applies to one input, in the order in which it does so.
@@ -41,6 +43,8 @@ class NF4Linear(nn.Module):
         state: QuantState = layer.weight.quant_state
         self.out_features, self.in_features = (int(size) for size in state.shape)
         self.blocksize = int(state.blocksize)
+        # Of a shard (server.checkpoint.slices): where its blocks lie in the whole weight's groups.
+        self.group_offset, self.group_skip = _geometry(layer)
         self.register_buffer("packed", layer.weight.data.view(torch.uint8).reshape(-1), persistent=False)
         nested = state.state2 if state.nested else None
         self.register_buffer("absmax", nested.absmax if nested else state.absmax, persistent=False)
@@ -52,8 +56,8 @@ class NF4Linear(nn.Module):
 
     def expand(self, dtype: torch.dtype) -> None:
         """Keep a copy of the weight in dtype beside the codes: dequantized, so bit for bit what bitsandbytes gives."""
-        *weight, _bias, absmax_8bit, absmax_code, absmax_offset = self._weight()
-        self.expanded = torch.ops.nf4.dequantize(*weight, dtype, absmax_8bit, absmax_code, absmax_offset)
+        packed, shape, absmax, blocksize, _bias, *nested = self._weight()
+        self.expanded = torch.ops.nf4.dequantize(packed, shape, absmax, blocksize, dtype, *nested)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
@@ -80,6 +84,8 @@ class NF4Linear(nn.Module):
             self.absmax_8bit,
             self.absmax_code,
             self.absmax_offset,
+            self.group_offset,
+            self.group_skip,
         )
 
     def extra_repr(self) -> str:
@@ -99,13 +105,14 @@ def _expanded_linear(
     absmax_8bit: torch.Tensor | None,
     absmax_code: torch.Tensor | None,
     absmax_offset: torch.Tensor | None,
+    group_offset: int,
+    group_skip: int,
 ) -> torch.Tensor:
     """The GEMM with the expanded weight or with the codes, whichever its tokens ask for."""
     if x.shape[:-1].numel() >= NF4Linear.EXPANDED_FROM:
         return torch.nn.functional.linear(x, expanded, bias)
-    out: torch.Tensor = torch.ops.nf4.linear(
-        x, packed, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset
-    )
+    nested = (absmax_8bit, absmax_code, absmax_offset, group_offset, group_skip)
+    out: torch.Tensor = torch.ops.nf4.linear(x, packed, shape, absmax, blocksize, bias, *nested)
     return out
 
 
@@ -195,14 +202,15 @@ def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None
     linear = NF4Linear(layers[0])
     linear.packed = torch.cat([layer.weight.data.view(torch.uint8).reshape(-1) for layer in layers])
     states = [layer.weight.quant_state for layer in layers]
-    if _nested_fit(states):
+    if _nested_fit(layers):
         linear.absmax_8bit = torch.cat([state.absmax for state in states])
         linear.absmax = torch.cat([state.state2.absmax for state in states])
         offsets = [state.offset.reshape(1).expand(state.state2.absmax.numel()) for state in states]
         linear.absmax_offset = torch.cat(offsets)
     else:
-        linear.absmax = torch.cat([block_scales(state) for state in states])
+        linear.absmax = torch.cat([_scales_of(layer) for layer in layers])
         linear.absmax_8bit = linear.absmax_code = linear.absmax_offset = None
+        linear.group_offset = linear.group_skip = 0
     if layers[0].bias is not None:
         linear.bias = torch.cat([layer.bias.data for layer in layers])
     for layer in layers:
@@ -216,14 +224,29 @@ def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None
         setattr(parent, name, GroupMember(index, sizes, shared, linear if index == 0 else None))
 
 
-def _nested_fit(states: list[QuantState]) -> bool:
+def _nested_fit(layers: list[Any]) -> bool:
     """Whether the nested scales can be joined, too: whole groups of 256 scale blocks, and one code table."""
-    return all(
+    states = [layer.weight.quant_state for layer in layers]
+    return all(_geometry(layer) == (0, 0) for layer in layers) and all(
         state.nested
         and state.shape.numel() % (state.blocksize * NESTED_BLOCKSIZE) == 0
         and torch.equal(state.state2.code, states[0].state2.code)
         for state in states
     )
+
+
+def _geometry(layer: Linear4bit) -> tuple[int, int]:
+    return getattr(layer, "group_offset", 0), getattr(layer, "group_skip", 0)
+
+
+def _scales_of(layer: Linear4bit) -> torch.Tensor:
+    """Every scale block's scale as float32."""
+    state = layer.weight.quant_state
+    if _geometry(layer) == (0, 0):
+        return block_scales(state)
+    offset, skip = _geometry(layer)
+    weight = Weight.from_quant_state(layer.weight, state)
+    return scales_of_blocks(replace(weight, group_offset=offset, group_skip=skip))
 
 
 def block_scales(state: QuantState) -> torch.Tensor:

@@ -72,4 +72,6 @@ def _weight(linear: NF4Linear) -> Weight:
         linear.absmax_8bit,
         linear.absmax_code,
         linear.absmax_offset,
+        linear.group_offset,
+        linear.group_skip,
     )

@@ -9,10 +9,13 @@ from transformers import PreTrainedModel
 
 from nf4_kernels.cuda import load_error, start_clock
 from server.checkpoint.base import Progress
+from server.checkpoint.sharded import ShardedModel
 from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.exchange import least
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.exchanged import exchange_outputs
 from server.engine.runtime.model.expanded import expand_weights
 from server.engine.runtime.model.lora_registry import install_adapters
 from server.engine.runtime.model.projections import replace_projections
@@ -27,28 +30,39 @@ from server.engine.runtime.preparation.graph_capture import (
     verify_sizes,
 )
 from server.engine.runtime.preparation.step_costs import measure_steps
-from server.engine.runtime.runner import ModelRunner, StepGraphs
+from server.engine.runtime.runner import Followers, ModelRunner, StepGraphs
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.sampling.option_trials import use_device_options
 
 
-def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
-    """A runner of model, which is changed in place and is the runner's from here on.
+def build_runner(
+    loaded: PreTrainedModel | ShardedModel,
+    config: EngineConfig,
+    progress: Progress = lambda *_: None,
+    followers: Followers | None = None,
+) -> ModelRunner:
+    """A runner of what was loaded, which is changed in place and is the runner's from here on.
+
+    Of a shard, all ranks must build their runners at the same time; followers are rank 0's.
 
     Layers are compiled, and on CUDA steps captured as graphs, unless engine.enforce_eager leaves that out. Raises
     EngineConfigError, UnsupportedModelError, or CheckpointError for an adapter that cannot be served.
     """
+    sharded = loaded if isinstance(loaded, ShardedModel) else None
+    model: PreTrainedModel = sharded.model if sharded else loaded
     device = model.device
     if config.batch_invariant and (config.enforce_eager or device.type != "cuda"):
         raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")
     replace_projections(model)
-    expand_weights(model, expansion_budget(device, config))
+    expand_weights(model, least(expansion_budget(device, config)))
     if device.type == "cpu":
         use_cpu_kernels(model)
     else:
         use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
-    adapters = install_adapters(model, config)
+    adapters = install_adapters(model, config, sharded.parts if sharded else None)
+    if sharded:
+        exchange_outputs(model, sharded.parts, sharded.shard)
     spec = CacheSpec.of(model, config)
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
 
@@ -56,22 +70,14 @@ def build_runner(model: PreTrainedModel, config: EngineConfig, progress: Progres
         slots = adapters.slots if adapters else 0
         return PagedModel(model, spec.backend(num_blocks), config.block_size, clock, slots)
 
-    budget = cache_budget(model, paged_with, spec.bytes_per_block, config)
+    budget = least(cache_budget(model, paged_with, spec.bytes_per_block, config))
     limits = model_limits(model, spec.bytes_per_block, config, budget)
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
         costs = measure_steps(paged, limits, graphs) if config.speculation != "off" else None
-    sampler = _device_sampler(paged, limits) if config.speculation == "off" else None
-    return ModelRunner(paged, limits, adapters, graphs, costs, sampler)
-
-
-def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
-    """What samples with all options within async scheduling: on CUDA, where NF4_ASYNC_OPTIONS=1 asks for it."""
-    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) != "1":
-        return None
-    use_device_options(paged.device, paged.dtype, limits.vocab_size)
-    return DeviceSampler(limits.vocab_size, paged.device)
+    sampler = _device_sampler(paged, limits) if config.speculation == "off" and sharded is None else None
+    return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers)
 
 
 def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:
@@ -94,3 +100,11 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
     if compiled and not config.batch_invariant:
         mixed = capture_mixed(paged, backend, limits, config, decode, progress)
     return StepGraphs(decode, mixed, verify, config.batch_invariant)
+
+
+def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
+    """What samples with all options within async scheduling: on CUDA, where NF4_ASYNC_OPTIONS=1 asks for it."""
+    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) != "1":
+        return None
+    use_device_options(paged.device, paged.dtype, limits.vocab_size)
+    return DeviceSampler(limits.vocab_size, paged.device)

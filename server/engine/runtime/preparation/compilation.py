@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
 from server.checkpoint.base import Progress
 from server.engine.runtime.compile.layers import CompileError, compile_layers
+from server.engine.runtime.exchange import agreed
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps
@@ -26,10 +28,14 @@ def compile_with_trials(paged: PagedModel, progress: Progress) -> bool:
     """
     steps = TrialSteps(paged)
     plain = [steps.run(count) for count in _TRIALS]
+    undo: Callable[[], None] | None = None
     try:
         undo = compile_layers(decoder_layers(paged.model), steps.run, progress)
     except CompileError as e:
         logger.warning("the model's layers run without torch.compile, more slowly: %s", e)
+    if not agreed(undo is not None) or undo is None:
+        if undo is not None:
+            undo()
         return False
     try:
         wrong = _disagreement(steps, plain)
@@ -38,9 +44,11 @@ def compile_with_trials(paged: PagedModel, progress: Progress) -> bool:
     except Exception as e:
         wrong = f"fail: {type(e).__name__}: {first_line(e)}"
     if wrong is not None:
-        undo()
         logger.error("compiled layers %s; the model runs without them", wrong)
-    return wrong is None
+    if not agreed(wrong is None):
+        undo()
+        return False
+    return True
 
 
 def _disagreement(steps: TrialSteps, plain: list[torch.Tensor]) -> str | None:

@@ -7,6 +7,7 @@ import logging
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.exchange import agreed
 from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
 from server.engine.runtime.graphs.fused_launches import possible_launches, report_fused
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
@@ -28,7 +29,8 @@ def capture_decode(
     # A graph's GEMMs prefetch the next weight only if its order is known when they are captured.
     set_weight_order(paged.model, TrialSteps(paged).run)
     graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots)
-    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device))
+    cached = limits.num_blocks * config.block_size
+    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device, cached))
     largest = max(sizes)
     room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
     backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant)
@@ -84,7 +86,8 @@ def capture_mixed(
     progress: Progress,
 ) -> MixedGraphs | None:
     """Capture mixed steps over compiled layers; None, with a warning, where that fails or the logits differ."""
-    sequences, budget = sequence_limit(config, paged.device), token_budget(config, paged.device)
+    cached = limits.num_blocks * config.block_size
+    sequences, budget = sequence_limit(config, paged.device, cached), token_budget(config, paged.device)
     graphs = MixedGraphs(paged.model, backend, paged.block_size, sequences, paged.clock, decode.pool)
     steps = TrialSteps(paged)
 
@@ -98,7 +101,6 @@ def capture_mixed(
                     raise ValueError(f"logits {wrong}")
 
     failed = failure(attempt)
-    if failed is None:
-        return graphs
-    logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
-    return None
+    if failed is not None:
+        logger.warning("steps with prompts run without CUDA graphs, more slowly: %s", failed)
+    return graphs if agreed(failed is None) else None

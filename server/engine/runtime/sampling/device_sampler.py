@@ -117,6 +117,7 @@ class DeviceSampler:
         """Next tokens from logits [len(sequences), vocabulary], as sampler.sample(), waiting for them."""
         return self.launch(ModelOutput(logits), sequences).read()
 
+    @torch.inference_mode()
     def launch(self, output: ModelOutput, sequences: list[Sequence]) -> LaunchedSample:
         """Sample without waiting for the device. Grammars must have taken all tokens before."""
         plan = self._plan_of(sequences)

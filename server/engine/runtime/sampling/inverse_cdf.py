@@ -41,18 +41,8 @@ def uniform(seed: int, position: int) -> float:
 
 def uniforms(seeds: list[int], positions: list[int]) -> npt.NDArray[np.float64]:
     """uniform() of each seed and position."""
-    return _uniforms(_mixed(seeds), np.array(positions, np.int64))
-
-
-def _mixed(seeds: list[int]) -> npt.NDArray[np.uint64]:
-    """What seeds add to the states of their numbers."""
-    mixed = np.array([seed & _MASK64 for seed in seeds], np.uint64) * np.uint64(0xD1342543DE82EF95)
-    return mixed + np.uint64(0x2545F4914F6CDD1D)
-
-
-def _uniforms(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """uniform() of _mixed() seeds and their positions."""
-    state = mixed + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = np.array([seed & _MASK64 for seed in seeds], np.uint64) * np.uint64(0xD1342543DE82EF95)
+    state += np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x2545F4914F6CDD1D)
     for _ in range(2):
         state += np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -61,74 +51,33 @@ def _uniforms(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -
     return (state >> np.uint64(11)) / 2**53
 
 
-class RandomRows:
-    """Rows of logits whose tokens are sampled, with all that decides about that but the tokens' positions."""
-
-    def __init__(self, sequences: list[Sequence], vocabulary: int, rows: list[int] | None = None) -> None:
-        """rows: the sequences' rows of the logits; None: 0, 1, ... Only those of a temperature above 0 are kept."""
-        pairs = zip(range(len(sequences)) if rows is None else rows, sequences, strict=True)
-        random = [(row, sequence) for row, sequence in pairs if sequence.sampling.temperature > 0]
-        self.rows: npt.NDArray[np.int64] = np.array([row for row, _ in random], np.int64)
-        """int64 [R]: their rows of the logits."""
-        chosen = [sequence for _, sequence in random]
-        given = [sequence.sampling for sequence in chosen]
-        self._mixed = _mixed([sequence.seed for sequence in chosen])
-        self._columns = np.zeros((len(random), 6), np.float64)
-        self._columns[:, 0] = self.rows
-        self._columns[:, 1] = [sampling.temperature for sampling in given]
-        self._columns[:, 3] = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in given]
-        self._columns[:, 4] = [sampling.top_p for sampling in given]
-        self._columns[:, 5] = [sampling.min_p for sampling in given]
-        self._sequences = chosen
-        self._vocabulary = vocabulary
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def sample(
-        self, logits: torch.Tensor, lengths: npt.NDArray[np.int64], tokens: torch.Tensor, again: bool = False
-    ) -> torch.Tensor:
-        """tokens, int64 [rows], with a sampled one in each of these rows; logits [rows, vocabulary], on the same device.
-
-        lengths: int64 [rows], tokens of each row's sequence so far. On CUDA the host does not wait for the device. again:
-        take other uniform numbers than the first time, for tokens that a grammar refused.
-        """
-        if not len(self):
-            return tokens
-        table = self._columns.copy()
-        table[:, 2] = _uniforms(self._mixed, lengths[self.rows] + (_RESAMPLING_OFFSET if again else 0))
-        if logits.is_cuda and _DeviceSampling.sample_rows is not None:
-            tokens = tokens.clone()
-            _DeviceSampling.sample_rows(logits, _on(logits.device, table), tokens)
-            return tokens
-        filtered = np.array([is_filtered(sequence, self._vocabulary) for sequence in self._sequences], bool)
-        for chosen, pick in ((~filtered, _pick), (filtered, _pick_filtered)):
-            if chosen.any():
-                parameters = _Parameters.of(_on(logits.device, table[chosen]))
-                scores = (logits if chosen.sum() == logits.shape[0] else logits[parameters.rows]).float()
-                # The maximum is subtracted before the division, so that a tiny temperature does not overflow.
-                scores = (scores - scores.amax(dim=-1, keepdim=True)) / parameters.temperatures
-                tokens = tokens.index_copy(0, parameters.rows, pick(scores, parameters))
-        return tokens
-
-
 def sample_by_inversion(
     logits: torch.Tensor, sequences: list[Sequence], tokens: torch.Tensor, again: bool = False
 ) -> torch.Tensor:
-    """tokens, int64 [len(sequences)], with a sampled one in each row whose temperature is above 0: RandomRows.sample().
+    """tokens, int64 [len(sequences)], with a sampled one in each row whose temperature is above 0.
 
-    logits [len(sequences), vocabulary].
+    logits [len(sequences), vocabulary], all on one device; on CUDA the host does not wait for it. again: take other
+    uniform numbers than the first time, for tokens that a grammar refused.
     """
-    if all(sequence.sampling.temperature == 0 for sequence in sequences):
+    table = sampling_table(sequences, logits.shape[1], again)
+    return tokens if table is None else sample_by_table(logits, table, tokens)
+
+
+def sample_by_table(logits: torch.Tensor, table: npt.NDArray[np.float64], tokens: torch.Tensor) -> torch.Tensor:
+    """sample_by_inversion() by the sequences' sampling_table()."""
+    if logits.is_cuda and _DeviceSampling.sample_rows is not None:
+        tokens = tokens.clone()
+        _DeviceSampling.sample_rows(logits, _to_device(table, logits.device), tokens)
         return tokens
-    lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    return RandomRows(sequences, logits.shape[1]).sample(logits, lengths, tokens, again)
-
-
-def _on(device: torch.device, table: npt.NDArray[np.float64]) -> torch.Tensor:
-    """A table of parameters on a device: one transfer from pinned memory, so that the host does not wait for it."""
-    tensor = torch.from_numpy(table)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    filtered = (table[:, 3] < logits.shape[1]) | (table[:, 4] < 1) | (table[:, 5] > 0)
+    for chosen, pick in ((table[~filtered], _pick), (table[filtered], _pick_filtered)):
+        if len(chosen):
+            parameters = _Parameters.of(_to_device(chosen, logits.device))
+            scores = (logits if len(chosen) == logits.shape[0] else logits[parameters.rows]).float()
+            # The maximum is subtracted before the division, so that a tiny temperature does not overflow.
+            scores = (scores - scores.amax(dim=-1, keepdim=True)) / parameters.temperatures
+            tokens = tokens.index_copy(0, parameters.rows, pick(scores, parameters))
+    return tokens
 
 
 class _DeviceSampling:
@@ -177,9 +126,36 @@ def _try_sampling(sample_rows: _SampleRows, device: torch.device, dtype: torch.d
         raise ValueError(f"it gives {found.tolist()} instead of {expected.tolist()}")
 
 
+def sampling_table(sequences: list[Sequence], vocabulary: int, again: bool = False) -> npt.NDArray[np.float64] | None:
+    """What decides the sampled tokens: [rows whose temperature is above 0, 6], see triton_kernel.sample_rows().
+
+    None where there is no such row. again: as of sample_by_inversion().
+    """
+    rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
+    if not rows:
+        return None
+    shift = _RESAMPLING_OFFSET if again else 0
+    chosen = [sequences[row] for row in rows]
+    given = [s.sampling for s in chosen]
+    table = np.empty((len(rows), 6), np.float64)
+    table[:, 0] = rows
+    table[:, 1] = [sampling.temperature for sampling in given]
+    table[:, 2] = uniforms([s.seed for s in chosen], [len(s.tokens) + shift for s in chosen])
+    table[:, 3] = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in given]
+    table[:, 4] = [sampling.top_p for sampling in given]
+    table[:, 5] = [sampling.min_p for sampling in given]
+    return table
+
+
+def _to_device(table: npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:
+    """The table on a device: one transfer from pinned memory, so that the host does not wait for the device."""
+    tensor = torch.from_numpy(table)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class _Parameters:
-    """The columns of a table of parameters, see triton_kernel.sample_rows(). All but rows are [rows, 1]."""
+    """The columns of sampling_table(). All but rows are [rows, 1]."""
 
     rows: torch.Tensor
     temperatures: torch.Tensor

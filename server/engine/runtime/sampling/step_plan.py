@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from server.engine.runtime.batch import to_device
-from server.engine.runtime.sampling.inverse_cdf import RandomRows, is_filtered
+from server.engine.runtime.sampling.inverse_cdf import is_filtered
 from server.engine.runtime.sampling.penalty_table import PenalizedRows, PenaltyTable
+from server.engine.runtime.sampling.random_rows import RandomRows
 from server.engine.scheduling.sequence import Sequence
 
 

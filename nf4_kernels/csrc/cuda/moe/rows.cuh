@@ -1,0 +1,155 @@
+// GEMMs of few choices with experts' NF4 weights: the weights of each chosen expert are read once and stream past the
+// activations of up to 8 (16, 32) of its choices, which stay in registers.
+//
+// A thread block finds the groups itself (groups.cuh) or takes them from a list. The units of all groups are divided evenly
+// over the thread blocks; a unit is one group, one part of k and 16 weight rows. A unit is computed as linear_rows computes a
+// row group (../rows/linear_rows.cuh tells it): a producer warp, two warps that decode scales, consumer warps that share k,
+// and a warp that reduces their sums and is the epilogue (rows_epilogue.cuh). Where k is short, consumer warps work in teams
+// with a unit each, since one unit would be too little for all of them.
+#pragma once
+
+#include "rows_epilogue.cuh"
+
+namespace nf4 {
+
+// Loads the activations of a group that a consumer warp needs, as B registers; columns without a choice are zeros.
+template <typename T, typename Layout, int kBlocks, int kTiles>
+__device__ __forceinline__ void load_group(const MoeRowsArgs& args, const int* choices, int part, int warp,
+                                           uint4 (&b)[kBlocks][kTiles][2]) {
+  int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int begin = part * args.part_blocks, end = min(begin + args.part_blocks, args.k_blocks);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    int column = tile * 8 + g;
+    int choice = !args.all_columns ? choices[column] : column < args.choices ? column : -1;
+    const T* row = static_cast<const T*>(args.x) + int64_t{max(choice, 0) / args.x_choices} * args.k + t * 16;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      int block = begin + i * Layout::kTeamWarps + warp;
+      bool valid = block < end && choice >= 0;
+      const uint4* from = reinterpret_cast<const uint4*>(row + block * 64);
+      // These are no __ldg, since the kernel in front may write them after this one has started.
+      b[i][tile][0] = valid ? *from : make_uint4(0, 0, 0, 0);
+      b[i][tile][1] = valid ? from[1] : make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+template <typename T, typename Layout, int kBlocks, int kTiles>
+__device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* shared, MoeRun run,
+                                              const HeldGroups<kTiles * 8>& held) {
+  constexpr int kWarps = Layout::kWarps, kTeamWarps = Layout::kTeamWarps, kTeams = Layout::kTeams;
+  int warp = threadIdx.x / 32 % kTeamWarps, team = threadIdx.x / 32 / kTeamWarps;
+  int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  unsigned base = shared_address(shared), lane_offset = lane * 4;
+  const char* my_bytes = shared + Layout::kRing + team * Layout::kUnitBytes + g * Layout::kWeightPitch + warp * 32 + t * 8;
+  const char* my_scales = shared + Layout::scale_slot(0, team * Layout::kUnitBlocks + warp) + g * 8;
+  float4* my_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x / 32 * kTiles * 32 + lane;
+  uint4 b[kBlocks][kTiles][2];
+  RingPosition ring, sums;
+  int loaded_group = -1, loaded_part = -1;
+  while (!run.done()) {
+    for (int i = 0; i < team && !run.done(); ++i) run.next(args);
+    bool mine = !run.done();
+    if (mine && (run.part != loaded_part || (run.at != loaded_group && !args.all_columns))) {
+      load_group<T, Layout, kBlocks, kTiles>(args, held.choices_of(run.at), run.part, warp, b);
+      loaded_part = run.part;
+      loaded_group = run.at;
+    }
+    float acc[kTiles][4] = {};
+    const char* bytes = my_bytes + ring.stage * Layout::kStageBytes;
+    const char* scales = my_scales + ring.stage * Layout::kDecodedStage;
+    int count = mine ? min(args.part_blocks, args.k_blocks - run.part * args.part_blocks) - warp : 0;
+    barrier_wait(Layout::decoded(base, ring.stage), ring.parity);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      if (i * kTeamWarps >= count) break;
+      uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kTeamWarps * 32);
+      uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kTeamWarps * 32);
+      float part_sum[kTiles][4] = {};
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        unsigned a[4];
+        decode_codes(a, upper, lower, step, lane_offset, true, true);
+        mma_step<T>(part_sum, a, b[i], step);
+      }
+      static_assert(kTeamWarps % 2 == 0, "two k blocks share a slot row");
+      float2 scale = *reinterpret_cast<const float2*>(scales + i * (kTeamWarps / 2) * kTableStride);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        acc[tile][0] += scale.x * part_sum[tile][0];
+        acc[tile][1] += scale.x * part_sum[tile][1];
+        acc[tile][2] += scale.y * part_sum[tile][2];
+        acc[tile][3] += scale.y * part_sum[tile][3];
+      }
+    }
+    barrier_arrive(Layout::empty(base, ring.stage));
+    ring.advance(args.stages);
+    barrier_wait(Layout::sums_empty(base, sums.stage), sums.parity ^ 1);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      my_sums[sums.stage * kWarps * kTiles * 32 + tile * 32] =
+          make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
+    }
+    barrier_arrive(Layout::sums_full(base, sums.stage));
+    sums.advance(2);
+    for (int i = team; i < kTeams && !run.done(); ++i) run.next(args);
+  }
+}
+
+// Fills held with the block's groups; returns how many groups there are in all.
+template <int kSize>
+__device__ __forceinline__ int find_groups(const MoeRowsArgs& args, char* scratch, const HeldGroups<kSize>& held) {
+  int units = args.parts * args.row_groups;
+  if (args.list.words) return take_listed<kSize>(args.list, units, held);
+  if (args.choices <= 32) {
+    return group_few<kSize>(args.experts, args.num_experts, args.choices, units, args.all_columns, args.adds, held);
+  }
+  int groups = group_many<kSize>(args.experts, args.num_experts, args.choices, units, scratch, held);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies come where the counts were
+#endif
+  return groups;
+}
+
+template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNested>
+__global__ void __launch_bounds__((kWarps + 4) * 32, 1) moe_rows(const __grid_constant__ MoeRowsArgs args) {
+#if __CUDA_ARCH__ >= 800
+  using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>;
+  constexpr int kSize = kTiles * 8;
+  extern __shared__ __align__(128) char shared[];
+  unsigned base = shared_address(shared);
+  // Nothing is compiled for targets on which no plan fits either.
+  if ((base & 0xffffff) != kSharedBase || Layout::total(2) > kSharedBytes) __trap();
+  int warp = threadIdx.x / 32;
+  HeldGroups<kSize> held(shared + Layout::total(args.stages), args.held_groups);
+  if (warp == kWarps) init_copy_barriers<Layout>(base);
+  if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
+  if (warp < kWarps) {
+    for (int first = warp; first < 16; first += kWarps) build_table<T>(shared, first);
+  }
+  clear_held(held);
+  __syncthreads();
+  grid_dependency_wait();
+  launch_dependents();
+  if (kNested && warp >= kWarps + 2) {
+    int i = threadIdx.x - (kWarps + 2) * 32;
+    reinterpret_cast<float4*>(shared + Layout::kCode)[i] =
+        __ldcg(reinterpret_cast<const float4*>(args.weight.absmax_code) + i);
+  }
+  int groups = find_groups<kSize>(args, shared + Layout::kRing, held);
+  __syncthreads();
+  MoeRun run(args, groups);
+  if (warp == kWarps) {
+    load_units<Layout, kNested>(args, base, run, held.experts);
+  } else if (warp < kWarps) {
+    consume_units<T, Layout, kBlocks, kTiles>(args, shared, run, held);
+  } else if (warp == kWarps + 1) {
+    reduce_units<T, Layout, kTiles>(args, shared, run, held);
+  } else {
+    decode_unit_scales<Layout, kNested>(args, shared, run, held.experts, warp - kWarps - 2);
+  }
+#endif
+}
+
+}  // namespace nf4

@@ -1,0 +1,91 @@
+// The launch behind a GEMM of experts that adds up each token's choices.
+#pragma once
+
+#include "args.cuh"
+
+namespace nf4 {
+
+struct SumArgs {
+  const void* results;  // [parts][choices][n], float32 (already times the routing weights) or of T (one part)
+  const int* experts;
+  const float* routing;  // for results of T
+  void* out;             // [tokens][n]
+  int tokens, top_k, num_experts, parts, n;
+  bool wide;  // n is a multiple of 4
+};
+
+__device__ __forceinline__ float4 load_result(const float* from) {
+  return load_fresh(reinterpret_cast<const float4*>(from));
+}
+template <typename T>
+__device__ __forceinline__ float4 load_result(const T* from) {
+  uint2 words = load_fresh(reinterpret_cast<const uint2*>(from));
+  float2 low = unpack2<T>(words.x), high = unpack2<T>(words.y);
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+__device__ __forceinline__ float one_result(const float* from) { return load_fresh(from); }
+template <typename T>
+__device__ __forceinline__ float one_result(const T* from) {
+  return to_float(load_fresh(from));
+}
+
+// Adds in the order of the choices, and in each of the parts. A choice whose expert does not exist has no results.
+template <typename T, typename Result>
+__global__ void sum_choices(const __grid_constant__ SumArgs args) {
+  launch_dependents();
+  grid_dependency_wait();
+  const Result* results = static_cast<const Result*>(args.results);
+  int token = blockIdx.x, choices = args.tokens * args.top_k;
+  int column = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (column >= args.n) return;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+  for (int j = 0; j < args.top_k; ++j) {
+    int choice = token * args.top_k + j;
+    bool known = static_cast<unsigned>(load_fresh(args.experts + choice)) < static_cast<unsigned>(args.num_experts);
+    float by = sizeof(Result) == 2 ? load_fresh(args.routing + choice) : 1.0f;
+    for (int part = 0; part < args.parts; ++part) {
+      const Result* from = results + (int64_t{part} * choices + choice) * args.n + column;
+      float4 value;
+      if (args.wide) {
+        value = load_result(from);
+      } else {
+        value.x = one_result(from);
+        value.y = column + 1 < args.n ? one_result(from + 1) : 0.0f;
+        value.z = column + 2 < args.n ? one_result(from + 2) : 0.0f;
+        value.w = column + 3 < args.n ? one_result(from + 3) : 0.0f;
+      }
+      if (!known) value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      sum.x += known ? by * value.x : 0.0f;
+      sum.y += known ? by * value.y : 0.0f;
+      sum.z += known ? by * value.z : 0.0f;
+      sum.w += known ? by * value.w : 0.0f;
+    }
+  }
+  T* to = static_cast<T*>(args.out) + int64_t{token} * args.n + column;
+  if (args.wide) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack2<T>(sum.x, sum.y), pack2<T>(sum.z, sum.w));
+    return;
+  }
+  to[0] = from_float<T>(sum.x);
+  if (column + 1 < args.n) to[1] = from_float<T>(sum.y);
+  if (column + 2 < args.n) to[2] = from_float<T>(sum.z);
+  if (column + 3 < args.n) to[3] = from_float<T>(sum.w);
+}
+
+template <typename T, typename Result>
+cudaError_t launch_sums(const SumArgs& args, void* stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  int threads = 128;
+  config.gridDim = dim3(static_cast<unsigned>(args.tokens), static_cast<unsigned>((args.n + threads * 4 - 1) / (threads * 4)));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = moe_hopper() ? 1 : 0;
+  return cudaLaunchKernelEx(&config, sum_choices<T, Result>, args);
+}
+
+}  // namespace nf4

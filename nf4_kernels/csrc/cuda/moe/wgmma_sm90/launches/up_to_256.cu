@@ -1,0 +1,6 @@
+// The instances of work.cuh with up to 256 choices a tile.
+#include "launch_instance.cuh"
+
+namespace nf4 {
+NF4_MOE_INSTANCES_UP_TO_256
+}  // namespace nf4

@@ -1,0 +1,191 @@
+"""GEMMs of a mixture of experts: which launches compute one, as a pure function of shapes; the groups stay on the device.
+
+    >>> print(plan_moe(1, 8, 128, 1536, 2048, 90, 132, gated=True))
+    moe_rows: 1 x 16 warps x 2 blocks, groups of 8, 7 stages, grid 132
+
+A choice is one of a token's top_k experts; a group is up to so many choices of one expert, whose weight is read once for
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nf4_kernels.plan.rows import GROUP_ROWS, shared_bytes
+from nf4_kernels.plan.wgmma import WGMMA_COSTS
+
+# (warps, teams, k blocks of a warp, token tiles of 8): the instances of csrc/cuda/moe/instances.cuh.
+MOE_INSTANCES = (
+    *((16, 1, blocks, 1) for blocks in (1, 2, 3, 4, 8)),
+    *((16, teams, blocks, 1) for teams in (2, 4) for blocks in (2, 3, 4)),
+    *((16, 1, blocks, 2) for blocks in (1, 2, 3, 4)),
+    *((16, 2, blocks, 2) for blocks in (2, 3)),
+    *((16, 1, blocks, 4) for blocks in (1, 2)),
+)
+# The same for devices whose blocks have 99 KB of shared memory.
+MOE_SMALL_INSTANCES = ((8, 1, 1, 1), (8, 1, 2, 1), (4, 1, 2, 2))
+# (tokens of a tile, warpgroups): the instances of csrc/cuda/moe/wgmma_sm90/instances.cuh.
+MOE_WGMMA_INSTANCES = ((16, 2), (32, 2), (64, 2), (128, 2), (256, 2))
+MOST_UNSORTED = 1024
+"""Choices that thread blocks group themselves."""
+K_STEP = 256
+"""k of a step of a wgmma tile, to which activations are padded."""
+_SMALL_SHARED_BYTES = 99 << 10
+
+
+def _capacity(choices: int, experts: int, size: int) -> int:
+    """The most groups that there can be: moe_capacity() of csrc/cuda/moe/args.cuh."""
+    return -(-min(choices // size + min(experts, choices), choices) // 4) * 4
+
+
+def _list_bytes(choices: int, experts: int, size: int) -> int:
+    """Bytes of a list of groups: list_bytes() of csrc/cuda/moe/args.cuh."""
+    return -(-(4 + _capacity(choices, experts, size) * (1 + size)) * 4 // 256) * 256
+
+
+@dataclass(frozen=True)
+class MoeRows:
+    """moe_rows: the weight rows of chosen experts stream past their choices; the fields are MoeRowsPlan of params.h."""
+
+    warps: int
+    teams: int
+    blocks: int
+    tiles: int
+    stages: int
+    parts: int
+    part_blocks: int
+    grid: int
+    held_groups: int
+    sorted: bool
+    adds: bool
+
+    def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
+        """The list of groups, if any, and float32 results that a launch behind adds up."""
+        listed = _list_bytes(choices, experts, self.tiles * 8) if self.sorted else 0
+        return listed + (self.parts * choices * n * 4 if (routed or self.parts > 1) and not self.adds else 0)
+
+    def __str__(self) -> str:
+        parts = "" if self.parts == 1 else f", k in {self.parts} parts"
+        return (
+            f"moe_rows: {self.teams} x {self.warps // self.teams} warps x {self.blocks} blocks, groups of {self.tiles * 8}"
+            f"{', sorted' if self.sorted else ''}{', adds' if self.adds else ''}{parts}, {self.stages} stages, "
+            f"grid {self.grid}"
+        )
+
+
+@dataclass(frozen=True)
+class MoeWgmma:
+    """moe_wgmma: linear_wgmma's tiles, each of one group; the fields are MoeWgmmaPlan of params.h."""
+
+    tokens: int
+    groups: int
+    grid: int
+
+    def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
+        """The list of groups, x in the order of tiles, and 16-bit results that a launch behind adds up."""
+        ordered = x_rows * -(-k // K_STEP) * K_STEP * 2
+        return _list_bytes(choices, experts, self.tokens) + ordered + (choices * n * 2 if routed else 0)
+
+    def __str__(self) -> str:
+        return f"moe_wgmma: {self.tokens} choices x {self.groups * 64} rows, grid {self.grid}"
+
+
+MoePlan = MoeRows | MoeWgmma
+
+
+def moe_stages(warps: int, teams: int, blocks: int, tiles: int, nested: bool, shared: int) -> tuple[int, int]:
+    """How many ring stages fit, and bytes of one: MoeLayout of csrc/cuda/moe/rows_layout.cuh."""
+    unit_blocks = warps // teams * blocks
+    scale_pitch = ((unit_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
+    stage = teams * GROUP_ROWS * (unit_blocks * 32 + 32 + scale_pitch)
+    fixed = 65536 + 1024 + 2 * warps * tiles * 512 + 256 + GROUP_ROWS * tiles * 32
+    return max(0, min(7, 65536 // (teams * unit_blocks * 128), (shared - fixed) // stage)), stage
+
+
+def moe_rows_candidates(
+    choices: int, experts: int, k: int, arch: int, multiprocessors: int, nested: bool, gated: bool, routed: bool
+) -> list[MoeRows]:
+    """The moe_rows launches that a device can do: for groups of each size and each number of teams the smallest that fit."""
+    k_blocks, shared = k // 64, shared_bytes(arch)
+    instances = MOE_SMALL_INSTANCES if shared == _SMALL_SHARED_BYTES else MOE_INSTANCES
+    found: dict[tuple[int, int], MoeRows] = {}
+    for warps, teams, blocks, tiles in sorted(instances, key=lambda instance: instance[2]):
+        size, unit_blocks = tiles * 8, warps // teams * blocks
+        parts = -(-k_blocks // unit_blocks)
+        before = found.get((tiles, teams))
+        if (parts > 1 and gated) or (before is not None and before.parts <= parts):
+            continue
+        part_blocks = k_blocks if parts == 1 else min(unit_blocks, -(-k_blocks // parts // 4) * 4)
+        held = -(-_capacity(choices, experts, size) // multiprocessors) + 2
+        adds = routed and parts == 1 and choices <= size
+        held = max(held, choices) if adds else held
+        held += held % 2
+        stages, stage = moe_stages(warps, teams, blocks, tiles, nested, shared - held * (size + 1) * 4)
+        if stages < 2:
+            continue
+        scratch = 128 + experts * 4 + (-(-choices // 32) * experts + 1) // 2 * 4
+        is_sorted = choices > MOST_UNSORTED or (choices > 32 and scratch > stages * stage)
+        found[tiles, teams] = MoeRows(
+            warps, teams, blocks, tiles, stages, parts, part_blocks, multiprocessors, held, is_sorted, adds
+        )
+    return list(found.values())
+
+
+def moe_candidates(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    n: int,
+    k: int,
+    arch: int,
+    multiprocessors: int,
+    nested: bool,
+    gated: bool,
+    routed: bool = False,
+) -> list[MoePlan]:
+    """Every launch that a device can do for such a GEMM."""
+    found: list[MoePlan] = [
+        *moe_rows_candidates(tokens * top_k, experts, k, arch, multiprocessors, nested, gated, routed)
+    ]
+    if arch == 90 and not (gated and n % 4):
+        found += [MoeWgmma(size, groups, multiprocessors) for size, groups in MOE_WGMMA_INSTANCES]
+    return found
+
+
+def _wgmma_cost(plan: MoeWgmma, each: float) -> float:
+    """Microseconds of a k step of all token tiles of an expert with `each` choices, as linear_wgmma's steps are fitted."""
+    costs = WGMMA_COSTS[plan.tokens, plan.groups]
+    tiles = max(1.0, each / plan.tokens + 0.5)  # choices are uneven: the last tile is half full
+    return tiles * (costs.step + (costs.step_more_tiles if each > plan.tokens else 0.0))
+
+
+def plan_moe(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    n: int,
+    k: int,
+    arch: int,
+    multiprocessors: int,
+    blocksize: int = 64,
+    nested: bool = True,
+    gated: bool = False,
+    routed: bool = False,
+) -> MoePlan | None:
+    """The choice for x of so many tokens and experts' weights [n, k] in 16-bit types; None where no kernel fits.
+
+    Thresholds are estimates from linear_rows and linear_wgmma: these launches have not run on a GPU yet.
+    """
+    if k % 64 or blocksize < 64 or arch < 80 or tokens < 1 or n < 1 or k < 1 or (gated and n % 2):
+        return None
+    candidates = moe_candidates(tokens, top_k, experts, n, k, arch, multiprocessors, nested, gated, routed)
+    choices = tokens * top_k
+    chosen = experts * (1 - (1 - 1 / experts) ** choices)
+    each = choices / chosen
+    wgmma = {c.tokens: c for c in candidates if isinstance(c, MoeWgmma)}
+    rows = [c for c in candidates if isinstance(c, MoeRows)]
+    if wgmma and (each > 6 or choices > MOST_UNSORTED or not rows):
+        return min(wgmma.values(), key=lambda plan: _wgmma_cost(plan, each))
+    tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
+    rows.sort(key=lambda c: (abs(c.tiles - tiles), c.parts, abs(c.blocks - 2)))
+    return rows[0] if rows else None

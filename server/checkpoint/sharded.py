@@ -1,0 +1,286 @@
+"""Load one shard of a checkpoint: of every weight only the shard's rows or columns, by the rules of shards.py."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState, quantize_4bit
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from server.checkpoint.base import CheckpointError, Progress
+from server.checkpoint.classes import loading_of, read_config
+from server.checkpoint.experts.names import place_of
+from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint, weight_files
+from server.checkpoint.loading import check_memory
+from server.checkpoint.shards import Part, Shard, check_count, parts_of, shard_config
+from server.checkpoint.slices import cut_linear
+
+logger = logging.getLogger(__name__)
+
+BLOCKSIZE = 64
+"""Of weights that are quantized while they are loaded."""
+_STATE = "quant_state.bitsandbytes__nf4"
+_STATE_TENSORS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE)
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A shard as a transformers model, and what it has of every linear layer, by the layer's name.
+
+    Its embeddings and output layer have the rows Shard.rows_of(the vocabulary).
+    """
+
+    model: PreTrainedModel
+    parts: dict[str, Part]
+    shard: Shard
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, mapped from its files: what is not used is not read. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+        try:
+            for path in weight_files(folder):
+                file = self._open.enter_context(safe_open(path, framework="pt"))
+                self._files |= dict.fromkeys(file.keys(), file)
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"{folder}: damaged: {' '.join(str(e).split())}") from e
+
+    def __enter__(self) -> StoredTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A tensor by its name. Raises CheckpointError where there is none."""
+        if name not in self._files:
+            raise CheckpointError(f"{self._folder}: damaged: missing keys: {name}")
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def quant_state(self, name: str) -> QuantState | None:
+        """How the weight of that name is quantized; None where it is not."""
+        if f"{name}.{_STATE}" not in self:
+            return None
+        named = {suffix: f"{name}.{suffix}" for suffix in _STATE_TENSORS}
+        return QuantState.from_dict({s: self[full] for s, full in named.items() if full in self}, torch.device("cpu"))
+
+
+def blocksize_of(info: CheckpointInfo) -> int:
+    """Weights of one scale block: the largest among the NF4 weights of a checkpoint."""
+    if info.quantization == "none":
+        return BLOCKSIZE
+    with StoredTensors(info.folder) as stored:
+        names = [name.removesuffix(f".{_STATE}") for name in info.tensors if name.endswith(_STATE)]
+        states = [stored.quant_state(name) for name in names[:1]]
+    return max(int(state.blocksize) for state in states if state is not None)
+
+
+def load_shard(
+    folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, shard: Shard
+) -> ShardedModel:
+    """The shard of the model in folder, in eval mode on device: as load_model() loads the whole of it.
+
+    Raises CheckpointError for what load_model() does, and for a model that cannot be divided so.
+    """
+    info = inspect_checkpoint(folder)
+    check_divisible(info)
+    config = read_config(folder)
+    check_count(config, blocksize_of(info), shard.count, str(folder))
+    check_memory(info, device, dtype, shard.count)
+    model, parts = empty_shard(config, dtype, shard, folder)
+    try:
+        with StoredTensors(folder) as stored:
+            _Filling(model, stored, info, device, dtype, shard, parts).run(progress)
+    except torch.OutOfMemoryError as e:
+        raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
+    except (OSError, SafetensorError, RuntimeError) as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise CheckpointError(f"{folder}: cannot be loaded: {reason}") from e
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        logger.debug("%s: no generation_config.json", folder)
+    return ShardedModel(model.eval().requires_grad_(False), parts, shard)
+
+
+def check_divisible(info: CheckpointInfo) -> None:
+    """Raise CheckpointError, by name, for what is served by one GPU only."""
+    what = None
+    chosen = loading_of(info)
+    if chosen.auto is not AutoModelForCausalLM or chosen.key_mapping is not None:
+        what = f"{info.architecture} ({info.model_type}), a class with images or sounds,"
+    elif any(place_of(name) for name in info.tensors):
+        what = "a mixture of experts"
+    elif other := next((name for name, table in info.packed.items() if table != "nf4"), None):
+        what = f"{other} in {info.packed[other]}"
+    if what is not None:
+        raise CheckpointError(
+            f"{info.folder}: {what} cannot be divided among GPUs yet: engine.tensor_parallel_size must be 1"
+        )
+
+
+def empty_shard(
+    config: PretrainedConfig, dtype: torch.dtype, shard: Shard, folder: Path
+) -> tuple[PreTrainedModel, dict[str, Part]]:
+    """A shard on the meta device, and its parts. Raises CheckpointError."""
+    own = shard_config(config, shard.count)
+    for each in (config, own):
+        each.dtype = dtype
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    try:
+        with torch.device("meta"):
+            whole, model = (AutoModelForCausalLM.from_config(each) for each in (config, own))
+    except (ValueError, KeyError, RuntimeError) as e:
+        raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
+    return model, parts_of(whole, model, config, shard, folder)
+
+
+def set_vocabulary(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Make an embedding or an output layer one of the shard's rows: weight [rows, hidden]."""
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if isinstance(layer, nn.Embedding):
+        layer.num_embeddings, layer.padding_idx = weight.shape[0], None
+    else:
+        layer.out_features = weight.shape[0]  # type: ignore[assignment]
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def initialize_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Give a module of a model on the meta device memory, and its buffers (rotary frequencies) their values."""
+    module.to_empty(device=device, recurse=False)
+    model._init_weights(module)
+
+
+class _Filling:
+    """Puts a shard's tensors into a model that is on the meta device."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: StoredTensors,
+        info: CheckpointInfo,
+        device: torch.device,
+        dtype: torch.dtype,
+        shard: Shard,
+        parts: dict[str, Part],
+    ) -> None:
+        self._model = model
+        self._stored = stored
+        self._info = info
+        self._device = device
+        self._dtype = dtype
+        self._shard = shard
+        self._parts = parts
+
+    def run(self, progress: Progress) -> None:
+        """Fill all modules."""
+        model, stage = self._model, "loading weights"
+        if self._info.quantization == "none":
+            stage = "loading and quantizing weights"
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        modules = list(model.named_modules())
+        for done, (name, module) in enumerate(modules):
+            if done % 32 == 0:
+                progress(stage, done / len(modules))
+            if module is embeddings or module is head:
+                if module is head and model.config.get_text_config().tie_word_embeddings:
+                    set_vocabulary(head, embeddings.weight)
+                else:
+                    self._fill_vocabulary(name, module)
+            elif name in self._parts:
+                model.set_submodule(name, self._linear(name, module, self._parts[name]))
+            else:
+                self._fill_plain(name, module)
+        progress(stage, 1.0)
+
+    def _fill_vocabulary(self, name: str, module: nn.Module) -> None:
+        bias = getattr(module, "bias", None)
+        if any(True for _ in module.buffers(recurse=False)):
+            # One row, so that nothing is filled with random numbers.
+            set_vocabulary(module, module.weight[:1])  # type: ignore[index]
+            initialize_buffers(self._model, module, self._device)
+        padded = None if bias is None else self._rows(f"{name}.bias")
+        set_vocabulary(module, self._rows(f"{name}.weight"), padded)
+
+    def _rows(self, name: str) -> torch.Tensor:
+        """The shard's rows of the vocabulary, with zeros where that has ended."""
+        whole = self._stored[name]
+        rows = self._shard.rows_of(whole.shape[0])
+        own = torch.zeros((len(rows), *whole.shape[1:]), dtype=self._dtype, device=self._device)
+        held = whole[rows.start : rows.stop]
+        own[: held.shape[0]] = held.to(self._device)
+        return own
+
+    def _fill_plain(self, name: str, module: nn.Module) -> None:
+        parameters = dict(module.named_parameters(recurse=False))
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers:
+            initialize_buffers(self._model, module, self._device)
+        for key, value in {**parameters, **buffers}.items():
+            full = f"{name}.{key}" if name else key
+            if key in buffers and full not in self._stored:
+                continue
+            stored = self._stored[full]
+            if stored.shape != value.shape:
+                raise CheckpointError(
+                    f"{self._info.folder}: damaged: {full} has shape {list(stored.shape)}, not {list(value.shape)}"
+                )
+            filled = stored.to(self._device, self._dtype if stored.is_floating_point() else None, copy=True)
+            if key in parameters:
+                setattr(module, key, nn.Parameter(filled, requires_grad=False))
+            else:
+                module.register_buffer(key, filled)
+
+    def _linear(self, name: str, module: nn.Module, part: Part) -> nn.Module:
+        """The layer's part: NF4 where the checkpoint is, or where it is not quantized at all."""
+        stored, weight = self._stored, f"{name}.weight"
+        bias = self._bias(name, module, part)
+        state, values = stored.quant_state(weight), stored[weight]
+        if state is None and self._info.quantization == "none":
+            # The scale of the scales spans the whole weight, which therefore is quantized as a whole.
+            values, state = quantize_4bit(
+                values.to(self._device, self._dtype).contiguous(), blocksize=BLOCKSIZE, compress_statistics=True,
+                quant_type="nf4", quant_storage=torch.uint8,
+            )  # fmt: skip
+        if state is not None:
+            try:
+                return cut_linear(values, state, part, bias, self._dtype, self._device)
+            except ValueError as e:
+                raise CheckpointError(
+                    f"{self._info.folder}: engine.tensor_parallel_size {self._shard.count}: {name}: {e}"
+                ) from e
+        if tuple(values.shape) != part.whole:
+            raise CheckpointError(
+                f"{self._info.folder}: damaged: {weight} has shape {list(values.shape)}, not {list(part.whole)}"
+            )
+        columns = slice(part.columns.start, part.columns.stop)
+        own = torch.cat([values[rows.start : rows.stop, columns] for rows in part.rows])
+        plain = nn.Linear(part.shape[1], part.shape[0], bias=bias is not None, device="meta")
+        plain.weight = nn.Parameter(own.to(self._device, self._dtype), requires_grad=False)
+        if bias is not None:
+            plain.bias = nn.Parameter(bias.to(self._device, self._dtype), requires_grad=False)
+        return plain
+
+    def _bias(self, name: str, module: nn.Module, part: Part) -> torch.Tensor | None:
+        """The shard's bias; the first shard's where the outputs of all are added up."""
+        if getattr(module, "bias", None) is None or (part.is_partial and self._shard.rank):
+            return None
+        bias = self._stored[f"{name}.bias"]
+        return torch.cat([bias[rows.start : rows.stop] for rows in part.rows])

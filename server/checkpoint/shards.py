@@ -1,0 +1,220 @@
+"""How a model is divided among the processes of tensor parallelism: which rows and columns of each weight are whose.
+
+A shard is a model of its own with fewer heads and a narrower MLP, which transformers builds from a configuration that
+says so. What is narrower in it than in the whole model shows how each weight is split: along n, along k, or not at all.
+transformers' plan for the model (base_model_tp_plan), else the projection's name, has to agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from server.checkpoint.base import CheckpointError
+
+# Embeddings and the output layer are padded so that each shard has a multiple of this many rows.
+VOCABULARY_MULTIPLE = 64
+MOST_SHARDS = 64
+# For models without a plan: projections that are split along n, and those that are split along k.
+_SPLIT_N = {"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1"}
+_SPLIT_K = {"o_proj", "out_proj", "dense", "down_proj", "fc2"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of count equal parts of a model."""
+
+    rank: int = 0
+    count: int = 1
+
+    def rows_of(self, size: int) -> range:
+        """Its rows of something padded and divided evenly, such as a vocabulary; the padding included."""
+        each = -(-size // (self.count * VOCABULARY_MULTIPLE)) * VOCABULARY_MULTIPLE
+        return range(self.rank * each, (self.rank + 1) * each)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a shard has of a linear layer's weight [n, k]: ranges of rows, one after another, and a range of columns."""
+
+    whole: tuple[int, int]
+    rows: tuple[range, ...]
+    columns: range
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the shard's own weight."""
+        return sum(len(rows) for rows in self.rows), len(self.columns)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it has a part of k: then the outputs of all shards add up to the layer's."""
+        return len(self.columns) < self.whole[1]
+
+
+def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
+    """Into how many shards a model can be divided. blocksize: of its NF4 weights, whose scale blocks stay whole."""
+    text = config.get_text_config()
+    if _undivided(config):
+        return [1]
+    heads, kv_heads, wide = _sizes(text)
+    dim = _head_dim(text)
+    return [
+        count
+        for count in range(1, min(heads, MOST_SHARDS) + 1)
+        if count == 1
+        or (
+            heads % count == 0
+            and (kv_heads % count == 0 or count % kv_heads == 0)
+            and wide % (count * blocksize) == 0
+            and heads // count * dim % blocksize == 0
+        )
+    ]
+
+
+def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str) -> None:
+    """Raise CheckpointError, with what could be, where a model cannot be divided into count shards."""
+    possible = possible_counts(config, blocksize)
+    if count in possible:
+        return
+    text = config.get_text_config()
+    heads, kv_heads, wide = _sizes(text)
+    sizes = f"{heads} heads, {kv_heads} KV heads and {wide} features of the MLP in blocks of {blocksize}"
+    reason = _undivided(config) or sizes
+    raise CheckpointError(
+        f"{what}: engine.tensor_parallel_size {count} does not divide the model: it has {reason};"
+        f" possible: {', '.join(map(str, possible))}"
+    )
+
+
+def _undivided(config: PretrainedConfig) -> str | None:
+    """What a model has that is not divided yet, whatever its sizes."""
+    text = config.get_text_config()
+    if text is not config:
+        return f"parts beside its text model ({config.model_type}), which are not split yet"
+    if any(getattr(text, name, None) for name in _EXPERTS):
+        return "a mixture of experts, which is not split yet"
+    return None
+
+
+def shard_config(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """The configuration of one of count shards, which are alike; KV heads are repeated where there are fewer."""
+    own = copy.deepcopy(config)
+    text = own.get_text_config()
+    heads, kv_heads, wide = _sizes(text)
+    text.head_dim = _head_dim(text)
+    text.num_attention_heads = heads // count
+    if getattr(text, "num_key_value_heads", None) is not None:
+        text.num_key_value_heads = max(1, kv_heads // count)
+    text.intermediate_size = wide // count
+    return own
+
+
+def parts_of(
+    whole: nn.Module, own: nn.Module, config: PretrainedConfig, shard: Shard, folder: object
+) -> dict[str, Part]:
+    """What a shard has of every linear layer, by the layer's name. The modules may be on the meta device.
+
+    whole, own: the model as it is, and the shard (of shard_config()). Raises CheckpointError where the two do not differ
+    as a known way of dividing makes them differ.
+    """
+    parts: dict[str, Part] = {}
+    plan = _plan(config)
+    vocabulary = {id(m) for m in (whole.get_input_embeddings(), whole.get_output_embeddings())}  # type: ignore[operator]
+    own_modules = dict(own.named_modules())
+    for name, module in whole.named_modules():
+        if id(module) in vocabulary:
+            continue
+        if isinstance(module, nn.Linear):
+            theirs = own_modules[name]
+            assert isinstance(theirs, nn.Linear)
+            parts[name] = _part(name, module, theirs, _role(name, plan), config, shard, folder)
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.shape != getattr(own_modules[name], key).shape:
+                raise CheckpointError(
+                    f"{folder}: engine.tensor_parallel_size {shard.count}: {name}.{key} spans all heads and cannot be split"
+                )
+    return parts
+
+
+def _part(
+    name: str,
+    whole: nn.Linear,
+    own: nn.Linear,
+    role: str | None,
+    config: PretrainedConfig,
+    shard: Shard,
+    folder: object,
+) -> Part:
+    n, k = whole.out_features, whole.in_features
+    rows, columns = _rows(name, n, own.out_features, config, shard), range(k)
+    split_k = own.in_features < k
+    if split_k:
+        each = own.in_features
+        columns = range(shard.rank * each, (shard.rank + 1) * each)
+    expected = "k" if split_k else "n" if own.out_features < n or role == "n" else None
+    fits = rows is not None and (not split_k or (own.out_features == n and each * shard.count == k))
+    if rows is None or not fits or role != expected:
+        raise CheckpointError(
+            f"{folder}: engine.tensor_parallel_size {shard.count}: no rule says how {name} [{n}, {k}] is split"
+        )
+    return Part((n, k), rows, columns)
+
+
+def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -> tuple[range, ...] | None:
+    """The shard's rows of a weight with n, of which it has own; None where that is no way to divide it."""
+    last = name.rpartition(".")[2]
+    sections = [(n, own)]
+    if own < n and last == "qkv_proj":
+        text, sharded = config.get_text_config(), shard_config(config, shard.count).get_text_config()
+        dim = _head_dim(text)
+        (heads, kv_heads, _), (own_heads, own_kv_heads, _) = _sizes(text), _sizes(sharded)
+        sections = [(heads * dim, own_heads * dim), *[(kv_heads * dim, own_kv_heads * dim)] * 2]
+    elif own < n and last == "gate_up_proj":
+        sections = [(n // 2, own // 2)] * 2
+    if sum(size for size, _ in sections) != n or sum(size for _, size in sections) != own:
+        return None
+    rows, start = [], 0
+    for size, each in sections:
+        pieces = size // each
+        if pieces * each != size or shard.count % pieces:
+            return None
+        # Fewer pieces than shards: KV heads, each of which several shards have.
+        first = start + shard.rank * pieces // shard.count * each
+        rows.append(range(first, first + each))
+        start += size
+    return tuple(rows)
+
+
+def _plan(config: PretrainedConfig) -> Mapping[str, str]:
+    text: Any = config.get_text_config()
+    return getattr(text, "base_model_tp_plan", None) or {}
+
+
+def _role(name: str, plan: Mapping[str, str]) -> str | None:
+    """Along what a projection is split: "n", "k", or None for not at all."""
+    general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    style = next((style for key, style in plan.items() if general == key or general.endswith(f".{key}")), None)
+    if style is not None:
+        return "n" if style.startswith("colwise") else "k" if style.startswith("rowwise") else None
+    last = name.rpartition(".")[2]
+    return "n" if last in _SPLIT_N else "k" if last in _SPLIT_K else None
+
+
+def _sizes(text: Any) -> tuple[int, int, int]:
+    """(heads, KV heads, features of the MLP)."""
+    heads = text.num_attention_heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads, getattr(text, "intermediate_size", None) or 0
+
+
+def _head_dim(text: Any) -> int:
+    dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return dim

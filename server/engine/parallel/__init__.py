@@ -1,0 +1,1 @@
+"""Tensor parallelism: the processes that compute one model together, and the messages between them."""

@@ -1,0 +1,164 @@
+"""What the engine's process tells its workers, and what they tell it.
+
+A step is one message: its chunks in columns, and of the block tables only what is new since the step before. A worker
+keeps block tables of its own up to date with that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.runtime.batch import StepInput
+from server.engine.runtime.graphs.async_step import Launch
+from server.engine.scheduling.block_tables import BlockTables
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """First line of a worker's standard input, whose end means that the engine's process is gone."""
+
+    rank: int
+    count: int
+    store: str
+    """Where the ranks find one another; see exchange.Membership."""
+    to_worker: str
+    """Address where the worker receives ToWorker messages."""
+    from_worker: str
+    """Address where it sends FromWorker messages."""
+    checkpoint_folder: str
+    engine: dict[str, Any]
+    """EngineConfig, dumped."""
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """A Launch; table is None or the bytes of a float64 [rows, 6]."""
+
+    follows: bool
+    source: list[int] | None
+    table: bytes | None
+
+
+class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """Engine to worker: compute a step. Columns are bytes of int32."""
+
+    chunks: bytes
+    """[3, sequences]: row of the block tables, first token, tokens."""
+    ids: bytes
+    wanted: bytes
+    adapters: list[int | None] | None
+    """None: no sequence has one."""
+    changed: bytes
+    """[4, rows]: rows of the block tables that are new in part: row, holder, first new block, blocks."""
+    blocks: bytes
+    """The new blocks of the changed rows, one row after another."""
+    sampling: Sampling | None = None
+    """How the worker samples the tokens itself; None: the engine does."""
+
+
+class WriteAdapter(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
+    """Engine to worker: load the LoRA adapter in a folder into a slot."""
+
+    slot: int
+    path: str
+
+
+class StopWorker(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Engine to worker: leave."""
+
+
+class WorkerReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Worker to engine: it waits for steps."""
+
+    rank: int
+
+
+class WorkerBeat(msgspec.Struct, frozen=True, tag="beat"):
+    """Worker to engine, every second once it is ready: it lives, and this much of its device's memory is used."""
+
+    rank: int
+    memory_used: int
+    memory_total: int
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Worker to engine: it ends; fatal as of EngineFailed."""
+
+    rank: int
+    message: str
+    fatal: bool = False
+
+
+ToWorker = ComputeStep | WriteAdapter | StopWorker
+FromWorker = WorkerReady | WorkerBeat | WorkerFailed
+
+
+class StepWriter:
+    """Makes messages of steps; it knows what of the block tables has been sent."""
+
+    def __init__(self) -> None:
+        self._tables: BlockTables | None = None
+        self._counts = np.zeros(0, np.int64)
+        self._holders = np.zeros(0, np.int64)
+
+    def write(self, given: StepInput, launch: Launch | None) -> ComputeStep:
+        """The message of a step; its part of the block tables counts as sent."""
+        tables, rows = given.tables, given.rows
+        if tables is not self._tables:
+            self._tables = tables
+            self._counts, self._holders = np.zeros_like(tables.counts), np.zeros_like(tables.holders)
+        held = self._holders[rows] == tables.holders[rows]
+        had, has = np.where(held, self._counts[rows], 0), tables.counts[rows]
+        self._holders[rows], self._counts[rows] = tables.holders[rows], has
+        new = np.flatnonzero((has > had) | ~held)
+        changed = np.stack((rows[new], tables.holders[rows[new]], had[new], has[new]))
+        blocks = [tables.blocks[row, first:end] for row, _, first, end in changed.T.tolist()]
+        adapted = given.adapters.count(None) < len(given.adapters)
+        sampling = None
+        if launch is not None:
+            table = launch.table()
+            sampling = Sampling(launch.follows, launch.source, None if table is None else table.tobytes())
+        return ComputeStep(
+            _bytes(np.stack((rows, given.starts, given.lengths))),
+            _bytes(np.array(given.ids)),
+            _bytes(given.wanted),
+            list(given.adapters) if adapted else None,
+            _bytes(changed),
+            b"".join(part.tobytes() for part in blocks),
+            sampling,
+        )
+
+
+class StepReader:
+    """Reads messages of steps in the order in which a StepWriter made them."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        """rows, width: those of the engine's block tables."""
+        self._tables = BlockTables(rows, width)
+
+    def read(self, message: ComputeStep) -> tuple[StepInput, Launch | None]:
+        """The step, and how its tokens are sampled where the worker samples them."""
+        tables = self._tables
+        new, place = np.frombuffer(message.blocks, np.int32), 0
+        for row, holder, first, end in _numbers(message.changed).reshape(4, -1).T.tolist():
+            tables.blocks[row, first:end] = new[place : place + end - first]
+            tables.holders[row], tables.counts[row] = holder, end
+            place += end - first
+        rows, starts, lengths = _numbers(message.chunks).reshape(3, -1)
+        adapters = [None] * len(rows) if message.adapters is None else message.adapters
+        ids, wanted = _numbers(message.ids).tolist(), _numbers(message.wanted)
+        launch, sampling = None, message.sampling
+        if sampling is not None:
+            table = None if sampling.table is None else np.frombuffer(bytearray(sampling.table)).reshape(-1, 6)
+            launch = Launch(sampling.follows, sampling.source, lambda: table)
+        return StepInput(tables, rows, starts, lengths, ids, wanted, adapters), launch
+
+
+def _bytes(numbers: npt.NDArray[np.int64]) -> bytes:
+    return numbers.astype(np.int32).tobytes()
+
+
+def _numbers(data: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(data, np.int32).astype(np.int64)

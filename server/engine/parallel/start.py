@@ -1,0 +1,92 @@
+"""From a checkpoint to a runner whose model one process computes, or several together."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from server.checkpoint.base import Progress
+from server.checkpoint.classes import read_config
+from server.checkpoint.inspection import inspect_checkpoint
+from server.checkpoint.loading import available_bytes
+from server.checkpoint.sharded import BLOCKSIZE, blocksize_of
+from server.checkpoint.shards import check_count, possible_counts
+from server.config import EngineConfig
+from server.engine.parallel.workers import Failed, Workers, start_workers
+from server.engine.runtime.limits import EngineConfigError, resolve_device
+from server.engine.runtime.runner import ModelRunner
+from server.engine.start import load_runner
+
+logger = logging.getLogger(__name__)
+
+# With auto, a GPU is to hold its part of the weights in this share of its memory. The rest is for steps and the cache.
+AUTO_SHARE = 0.7
+
+
+def load_ranks(
+    folder: Path, config: EngineConfig, progress: Progress, failed: Failed, logging_options: list[str]
+) -> tuple[ModelRunner, Workers | None]:
+    """The runner of engine.tensor_parallel_size ranks, of which this process is the first, and the workers of the others.
+
+    failed and logging_options as of start_workers(). Raises as load_runner() does.
+    """
+    device, dtype = resolve_device(config)
+    count = config.tensor_parallel_size
+    if count == "auto":
+        count = _fewest(folder, config, device, dtype)
+    if count == 1:
+        return load_runner(folder, config, progress), None
+    _check(folder, config, count, device)
+    workers = start_workers(folder, config, count, device.type, failed, logging_options)
+    try:
+        runner = load_runner(folder, config, progress, workers.membership, workers)
+        progress("waiting for the other ranks", 1.0)
+        workers.wait_ready()
+        if runner.adapters is not None:
+            runner.adapters.on_write = workers.write_adapter
+    except BaseException:
+        workers.end()
+        raise
+    return runner, workers
+
+
+def _check(folder: Path, config: EngineConfig, count: int, device: torch.device) -> None:
+    """Raise EngineConfigError or CheckpointError where so many ranks cannot compute the model."""
+    if config.batch_invariant:
+        raise EngineConfigError(
+            f"engine.batch_invariant does not work with engine.tensor_parallel_size {count}:"
+            " NCCL does not promise in which order it adds"
+        )
+    devices = torch.cuda.device_count() if device.type == "cuda" else count
+    if count > devices:
+        raise EngineConfigError(f"engine.tensor_parallel_size is {count}, and there are {devices} GPUs")
+    # Before the workers start, so that the message comes at once and from one process.
+    check_count(read_config(folder), _blocksize(folder, config), count, str(folder))
+
+
+def _blocksize(folder: Path, config: EngineConfig) -> int:
+    return BLOCKSIZE if config.load_format == "dummy" else blocksize_of(inspect_checkpoint(folder))
+
+
+def fewest(possible: list[int], needed: int, usable: float) -> int:
+    """The least of possible with which each of so many devices holds its part of needed bytes in usable; else the most."""
+    return next((count for count in possible if needed / count <= usable), possible[-1])
+
+
+def _fewest(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """The fewest GPUs that hold the model and leave room for a cache; 1 on CPU, and where the folder has no weights."""
+    if device.type != "cuda" or config.load_format == "dummy":
+        return 1
+    info = inspect_checkpoint(folder)
+    needed = info.loaded_bytes(dtype.itemsize)
+    usable = available_bytes(device) * AUTO_SHARE
+    possible = [
+        count
+        for count in possible_counts(read_config(folder), blocksize_of(info))
+        if count <= torch.cuda.device_count()
+    ]
+    found = fewest(possible, needed, usable)
+    logger.info("engine.tensor_parallel_size auto: %d of %d GPUs", found, torch.cuda.device_count())
+    return found

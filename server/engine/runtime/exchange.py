@@ -1,0 +1,128 @@
+"""What the processes of tensor parallelism exchange: sums and rows of tensors over all ranks, and what they agree on.
+
+A process belongs to one group at most, which join() makes; where there is none, a rank is alone and exchanges nothing.
+The operations are torch's own collectives behind ops that torch.compile keeps and CUDA graphs capture: NCCL on CUDA, gloo
+on CPU. Every rank must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Ranks reach their trials at the same time but for what they compile or load.
+TIMEOUT = timedelta(minutes=10)
+ENVIRONMENT = {
+    # Hosts with many users lack the resources of NVLink multicast, and what takes them can fail at any moment.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # All ranks are on one host.
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""What the processes of a group have in their environment, unless the user's says otherwise."""
+
+
+class ExchangeError(RuntimeError):
+    """A step failed on this rank, and the others may wait for it in an exchange: the group can do nothing any more."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A process's place in its group. store: a file of the group's own, in which the ranks find one another."""
+
+    rank: int
+    count: int
+    store: str
+
+
+class _Process:
+    """This process's group; None: it is alone."""
+
+    membership: Membership | None = None
+
+
+def join(membership: Membership, device: torch.device) -> None:
+    """Meet the other ranks, in the place of a group that was joined before; each has a device of its own.
+
+    Raises RuntimeError where some do not come within TIMEOUT."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    leave()
+    rank, count = membership.rank, membership.count
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=torch._C._distributed_c10d.FileStore(membership.store, count),
+        rank=rank,
+        world_size=count,
+        timeout=TIMEOUT,
+        device_id=device if cuda else None,
+    )
+    _Process.membership = membership
+
+
+def leave() -> None:
+    """Belong to no group any more."""
+    if _Process.membership is not None:
+        _Process.membership = None
+        dist.destroy_process_group()
+
+
+def is_alone() -> bool:
+    """Whether there are no other ranks."""
+    return _Process.membership is None
+
+
+def agreed(success: bool) -> bool:
+    """Whether all ranks have had success; alone: success."""
+    return least(int(success)) == 1
+
+
+def least(number: int) -> int:
+    """The least of all ranks' numbers; alone: number."""
+    if _Process.membership is None:
+        return number
+    found = torch.tensor([number], dtype=torch.int64)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found)
+
+
+# Its name since torch 2.13, and the one before.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _all_reduce(x: torch.Tensor) -> None:
+    dist.all_reduce(x)
+
+
+def _all_gather(x: torch.Tensor) -> torch.Tensor:
+    assert _Process.membership is not None
+    out = x.new_empty(_Process.membership.count, *x.shape)
+    _gather(out.view(-1, *x.shape[1:]), x.contiguous())
+    return out
+
+
+_library = torch.library.Library("nf4_server_exchange", "DEF")
+_library.define("all_reduce(Tensor(a!) x) -> ()")
+_library.define("all_gather(Tensor x) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _library.impl("all_reduce", _all_reduce, _key)
+    _library.impl("all_gather", _all_gather, _key)
+
+
+@torch.library.register_fake("nf4_server_exchange::all_reduce")  # type: ignore[untyped-decorator]
+def _(x: torch.Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("nf4_server_exchange::all_gather")  # type: ignore[untyped-decorator]
+def _(x: torch.Tensor) -> torch.Tensor:
+    assert _Process.membership is not None
+    return x.new_empty(_Process.membership.count, *x.shape)

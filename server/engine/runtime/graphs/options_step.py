@@ -1,0 +1,67 @@
+"""A launched step whose sequences may have any options (NF4_ASYNC_OPTIONS, docs/adr/0022)."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from nf4_kernels.device_clock import DeviceClock
+from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.sampling.device_sampler import DeviceSampler, LaunchedSample, ModelOutput
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.scheduler import Step
+
+logger = logging.getLogger(__name__)
+
+
+class OptionsStep:
+    """A decode step on the device whose tokens a DeviceSampler samples, with any options; else as AsyncStep."""
+
+    def __init__(self, step: Step, output: ModelOutput, sampler: DeviceSampler, clock: DeviceClock | None) -> None:
+        """The step's forward pass has been launched. clock: the device's, where it times the kernels."""
+        self.step = step
+        self._output = output
+        self._sampler = sampler
+        self._launched: LaunchedSample | None = None
+        self._times: tuple[DeviceClock, torch.Tensor] | None = None
+        if clock is not None:
+            self._times = clock, torch.empty_like(clock.totals, device="cpu", pin_memory=clock.totals.is_cuda)
+            self._times[1].copy_(clock.totals, non_blocking=True)
+        # A grammar's mask follows from the last step's token, which the host has to know.
+        if not any(chunk.sequence.constraint is not None for chunk in step.chunks):
+            self._launched = sampler.launch(output, [chunk.sequence for chunk in step.sampled])
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64, on the device: the token of each of step.sampled; there once complete() has been called."""
+        assert self._launched is not None
+        return self._launched.tokens
+
+    def complete(self) -> bool:
+        """Launch the sampling, if it had to wait until the tokens of the step before were read. Call that then.
+
+        False where that failed, which is logged: the step has to be executed then.
+        """
+        if self._launched is not None:
+            return True
+        try:
+            self._launched = self._sampler.launch(self._output, [chunk.sequence for chunk in self.step.sampled])
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception:
+            logger.exception("sampling for %d sequences failed", len(self.step.chunks))
+        return self._launched is not None
+
+    def read(self) -> list[Sampled]:
+        """Wait for the tokens; one result for each of step.sampled."""
+        assert self._launched is not None
+        results = self._launched.read()
+        if self._times is not None:
+            clock, totals = self._times
+            clock.note(totals)
+        return results
+
+
+LaunchedStep = AsyncStep | OptionsStep
+"""A step that has been launched."""

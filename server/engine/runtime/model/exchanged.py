@@ -1,0 +1,74 @@
+"""Layers of a shard whose results need the other shards: projections split along k, the embedding, the output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from server.checkpoint.shards import Part, Shard
+from server.engine.runtime import exchange  # noqa: F401 - registers torch.ops.nf4_server_exchange
+
+
+class ReducedLinear(nn.Module):
+    """A projection of which each rank has a part of k: the ranks' results are added up."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+        """This rank's part, with its adapters if it has any: their results are partial sums, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., this rank's part of k] to [..., n]."""
+        y: torch.Tensor = self.linear(x)
+        torch.ops.nf4_server_exchange.all_reduce(y)
+        return y
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding of which each rank has some rows; a token's row comes from the rank that has it."""
+
+    def __init__(self, embedding: nn.Module, first: int, count: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.first = first
+        self.count = count
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 [...] to [..., hidden]."""
+        own = ids - self.first
+        others = (own < 0) | (own >= self.count)
+        found: torch.Tensor = self.embedding(own.masked_fill(others, 0))
+        found = found.masked_fill(others.unsqueeze(-1), 0)
+        torch.ops.nf4_server_exchange.all_reduce(found)
+        return found
+
+
+class VocabularyLinear(nn.Module):
+    """An output layer of which each rank has some rows: every rank gets all logits."""
+
+    def __init__(self, linear: nn.Module, vocabulary: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.vocabulary = vocabulary
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden] to [..., vocabulary], the same bits on every rank."""
+        parts = torch.ops.nf4_server_exchange.all_gather(self.linear(x)).unbind(0)
+        # What the last ranks have beyond the vocabulary is padding.
+        each = parts[0].shape[-1]
+        held = (self.vocabulary - rank * each for rank in range(len(parts)))
+        return torch.cat([part[..., :size] for part, size in zip(parts, held, strict=True) if size > 0], -1)
+
+
+def exchange_outputs(model: PreTrainedModel, parts: Mapping[str, Part], shard: Shard) -> None:
+    """Make a shard's layers exchange what they lack. Its projections must be in their final form, adapters included."""
+    for name, part in parts.items():
+        if part.is_partial:
+            model.set_submodule(name, ReducedLinear(model.get_submodule(name)))
+    vocabulary = model.config.get_text_config().vocab_size
+    rows = shard.rows_of(vocabulary)
+    model.set_input_embeddings(VocabularyEmbedding(model.get_input_embeddings(), rows.start, len(rows)))
+    model.set_output_embeddings(VocabularyLinear(model.get_output_embeddings(), vocabulary))

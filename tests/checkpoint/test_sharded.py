@@ -1,0 +1,165 @@
+"""Shards of checkpoints: the stored weights' own codes and scales, and what cannot be divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from transformers import (
+    BitsAndBytesConfig,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Qwen3MoeConfig,
+)
+
+from nf4_kernels import Weight, cpu, reference
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.dummy import dummy_shard
+from server.checkpoint.loading import load_model
+from server.checkpoint.sharded import load_shard
+from server.checkpoint.shards import Shard, check_count, parts_of, possible_counts
+from tests.engine.models import tiny_model
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+}
+
+
+def silent(stage: str, fraction: float) -> None:
+    assert 0.0 <= fraction <= 1.0, stage
+
+
+def _dequantized(layer: Any) -> torch.Tensor:
+    """The layer's weight, by the kernels and by the oracle."""
+    weight = Weight.from_quant_state(layer.weight, layer.weight.quant_state)
+    offset, skip = getattr(layer, "group_offset", 0), getattr(layer, "group_skip", 0)
+    weight = replace(weight, group_offset=offset, group_skip=skip)
+    found = reference.dequantize(weight, torch.float32)
+    assert torch.equal(cpu.dequantize(weight, torch.float32), found)
+    return found
+
+
+def _compare(folder: Path, count: int) -> set[tuple[bool, bool]]:
+    """Compare all shards with the whole model; which geometries of nested scales there were."""
+    whole = dict(load_model(folder, CPU, torch.float32, silent).named_modules())
+    seen = set()
+    for rank in range(count):
+        sharded = load_shard(folder, CPU, torch.float32, silent, Shard(rank, count))
+        for name, module in sharded.model.named_modules():
+            part = sharded.parts.get(name)
+            if part is not None:
+                assert isinstance(module, Linear4bit)
+                full = _dequantized(whole[name])
+                rows = torch.cat([full[rows.start : rows.stop] for rows in part.rows])
+                assert torch.equal(_dequantized(module), rows[:, part.columns.start : part.columns.stop]), name
+                seen.add((module.group_offset > 0, module.group_skip > 0))
+                continue
+            for key, own in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                theirs = getattr(whole[name], key)
+                if own.shape == theirs.shape and name not in ("lm_head", "model.embed_tokens"):
+                    assert torch.equal(own, theirs), name
+                else:
+                    first = rank * own.shape[0]
+                    held = theirs[first : first + own.shape[0]]
+                    assert torch.equal(own[: len(held)], held)
+                    assert not own[len(held) :].any()
+    return seen
+
+
+def test_the_embedded_model_in_three_shards(embedded_folder: Path) -> None:
+    # Rows of k are not whole groups of 256 scale blocks, so that parts of n begin inside groups, and parts of k skip some.
+    assert _compare(embedded_folder, 3) == {(False, False), (True, False), (False, True), (True, True)}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_checkpoints_with_plain_and_nested_scales(tmp_path: Path, nested: bool) -> None:
+    tiny_model("llama", **SIZES).save_pretrained(tmp_path / "wide")
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype="float32"
+    )
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "wide", quantization_config=quantization, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "nf4")
+    seen = _compare(tmp_path / "nf4", 2)
+    assert seen == ({(False, False)} if not nested else seen)
+    assert nested == ((True, True) in seen)
+
+
+def test_layers_that_were_left_in_16_bit_are_split_too(tmp_path: Path) -> None:
+    whole = tiny_model("llama", **SIZES)
+    whole.save_pretrained(tmp_path / "wide")
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["down_proj", "q_proj", "lm_head"]
+    )
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "wide", quantization_config=quantization, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "nf4")
+    shard = load_shard(tmp_path / "nf4", CPU, torch.float32, silent, Shard(1, 2)).model.model.layers[0]
+    layer = whole.model.layers[0]
+    assert torch.equal(shard.mlp.down_proj.weight, layer.mlp.down_proj.weight[:, 384:])
+    assert torch.equal(shard.self_attn.q_proj.weight, layer.self_attn.q_proj.weight[192:])
+
+
+def test_what_does_not_divide_is_refused_with_what_does(embedded_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tensor_parallel_size 2 does not divide the model: .* possible: 1, 3$"):
+        load_shard(embedded_folder, CPU, torch.float32, silent, Shard(0, 2))
+
+
+def test_models_of_several_parts_and_experts_are_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"parts beside its text model \(gemma3\), .* possible: 1$"):
+        check_count(Gemma3Config(), 64, 2, "folder")
+    with pytest.raises(CheckpointError, match="a mixture of experts"):
+        check_count(Qwen3MoeConfig(), 64, 2, "folder")
+
+
+def test_possible_counts() -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    assert possible_counts(LlamaConfig(**sizes, num_key_value_heads=2), 64) == [1, 2, 4, 8]
+    assert possible_counts(LlamaConfig(**sizes, num_key_value_heads=2), 512) == [1]
+    # The rows of o are whole blocks of 128 with two heads or more.
+    assert possible_counts(LlamaConfig(**sizes, num_key_value_heads=4), 128) == [1, 2, 4]
+    assert possible_counts(Gemma3TextConfig(**sizes, num_key_value_heads=1, head_dim=256), 64) == [1, 2, 4, 8]
+
+
+def test_norms_over_all_heads_are_refused(tmp_path: Path) -> None:
+    config = Olmo2Config(**SIZES, vocab_size=64)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"self_attn\.q_norm\.weight spans all heads"):
+        dummy_shard(tmp_path, CPU, torch.float32, silent, Shard(0, 2))
+
+
+def test_projections_of_unknown_names_are_refused() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from server.checkpoint.shards import shard_config
+
+    config = LlamaConfig(**SIZES, vocab_size=64)
+    with torch.device("meta"):
+        whole, own = (AutoModelForCausalLM.from_config(c) for c in (config, shard_config(config, 2)))
+    for model in (whole, own):
+        model.model.layers[0].mlp.mystery = model.model.layers[0].mlp.down_proj
+        del model.model.layers[0].mlp.down_proj
+    with pytest.raises(CheckpointError, match=r"no rule says how model\.layers\.0\.mlp\.mystery"):
+        parts_of(whole, own, config, Shard(0, 2), "folder")
+
+
+def test_random_shards_have_the_geometry_of_real_ones(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES, vocab_size=200).save_pretrained(tmp_path)
+    sharded = dummy_shard(tmp_path, CPU, torch.float32, silent, Shard(1, 2))
+    layer = sharded.model.model.layers[0]
+    down = layer.mlp.down_proj
+    assert (down.in_features, down.group_offset, down.group_skip) == (384, 6, 6)
+    assert _dequantized(down).std() == pytest.approx(0.02, rel=0.3)
+    assert layer.self_attn.q_proj.out_features == 192
+    assert sharded.model.lm_head.weight.shape == (128, 192)

@@ -1,0 +1,37 @@
+"""The kernels for penalties, masks and sampling in Triton's interpreter, which needs no GPU, where Triton is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Triton reads the variable when it is imported.
+INTERPRETED = {**os.environ, "TRITON_INTERPRET": "1"}
+OPTIONS = """
+import torch
+from server.engine.runtime.sampling import option_trials
+from server.engine.runtime.sampling.device_options import DeviceOptions
+for vocabulary in (31, 4096, 5003):
+    option_trials._load(torch.device("cpu"), torch.bfloat16, vocabulary)
+assert DeviceOptions.penalize_rows is not None
+print("same")
+"""
+SAMPLER = """
+import sys
+import torch
+from server.engine.runtime.sampling import option_trials
+option_trials._load(torch.device("cpu"), torch.float32, 300)
+import pytest
+sys.exit(pytest.main(["-q", "tests/engine/test_sampler.py", "-k", "device_sampler or penalties_of"]))
+"""
+
+
+@pytest.mark.parametrize("code", [OPTIONS, SAMPLER], ids=["trials", "sampler"])
+def test_the_kernels_compute_what_torch_computes(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], env=INTERPRETED, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

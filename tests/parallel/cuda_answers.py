@@ -1,0 +1,68 @@
+"""What an engine on some GPUs answers: `python -m tests.parallel.cuda_answers FOLDER RANKS EAGER FILE` writes it as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.parallel.start import load_ranks
+from tests.engine.factories import make_request, run_together
+
+# Decode alone, mixed steps in graphs, and prompts that are too long for those.
+PROMPTS = (5, 40, 200, 700, 1500, 17)
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "seed": 7},
+    "filtered": {"temperature": 0.8, "seed": 9, "top_p": 0.9, "top_k": 40},
+    "penalized": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "scored": {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 0},
+}
+TOKENS = 32
+
+
+def _failed(reason: str, _fatal: bool) -> None:
+    print(f"the ranks failed: {reason}", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+def main() -> None:
+    """By kind and prompt: tokens, and log-probabilities of the prompt and the answer."""
+    folder, ranks, eager, file = sys.argv[1:]
+    config = EngineConfig(
+        device="cuda", tensor_parallel_size=int(ranks), enforce_eager=eager == "eager", max_num_seqs=8,
+        max_model_len=2048, kv_cache_bytes=2**30, expanded_weights="off",
+    )  # fmt: skip
+    runner, workers = load_ranks(Path(folder), config, lambda *_: None, _failed, [])
+    engine = Engine(runner, config)
+    found = {}
+    for kind, options in KINDS.items():
+        rng = random.Random(kind)
+        requests = [
+            make_request(
+                [rng.randrange(3, 32000) for _ in range(length)], f"{kind} {length}", max_tokens=TOKENS, ignore_eos=True,
+                **options,
+            )
+            for length in PROMPTS
+        ]  # fmt: skip
+        for name, outputs in run_together(engine, *requests).items():
+            entries = [entry for o in outputs for entry in (*(o.prompt_logprobs or []), *(o.logprobs or []))]
+            found[name] = {
+                "tokens": [token for o in outputs for token in o.new_token_ids],
+                "logprobs": [entry.logprob for entry in entries],
+                "errors": [o.error for o in outputs if o.error],
+            }
+    Path(file).write_text(json.dumps(found))
+    if workers is not None:
+        workers.end()
+    # NCCL's end would wait for ranks that have gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Models of every family, divided among 2 and 4 ranks: the tokens of one rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.models import FAMILIES, tiny_model
+from tests.parallel.rank import answers
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+}
+# Phi's heads divide its hidden size, and each has a KV head.
+OTHERS: dict[str, dict[str, Any]] = {
+    "phi": {"hidden_size": 256, "num_key_value_heads": 8, "head_dim": 32},
+    "gemma2": {"num_hidden_layers": 4},
+    "gemma3_text": {"num_hidden_layers": 4},
+    "granite": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family, a checkpoint of a small random model in 16 bit, which is quantized while it is loaded."""
+    root = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        tiny_model(family, **{**SIZES, **OTHERS.get(family, {})}).save_pretrained(root / family)
+    return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, dict[str, list[int]]]:
+    """What one rank answers."""
+    return {family: answers(folder, None) for family, folder in folders.items()}
+
+
+# With four ranks, two have the same KV head. Phi-3 has q, k and v in one weight.
+@pytest.mark.parametrize(("count", "families"), [(2, tuple(FAMILIES)), (4, ("llama", "phi3", "qwen3"))])
+def test_every_family_gives_the_tokens_of_one_rank(
+    count: int,
+    families: tuple[str, ...],
+    folders: dict[str, Path],
+    expected: dict[str, dict[str, list[int]]],
+    tmp_path: Path,
+) -> None:
+    paths = [str(folders[family]) for family in families]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.rank", str(rank), str(count), str(tmp_path / "store"), *paths],
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(count)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * count
+    found = json.loads(outputs[0].splitlines()[-1])
+    for family, folder in zip(families, paths, strict=True):
+        assert found[folder] == expected[family], family

@@ -1,0 +1,87 @@
+"""Steps as messages: what a worker reads of them is what the engine computes."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import torch
+
+from server.engine.parallel.messages import ComputeStep, StepReader, StepWriter, ToWorker
+from server.engine.runtime.batch import batch_of, step_input
+from server.engine.runtime.graphs.async_step import Launch
+from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.scheduler import Scheduler, Step
+from tests.engine.factories import SchedulerDriver, make_sequence
+
+BLOCK_SIZE, LONGEST, SEQUENCES = 4, 64, 4
+CPU = torch.device("cpu")
+
+
+def _through_bytes(message: ComputeStep) -> ComputeStep:
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToWorker)
+    assert isinstance(read, ComputeStep)
+    return read
+
+
+def test_a_worker_computes_the_same_batches_with_preemptions_and_shared_prefixes() -> None:
+    rng = random.Random(1)
+    # So few blocks that sequences are preempted and rows of the tables change hands.
+    scheduler = Scheduler(BlockManager(22, BLOCK_SIZE), SEQUENCES, 16, LONGEST, prefix_caching=True)
+    writer, reader = StepWriter(), StepReader(SEQUENCES, LONGEST // BLOCK_SIZE)
+    common = [rng.randrange(3, 99) for _ in range(12)]
+    for index in range(12):
+        own = [rng.randrange(3, 99) for _ in range(rng.randrange(1, 20))]
+        scored = 0 if index == 5 else None
+        scheduler.add(make_sequence((common if index % 2 else []) + own, max_tokens=14, prompt_logprobs=scored))
+    steps, bytes_sent = 0, []
+
+    def run(step: Step) -> None:
+        nonlocal steps
+        if not step.chunks:
+            return
+        steps += 1
+        given = step_input(step)
+        message = writer.write(given, None)
+        bytes_sent.append(len(message.blocks))
+        read, launch = reader.read(_through_bytes(message))
+        assert launch is None
+        expected, found = batch_of(given, BLOCK_SIZE, CPU), batch_of(read, BLOCK_SIZE, CPU)
+        for name in ("ids", "positions", "slots", "sampled_rows"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert found.num_single == expected.num_single
+        for theirs, ours in zip(found.spans, expected.spans, strict=True):
+            assert np.array_equal(theirs.blocks, ours.blocks)
+            assert (theirs.row, theirs.start, theirs.length) == (ours.row, ours.start, ours.length)
+            # What tells a copy of the tables on a device which entries are new.
+        assert np.array_equal(read.tables.holders[read.rows], given.tables.holders[given.rows])
+
+    driver = SchedulerDriver(scheduler, lambda: rng.randrange(3, 99))
+    while driver.has_work:
+        driver.step(run)
+    assert scheduler.num_preemptions > 0
+    # Most steps bring no block or some, never the whole tables again.
+    assert steps > 40
+    assert sum(bytes_sent) / steps < 3 * 4 * SEQUENCES
+    assert 0 in bytes_sent
+
+
+def test_how_tokens_are_sampled_and_adapters_arrive() -> None:
+    scheduler = Scheduler(BlockManager(64, BLOCK_SIZE), SEQUENCES, 16, LONGEST)
+    sequences = [make_sequence(3, temperature=0.0), make_sequence(5, temperature=0.7, top_k=3, seed=4)]
+    sequences[1].adapter = 2
+    for sequence in sequences:
+        scheduler.add(sequence)
+    step = scheduler.schedule()
+    launch = Launch.of(step, None, 99)
+    writer, reader = StepWriter(), StepReader(SEQUENCES, LONGEST // BLOCK_SIZE)
+    given, read = reader.read(_through_bytes(writer.write(step_input(step), launch)))
+    assert given.adapters == [None, 2]
+    assert read is not None
+    assert (read.follows, read.source) == (False, None)
+    expected, table = launch.table(), read.table()
+    assert expected is not None
+    assert table is not None
+    assert np.array_equal(table, expected)
+    assert table[0, :2].tolist() == [1, 0.7]

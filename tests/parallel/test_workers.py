@@ -1,0 +1,176 @@
+"""An engine with workers, each a process of its own: everything that one rank does, with the same results."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.loading import load_model
+from server.checkpoint.sharded import load_shard
+from server.checkpoint.shards import Shard
+from server.config import EngineConfig, LoraModule
+from server.engine.core import Engine
+from server.engine.grammar import Grammars
+from server.engine.parallel.start import fewest, load_ranks
+from server.engine.runtime import exchange
+from server.engine.runtime.limits import EngineConfigError
+from server.engine.runtime.model.projections import replace_projections, weight_bytes
+from server.types import GenerateRequest, LoadAdapter, RequestOutput
+from tests.adapters import ALL_PROJECTIONS, save_adapter
+from tests.engine.factories import make_request, run_together
+from tests.engine.models import tiny_model
+from tests.parallel.test_families import SIZES
+
+CPU = torch.device("cpu")
+RANKS = 2
+Both = tuple[dict[str, list[RequestOutput]], dict[str, list[RequestOutput]]]
+"""The outputs of one rank and of several, by request."""
+JSON_GRAMMAR = '{"grammars":[{"json_schema":{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}}]}'
+
+
+def silent(stage: str, fraction: float) -> None:
+    assert 0.0 <= fraction <= 1.0, stage
+
+
+def failed(reason: str, fatal: bool) -> None:
+    raise AssertionError(reason)
+
+
+@pytest.fixture(scope="module")
+def folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with the embedded model's tokenizer."""
+    target = tmp_path_factory.mktemp("model")
+    _model().save_pretrained(target)
+    for path in embedded_folder.glob("*token*"):
+        shutil.copy(path, target)
+    return target
+
+
+def _model() -> PreTrainedModel:
+    return tiny_model("llama", **{**SIZES, "num_key_value_heads": 8, "num_hidden_layers": 4}, vocab_size=49152)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two adapters of all projections."""
+    root = tmp_path_factory.mktemp("adapters")
+    for index, rank in enumerate((4, 8)):
+        save_adapter(_model(), root / str(index), seed=index, size=0.2, r=rank, target_modules=ALL_PROJECTIONS)
+    return [root / "0", root / "1"]
+
+
+def _config(adapters: list[Path], ranks: int) -> EngineConfig:
+    # So few KV blocks that sequences are preempted. A block has 16 tokens, keys and values, of four layers and eight heads.
+    blocks = 16
+    return EngineConfig(
+        device="cpu", tensor_parallel_size=ranks, threads=2, enforce_eager=True, block_size=16, max_model_len=240,
+        kv_cache_bytes=blocks * 16 * 4 * 2 * 8 * 32 * 4 // ranks, max_num_seqs=4, max_num_batched_tokens=64,
+        lora_modules=(LoraModule(name="first", path=adapters[0]),), max_loras=2, max_lora_rank=8, allow_runtime_lora=True,
+    )  # fmt: skip
+
+
+def _requests() -> list[GenerateRequest]:
+    shared = list(range(300, 340))
+    return [
+        make_request([*shared, 5, 6], "greedy", max_tokens=40, ignore_eos=True),
+        make_request([*shared, 9], "prefix", max_tokens=40, ignore_eos=True),
+        make_request(70, "sampled", max_tokens=30, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True),
+        make_request(30, "penalized", max_tokens=20, repetition_penalty=1.3, logit_bias={17: 4.0}, ignore_eos=True),
+        make_request(25, "scored", max_tokens=8, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+        make_request(12, "grammar", max_tokens=24, grammar=JSON_GRAMMAR),
+        make_request(33, "wrong grammar", max_tokens=4, grammar='{"grammars":[{"lark_grammar":"start: missing"}]}'),
+    ]
+
+
+def _adapted(name: str) -> GenerateRequest:
+    request = make_request(20, f"with {name}", max_tokens=12, ignore_eos=True)
+    return GenerateRequest(request.request_id, request.prompt_token_ids, request.sampling, name)
+
+
+def _run(folder: Path, adapters: list[Path], ranks: int) -> tuple[dict[str, list[RequestOutput]], Engine]:
+    config = _config(adapters, ranks)
+    runner, workers = load_ranks(folder, config, silent, failed, [])
+    try:
+        engine = Engine(
+            runner, config, Grammars(folder, runner.limits.vocab_size), workers.device_memory if workers else None
+        )
+        found = run_together(engine, *_requests())
+        assert runner.adapters is not None
+        runner.adapters.read(LoadAdapter("second", str(adapters[1])))
+        while not (results := engine.settle_adapters()):
+            pass
+        assert [result.error for result in results] == [None]
+        found |= run_together(engine, _adapted("first"), _adapted("second"), make_request(20, "plain", ignore_eos=True))
+    finally:
+        if workers is not None:
+            workers.end()
+            exchange.leave()
+    return found, engine
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path, adapters: list[Path]) -> Both:
+    """The outputs of one rank, and of several."""
+    one, engine = _run(folder, adapters, 1)
+    assert engine.stats().preemptions > 0
+    several, engine = _run(folder, adapters, RANKS)
+    assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_cache_hits > 0
+    assert len(engine.stats().other_device_memory) == RANKS - 1
+    return one, several
+
+
+def test_all_requests_get_the_tokens_and_errors_of_one_rank(
+    both: Both,
+) -> None:
+    one, several = both
+    for name, outputs in one.items():
+        tokens = [output.new_token_ids for output in outputs]
+        assert [output.new_token_ids for output in several[name]] == tokens, name
+        assert several[name][-1].finish_reason == outputs[-1].finish_reason, name
+    assert several["wrong grammar"][-1].finish_reason == "error"
+    assert several["wrong grammar"][-1].error == one["wrong grammar"][-1].error
+    plain = [output.new_token_ids for output in several["plain"]]
+    for name in ("with first", "with second"):
+        assert [output.new_token_ids for output in several[name]][: len(plain)] != plain
+
+
+def test_log_probabilities_are_those_of_one_rank(
+    both: Both,
+) -> None:
+    def scores(outputs: list[RequestOutput]) -> list[float]:
+        entries = [entry for o in outputs for entry in (*(o.prompt_logprobs or []), *(o.logprobs or []))]
+        return [entry.logprob for entry in entries]
+
+    one, several = (scores(found["scored"]) for found in both)
+    assert len(one) == 24 + 8
+    assert several == pytest.approx(one, abs=1e-3)
+
+
+def test_a_rank_has_its_share_of_the_weights(embedded_folder: Path) -> None:
+    ranks = 3
+    whole = load_model(embedded_folder, CPU, torch.float32, silent)
+    replace_projections(whole)
+    for rank in range(ranks):
+        shard = load_shard(embedded_folder, CPU, torch.float32, silent, Shard(rank, ranks)).model
+        replace_projections(shard)
+        assert weight_bytes(shard) < weight_bytes(whole) / ranks * 1.03
+
+
+def test_what_cannot_be_is_refused_before_anything_is_loaded(embedded_folder: Path) -> None:
+    config = EngineConfig(device="cpu", tensor_parallel_size=2)
+    with pytest.raises(CheckpointError, match="possible: 1, 3"):
+        load_ranks(embedded_folder, config, silent, failed, [])
+    with pytest.raises(EngineConfigError, match=r"batch_invariant does not work with engine\.tensor_parallel_size 2"):
+        load_ranks(embedded_folder, config.model_copy(update={"batch_invariant": True}), silent, failed, [])
+
+
+def test_auto_takes_the_fewest_that_hold_the_model() -> None:
+    assert fewest([1, 2, 4, 8], 40, 50) == 1
+    assert fewest([1, 2, 4, 8], 70, 50) == 2
+    assert fewest([1, 3], 1000, 50) == 3
