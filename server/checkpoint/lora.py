@@ -95,6 +95,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float]
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By last names of embeddings, the tokens whose rows were trained (trainable_token_indices)."""
+    dora: bool = False
 
     def scale(self, module: str, rank: int) -> float:
         """What B A is multiplied by in this module: alpha / r, or alpha / sqrt(r) when rank-stabilized."""
@@ -159,7 +160,13 @@ def read_config(folder: Path) -> AdapterConfig:
     pattern = config.get("alpha_pattern") or {}
     if not isinstance(pattern, dict) or not all(_is_number(value) for value in (alpha, *pattern.values())):
         raise CheckpointError(f"{file}: lora_alpha and alpha_pattern must be numbers")
-    return AdapterConfig(float(alpha), bool(config.get("use_rslora")), pattern, _trained_tokens(file, config))
+    return AdapterConfig(
+        float(alpha),
+        bool(config.get("use_rslora")),
+        pattern,
+        _trained_tokens(file, config),
+        bool(config.get("use_dora")),
+    )
 
 
 def _trained_tokens(file: Path, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -209,6 +216,11 @@ def _factors(
         nothing = torch.empty(0, 0, dtype=dtype)
         return AdapterFactors(nothing, nothing, bias=parts["bias"].float())
     a, b = _pair(folder, module, parts)
+    if config.dora != ("magnitude" in parts):
+        raise CheckpointError(
+            f"{folder}: damaged: use_dora is {config.dora}, and {module} has {'no' if config.dora else 'a'}"
+            " lora_magnitude_vector"
+        )
     scale = config.scale(module, a.shape[0])
     rest = {key: parts[key].float().reshape(-1) for key in ("magnitude", "B.bias", "bias") if key in parts}
     if any(tensor.numel() != b.shape[0] for tensor in rest.values()):
@@ -222,8 +234,9 @@ def _vocabulary_change(
 ) -> VocabularyChange:
     last = module.rpartition(".")[2]
     others = set(parts) - {"A", "B", "weight", "tokens"}
-    if others:
-        what = "DoRA" if "magnitude" in others else "a trained bias"
+    dora = "magnitude" in others or (config.dora and "A" in parts)
+    if others or dora:
+        what = "DoRA" if dora else "a trained bias"
         raise CheckpointError(f"{folder}: {what} of {module} is not served")
     delta = rows = None
     if "A" in parts or "B" in parts:

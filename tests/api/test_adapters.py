@@ -178,7 +178,7 @@ def test_what_cannot_be_loaded(http: httpx.Client, adapters: Path, tmp_path: Pat
     config = json.loads((tmp_path / "dora" / "adapter_config.json").read_text())
     (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     refused = load(http, "x", tmp_path / "dora")
-    assert (refused.status_code, "DoRA is not served" in refused.text) == (400, True)
+    assert (refused.status_code, "has no lora_magnitude_vector" in refused.text) == (400, True)
     weights = tmp_path / "files" / "adapter_model.safetensors"
     shutil.copytree(adapters / "two", weights.parent)
     first = next(iter(load_file(weights)))
