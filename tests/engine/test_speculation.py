@@ -16,7 +16,7 @@ import pytest
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
-from server.engine.runtime.graphs.async_step import LaunchedStep
+from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
