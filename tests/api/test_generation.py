@@ -273,7 +273,7 @@ def test_prompts_under_way_are_bounded_by_their_tokens() -> None:
 
 async def test_tokens_of_thoughts_are_those_up_to_their_end_mark() -> None:
     texts = ["<th", "ink>", "So ", "it ", "is</", "think>", "\n", "Paris", "."]
-    run = SimpleNamespace(completion_tokens=0)
+    run = SimpleNamespace(completion_tokens=0, timeline=RequestTimeline())
 
     async def deltas() -> AsyncIterator[Delta]:
         for text in texts:

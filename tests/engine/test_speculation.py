@@ -35,7 +35,7 @@ VOCABULARY = 49152
 # Guesses cost nearly nothing, so there are many, and many wrong ones.
 CHEAP = StepCosts({size: 1 + size / 1000 for size in range(1, 17)})
 # Guesses are worth it where they are likely right: steps with guesses and without take turns.
-DEAR = StepCosts({size: 1 + size / 4 for size in range(1, 17)})
+DEAR = StepCosts({size: 1 + size / 6 for size in range(1, 17)})
 GRAMMAR = '{"grammars": [{"lark_grammar": "start: /[a-c ]{4,40}/"}]}'
 BYTES_PER_TOKEN = 768
 
@@ -212,7 +212,7 @@ def test_answers_are_the_same_with_and_without(
     stats = guessing.stats()
     assert checked > 0.7 * COUNT
     assert sum(stats.accepted_by_place) > COUNT
-    assert stats.draft_tokens > sum(stats.accepted_by_place) + COUNT // 2
+    assert stats.draft_tokens > sum(stats.accepted_by_place)
     assert (stats.preemptions > 0) == (blocks < 240)
     runner = guessing._runner
     assert not isinstance(runner, LaunchingRunner) or runner.launched > COUNT // 2

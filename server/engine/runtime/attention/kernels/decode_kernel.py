@@ -167,7 +167,8 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     if overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
     item, head = tl.program_id(0), tl.program_id(1)
-    row, begin, end, newest, first, parts, blocks = _item(items + item * 8)
+    row, begin, end, newest = _four(items + item * 8)
+    first, parts, blocks, _ = _four(items + item * 8 + 4)
     if item >= tl.load(numbers + counted):
         return
     # The newest key may not be in the cache yet.
@@ -268,14 +269,5 @@ def _rotated(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _item(place):  # type: ignore[no-untyped-def]
-    """The fields of an item, see decode.layout()."""
-    return (
-        tl.load(place),
-        tl.load(place + 1),
-        tl.load(place + 2),
-        tl.load(place + 3),
-        tl.load(place + 4),
-        tl.load(place + 5),
-        tl.load(place + 6),
-    )
+def _four(place):  # type: ignore[no-untyped-def]
+    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
