@@ -82,6 +82,14 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         """What makes a parameter of a packed tensor and its companions."""
         return {"deserialize": _Unpacked}
 
+    def get_weight_conversions(self) -> list[Any]:
+        """The same for versions of transformers that ask for no load operations (5.17)."""
+        conversions: list[Any] = super().get_weight_conversions()
+        for conversion in conversions:
+            own = [_Unpacked(self) if type(op) is Bnb4bitDeserialize else op for op in conversion.operations]
+            conversion.operations = own
+        return conversions
+
 
 class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
     def convert(
