@@ -84,10 +84,10 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str)
     possible = possible_counts(config, blocksize)
     if count in possible:
         return
-    text = config.get_text_config()
-    heads, kv_heads, wide = _sizes(text)
-    sizes = f"{heads} heads, {kv_heads} KV heads and {wide} features of the MLP in blocks of {blocksize}"
-    reason = _undivided(config) or sizes
+    reason = _undivided(config)
+    if reason is None:
+        heads, kv_heads, wide = _sizes(config.get_text_config())
+        reason = f"{heads} heads, {kv_heads} KV heads and {wide} features of the MLP in blocks of {blocksize}"
     raise CheckpointError(
         f"{what}: engine.tensor_parallel_size {count} does not divide the model: it has {reason};"
         f" possible: {', '.join(map(str, possible))}"
@@ -101,6 +101,8 @@ def _undivided(config: PretrainedConfig) -> str | None:
         return f"parts beside its text model ({config.model_type}), which are not split yet"
     if any(getattr(text, name, None) for name in _EXPERTS):
         return "a mixture of experts, which is not split yet"
+    if getattr(text, "num_kv_shared_layers", None):
+        return "layers that share keys and values, which are not split yet"
     return None
 
 

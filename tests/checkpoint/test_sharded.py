@@ -163,3 +163,15 @@ def test_random_shards_have_the_geometry_of_real_ones(tmp_path: Path) -> None:
     assert _dequantized(down).std() == pytest.approx(0.02, rel=0.3)
     assert layer.self_attn.q_proj.out_features == 192
     assert sharded.model.lm_head.weight.shape == (128, 192)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gemma3n_text", "layers that share keys and values, which are not split yet; possible: 1"),
+        ("gpt_oss", "a mixture of experts, which is not split yet; possible: 1"),
+    ],
+)
+def test_what_is_not_divided_yet_is_refused_by_name(family: str, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=f"tensor_parallel_size 2 does not divide the model: it has {reason}"):
+        check_count(tiny_model(family).config, 64, 2, "model")

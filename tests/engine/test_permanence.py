@@ -45,7 +45,7 @@ def test_the_engine_says_whether_it_is_worth_trying_again(
         events.bind(addresses[1])
         setup = EngineSetup(*addresses, str(tmp_path), EngineConfig(device="cpu").model_dump(mode="json"))
         channel = loop.Channel(setup)
-        assert loop._run(setup, channel, loop._Stop()) == 1
+        assert loop._run(setup, channel, loop._Stop(), []) == 1
         channel.close()
         decoder = msgspec.msgpack.Decoder(FromEngine)
         message = decoder.decode(events.recv())

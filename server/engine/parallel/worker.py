@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from server import PACKAGE
 from server.config import EngineConfig
 from server.engine.parallel.messages import (
     ComputeStep,
@@ -38,7 +39,7 @@ from server.engine.runtime.memory import MemoryGauge
 from server.engine.start import load_runner
 from server.logs import set_up_logging
 
-logger = logging.getLogger("server.engine.parallel.worker")
+logger = logging.getLogger(f"{PACKAGE}.engine.parallel.worker")
 
 BEAT_S = 1.0
 _PR_SET_PDEATHSIG = 1

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from server import PACKAGE
 from server.config import EngineConfig
 from server.engine.parallel.messages import (
     FromWorker,
@@ -230,7 +231,7 @@ def start_workers(
                 config.model_dump(mode="json"),
             )
             process = subprocess.Popen(
-                [sys.executable, "-m", "server.engine.parallel.worker", *logging_options],
+                [sys.executable, "-m", f"{PACKAGE}.engine.parallel.worker", *logging_options],
                 stdin=subprocess.PIPE,
                 env={**os.environ, **(_devices(rank, count) if device == "cuda" else {})},
             )
