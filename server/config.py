@@ -198,6 +198,14 @@ class EngineConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _kept_in_16_bits(self) -> EngineConfig:
+        if self.batch_invariant and self.kv_cache_dtype != "auto":
+            raise ValueError(
+                "kv_cache_dtype has to be auto with batch_invariant, whose steps FlashInfer's kernels compute"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _of_one_gpu(self) -> EngineConfig:
         if self.tensor_parallel_size != 1:
             for name, wanted in (("speculation", self.speculation != "off"), ("embeddings", bool(self.embeddings))):

@@ -41,6 +41,11 @@ def test_a_start_on_cpu_says_so(embedded_folder: Path) -> None:
         load_runner(embedded_folder, EngineConfig(device="cpu", kv_cache_dtype="int8"), lambda *_: None)
 
 
+def test_8_bits_and_batch_invariance_exclude_one_another() -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype has to be auto with batch_invariant"):
+        EngineConfig(kv_cache_dtype="int8", batch_invariant=True)
+
+
 def test_keys_are_not_split_where_a_batch_may_not_change_a_sequence() -> None:
     items = split_keys(np.array([9000, 1, 64, 700]), Room(66, 0), None)
     assert items.parts.tolist() == [1, 1, 1, 1]
