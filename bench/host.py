@@ -35,7 +35,7 @@ from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.step import Step
 from server.types import GenerateRequest, SamplingParams
 
 CASES = ((128, 200), (256, 200), (256, 2000), (256, 8000), (512, 1000), (1024, 1000))

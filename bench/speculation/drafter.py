@@ -29,7 +29,7 @@ from server.engine import core
 from server.engine.core import Engine
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.engine.start import load_runner
 from server.engine.supervisor.process import ENVIRONMENT

@@ -17,9 +17,9 @@ from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import read_config
 from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
-from server.checkpoint.sharded import ShardedModel, empty_shard, set_vocabulary
-from server.checkpoint.shards import Part, Shard, check_count
-from server.checkpoint.slices import make_linear
+from server.checkpoint.sharding.sharded import ShardedModel, empty_shard, set_vocabulary
+from server.checkpoint.sharding.shards import Part, Shard, check_count
+from server.checkpoint.sharding.slices import make_linear
 
 BLOCKSIZE = 64
 # Scales around this make weights with a standard deviation near 0.02, what trained linear layers have.

@@ -23,8 +23,9 @@ from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.pace import PrefillPace
-from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
+from server.engine.scheduling.step import Step
 from server.engine.speculation.speculator import Speculator
 from server.logs import concerning
 from server.types import (

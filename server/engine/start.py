@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from server.checkpoint.base import Progress
 from server.checkpoint.dummy import dummy_model, dummy_shard
 from server.checkpoint.loading import load_model
-from server.checkpoint.sharded import ShardedModel, load_shard
-from server.checkpoint.shards import Shard
+from server.checkpoint.sharding.sharded import ShardedModel, load_shard
+from server.checkpoint.sharding.shards import Shard
 from server.config import EngineConfig, default_cache_dir
 from server.engine.runtime.exchange import Membership, join
 from server.engine.runtime.limits import resolve_device, usable_threads

@@ -23,8 +23,8 @@ from nf4_kernels import Weight, cpu, reference
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.dummy import dummy_shard
 from server.checkpoint.loading import load_model
-from server.checkpoint.sharded import load_shard
-from server.checkpoint.shards import Shard, check_count, parts_of, possible_counts
+from server.checkpoint.sharding.sharded import load_shard
+from server.checkpoint.sharding.shards import Shard, check_count, parts_of, possible_counts
 from tests.engine.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ def test_norms_over_all_heads_are_refused(tmp_path: Path) -> None:
 def test_projections_of_unknown_names_are_refused() -> None:
     from transformers import AutoModelForCausalLM
 
-    from server.checkpoint.shards import shard_config
+    from server.checkpoint.sharding.shards import shard_config
 
     config = LlamaConfig(**SIZES, vocab_size=64)
     with torch.device("meta"):

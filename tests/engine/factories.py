@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from server.engine.core import Engine
-from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Phase, Sequence
+from server.engine.scheduling.step import Step
 from server.types import GenerateRequest, RequestOutput, SamplingParams
 
 _ids = itertools.count()

@@ -23,8 +23,8 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
-from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import PLACEHOLDER
+from server.engine.scheduling.step import Step
 from server.types import RequestOutput
 from tests.engine.factories import make_request
 from tests.engine.models import VOCABULARY, tiny_model

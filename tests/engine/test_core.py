@@ -14,7 +14,7 @@ from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.step import Step
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
 

@@ -16,8 +16,9 @@ from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.preparation import cache
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_sequence
 from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
 

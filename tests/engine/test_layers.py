@@ -15,7 +15,7 @@ from server.engine.runtime.compile import artifacts, layers
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.block_tables import BlockTables
-from server.engine.scheduling.scheduler import Chunk, Step
+from server.engine.scheduling.step import Chunk, Step
 from tests.engine.factories import make_sequence
 from tests.engine.models import tiny_model
 

@@ -15,7 +15,8 @@ from server.engine.runtime.limits import auto_sequences
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.pace import FIRST_TOKENS, PrefillPace
-from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_request, make_sequence, run_together, tokens
 from tests.engine.models import tiny_model
 

@@ -18,8 +18,9 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.prefix import extend_keys
-from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Phase, Sequence
+from server.engine.scheduling.step import Step
 from server.types import GenerateRequest, RequestOutput
 from tests.engine.factories import SchedulerDriver, make_request, make_sequence, run_together, tokens
 from tests.engine.models import FAMILIES, VOCABULARY, tiny_model

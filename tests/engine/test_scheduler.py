@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.batch import Spans
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
+from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_sequence
 
 

@@ -20,7 +20,7 @@ from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
-from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
 from tests.adapters import ALL_PROJECTIONS, save_adapter

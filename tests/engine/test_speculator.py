@@ -6,7 +6,8 @@ import pytest
 
 from server.config import ConfigError, EngineConfig, load_config
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.speculator import MOST_GUESSES, Speculator
 from tests.engine.factories import make_sequence

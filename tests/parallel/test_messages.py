@@ -12,7 +12,8 @@ from server.engine.parallel.messages import ComputeStep, StepReader, StepWriter,
 from server.engine.runtime.batch import batch_of, step_input
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.scheduler import Scheduler, Step
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_sequence
 
 BLOCK_SIZE, LONGEST, SEQUENCES = 4, 64, 4

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.loading import load_model
-from server.checkpoint.sharded import load_shard
-from server.checkpoint.shards import Shard
+from server.checkpoint.sharding.sharded import load_shard
+from server.checkpoint.sharding.shards import Shard
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.grammar import Grammars

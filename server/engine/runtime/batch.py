@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from server.engine.scheduling.block_tables import BlockTables
-from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.step import Step
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
 from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import sampled_sequences
-from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ that token. So guesses change how many tokens a step yields, and never which.
 from __future__ import annotations
 
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.step import Step
 
 
 class _Length(list[int]):

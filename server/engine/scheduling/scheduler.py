@@ -3,63 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-
-import msgspec
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
+from server.engine.scheduling.step import Chunk, Step
 from server.types import FinishReason
 
 MOST_SCORED = 256
 """Prompt tokens in one step whose logits are kept: each is a row as wide as the vocabulary."""
-
-
-# Thousands of chunks a second are made, and none is part of a cycle.
-class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [start, start + length) of a sequence, to be computed in one step."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    samples: bool
-    """Whether the step that computes it yields the sequence's next token."""
-
-    @property
-    def scored(self) -> range:
-        """Positions whose logits say how likely the prompt's next token was, where the request wants that."""
-        wanted = self.sequence.sampling.prompt_logprobs is not None
-        last = min(self.start + self.length, self.sequence.num_prompt - 1)
-        return range(self.start, last) if wanted and last > self.start else range(0)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether this is the one newest token of a sequence that has generated before."""
-        return self.length == 1 and self.start >= self.sequence.num_prompt
-
-
-@dataclass
-class Step:
-    """What one forward pass computes: chunks of different sequences, those of one token first."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    """Sequences that were waiting before this step."""
-    guesses: dict[str, list[int]] = field(default_factory=dict)
-    """By request id, guesses that the step checks behind a decode chunk (speculation). Their chunks come last."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the forward pass."""
-        return sum([chunk.length for chunk in self.chunks]) + sum(map(len, self.guesses.values()))
-
-    @property
-    def sampled(self) -> list[Chunk]:
-        """Chunks that yield a token, in order."""
-        return [chunk for chunk in self.chunks if chunk.samples]
 
 
 class Scheduler:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from heapq import nlargest
 
-from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.guesser import Guesser
 

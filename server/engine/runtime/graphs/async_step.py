@@ -15,7 +15,7 @@ import torch
 from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.step import Step
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table
-from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import PLACEHOLDER
+from server.engine.scheduling.step import Step
 
 WARM_UPS = 2
 # From this many sequences on, the attention's launch computes rotary embeddings. With fewer sequences a kernel of its own

@@ -10,7 +10,7 @@ from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, LaunchedSample, ModelOutput
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.scheduler import Step
+from server.engine.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
 

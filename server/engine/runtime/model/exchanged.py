@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from server.checkpoint.shards import Part, Shard
+from server.checkpoint.sharding.shards import Part, Shard
 from server.engine.runtime import exchange  # noqa: F401 - registers torch.ops.nf4_server_exchange
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors, AdapterWeights, VocabularyChange, read_adapter
-from server.checkpoint.shards import Part
+from server.checkpoint.sharding.shards import Part
 from server.config import EngineConfig
 from server.engine.runtime.model.lora_names import AdapterNames
 from server.engine.runtime.model.lora_table import AdapterTable, projections_of

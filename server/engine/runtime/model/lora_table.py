@@ -10,7 +10,7 @@ from torch import nn
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors
-from server.checkpoint.shards import Part
+from server.checkpoint.sharding.shards import Part
 from server.engine.runtime.model.cpu_linear import CpuNF4Linear
 from server.engine.runtime.model.lora import AdaptedLinear
 from server.engine.runtime.model.projections import GROUPS, GroupMember, NF4Linear

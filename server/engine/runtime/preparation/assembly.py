@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from nf4_kernels.cuda import load_error, start_clock
 from server.checkpoint.base import Progress
-from server.checkpoint.sharded import ShardedModel
+from server.checkpoint.sharding.sharded import ShardedModel
 from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.exchange import least

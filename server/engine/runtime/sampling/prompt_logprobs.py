@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from server.engine.scheduling.scheduler import Step
 from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.step import Step
 from server.types import TokenLogprob
 
 # Rows of logits that are normalized at once.

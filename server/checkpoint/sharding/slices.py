@@ -10,7 +10,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
 from nf4_kernels.format import NESTED_BLOCKSIZE, Weight, block_scales
-from server.checkpoint.shards import Part
+from server.checkpoint.sharding.shards import Part
 
 
 class ShardedLinear(Linear4bit):  # type: ignore[misc]

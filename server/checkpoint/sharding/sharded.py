@@ -19,8 +19,8 @@ from server.checkpoint.classes import loading_of, read_config
 from server.checkpoint.experts.names import place_of
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint, weight_files
 from server.checkpoint.loading import check_memory
-from server.checkpoint.shards import Part, Shard, check_count, parts_of, shard_config
-from server.checkpoint.slices import cut_linear
+from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
+from server.checkpoint.sharding.slices import cut_linear
 
 logger = logging.getLogger(__name__)
 
