@@ -25,9 +25,11 @@ def requests(count: int, prompt: int, answer: int, vocabulary: int, seed: int) -
     ]
 
 
-def decode(engine: Engine, batch: int, vocabulary: int, seed: int) -> dict[str, float]:
+def decode(
+    engine: Engine, batch: int, vocabulary: int, seed: int, prompt: int = PROMPT, answer: int = ANSWER
+) -> dict[str, float]:
     """Tokens per second of `batch` requests together, and the median time of a step in milliseconds."""
-    for request in requests(batch, PROMPT, ANSWER, vocabulary, seed):
+    for request in requests(batch, prompt, answer, vocabulary, seed):
         engine.add(request)
     generated, started, begun_with, steps = 0, 0.0, 0, []
     least: dict[str, int] = {}
