@@ -21,6 +21,7 @@ from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWgmmaPlan, has_experts
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
 from nf4_kernels.plan.moe import MoePlan, MoeRows, plan_moe
+from nf4_kernels.reference import check_expert_gate
 
 logger = logging.getLogger(__name__)
 
@@ -49,52 +50,6 @@ def _is_built() -> bool:
     return built
 
 
-def moe_linear(
-    x: Tensor,
-    packed: Tensor,
-    shape: list[int],
-    absmax: Tensor,
-    blocksize: int,
-    experts: Tensor,
-    bias: Tensor | None = None,
-    routing_weights: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
-    """x times the transposed weights of each token's experts, plus their biases.
-
-    x [tokens, K] or [tokens, top_k, K], bfloat16 or float16; shape [E, N, K], bias [E, N] in x's dtype; experts int32
-    [tokens, top_k]. Returns [tokens, top_k, N], or with routing_weights (float32 [tokens, top_k]) [tokens, N], the sum over
-    top_k of routing weight times result. Zeros for experts outside [0, E). ValueError and KernelError as of cuda.linear().
-    """
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
-    return run(x, weight, experts, bias, routing_weights, None)
-
-
-def moe_gated_linear(
-    x: Tensor,
-    packed: Tensor,
-    shape: list[int],
-    absmax: Tensor,
-    blocksize: int,
-    experts: Tensor,
-    activation: str,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
-    """activation(gate) * up of moe_linear() with a weight [E, 2 F, K], whose experts' rows are F gates and then F ups.
-
-    activation: one of EXPERT_ACTIVATIONS. Returns [tokens, top_k, F]. ValueError and KernelError as of moe_linear().
-    """
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
-    if activation not in EXPERT_ACTIVATIONS:
-        raise ValueError(f"activation must be one of {tuple(EXPERT_ACTIVATIONS)}, got {activation!r}")
-    return run(x, weight, experts, bias, None, activation)
-
-
 def run(
     x: Tensor,
     weight: Weight,
@@ -104,7 +59,11 @@ def run(
     activation: str | None,
     choice: MoePlan | None = None,
 ) -> Tensor:
-    """moe_linear(), or with an activation moe_gated_linear(). choice: that launch instead of the plan's."""
+    """nf4::moe_linear, or with an activation nf4::moe_gated_linear: see reference.moe_linear().
+
+    x bfloat16 or float16; bias in x's dtype; choice: that launch instead of the plan's. Experts outside [0, E) give zeros.
+    ValueError names what does not fit; KernelError as of cuda.linear().
+    """
     tokens, top_k, num_experts, n, k = _check(x, weight, experts, bias, routing, activation)
     columns = n if activation is None else n // 2
     device, choices = x.device, tokens * top_k
@@ -185,8 +144,8 @@ def _check(
     tokens, top_k = experts.shape
     if tuple(x.shape) not in ((tokens, k), (tokens, top_k, k)):
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [{tokens}, {k}] or [{tokens}, {top_k}, {k}]")
-    if activation is not None and n % 2:
-        raise ValueError(f"N must be even with an activation, got {n}")
+    if activation is not None:
+        check_expert_gate(n, activation)
     if bias is not None and (bias.shape != (num_experts, n) or bias.dtype != x.dtype or bias.device != x.device):
         raise ValueError(f"bias must be {x.dtype} of shape {(num_experts, n)} on {x.device}")
     if routing is not None and (

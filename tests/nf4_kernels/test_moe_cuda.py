@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -198,9 +199,7 @@ def test_in_a_graph_choices_may_change() -> None:
     routing = torch.rand(24, 4, device=DEVICE)
 
     def call() -> torch.Tensor:
-        return cuda_moe.moe_linear(
-            x, weight.packed, list(weight.shape), weight.absmax, 64, experts, None, routing, *weight.nested
-        )
+        return cuda_moe.run(x, weight, experts, None, routing, None)
 
     call()
     torch.cuda.synchronize()
@@ -217,21 +216,21 @@ def test_in_a_graph_choices_may_change() -> None:
 def test_bad_arguments_are_named() -> None:
     weight = random_experts(4, 64, 128)
     x, experts = torch.randn(3, 128, device=DEVICE, dtype=torch.bfloat16), random_choices(3, 2, 4)
-    arguments = weight.packed, [4, 64, 128], weight.absmax, 64
 
-    def raises(match: str, x: torch.Tensor = x, experts: torch.Tensor = experts, **more: torch.Tensor) -> None:
-        nested = dict(zip(("absmax_8bit", "absmax_code", "absmax_offset"), weight.nested, strict=True))
+    def raises(match: str, x: torch.Tensor = x, experts: torch.Tensor = experts, **more: Any) -> None:
+        given: dict[str, Any] = {"weight": weight, "bias": None, "routing": None, "activation": None, **more}
         with pytest.raises(ValueError, match=match):
-            cuda_moe.moe_linear(x, *arguments, experts, **{**nested, **more})
+            cuda_moe.run(x, experts=experts, **given)
 
     raises("x must be", x=x.float())
     raises("x has shape", x=x[:2])
     raises("experts must be", experts=experts.long())
     raises("bias must be", bias=torch.zeros(4, 64, device=DEVICE))
-    raises("routing_weights must be", routing_weights=torch.zeros(3, 2, device=DEVICE, dtype=torch.bfloat16))
-    raises("absmax_8bit has", absmax_8bit=torch.zeros(3, device=DEVICE, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="activation must be"):
-        cuda_moe.moe_gated_linear(x, *arguments, experts, "relu", None, *weight.nested)
+    raises("routing_weights must be", routing=torch.zeros(3, 2, device=DEVICE, dtype=torch.bfloat16))
+    short = dataclasses.replace(weight, absmax_8bit=torch.zeros(3, device=DEVICE, dtype=torch.uint8))
+    raises("absmax_8bit has", weight=short)
+    raises("activation must be", activation="relu")
+    raises("N even", weight=dataclasses.replace(weight, shape=(4, 63, 128)), activation="silu")
 
 
 def test_plans_fit_the_device() -> None:
