@@ -7,12 +7,11 @@ import random
 import time
 from collections.abc import Callable
 
-import msgspec
 import torch
 
 from server.config import EngineConfig
-from server.engine.clock import RequestClock, StepClock
 from server.engine.grammar import Grammars
+from server.engine.outputs import OutputBuilder
 from server.engine.requests import check_request
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.options_step import LaunchedStep
@@ -34,7 +33,6 @@ from server.types import (
     GenerateRequest,
     RequestOutput,
     StepOutputs,
-    TokenLogprob,
 )
 
 logger = logging.getLogger(__name__)
@@ -67,8 +65,8 @@ class Engine:
             self._pace,
         )
         self._eos = frozenset(limits.eos_token_ids)
-        self._clocks: dict[str, RequestClock] = {}
-        self._step_clock = StepClock(self._runner.kernel_times)
+        self._outputs = OutputBuilder(self._runner.kernel_times)
+        self._step_clock = self._outputs.step_clock
         self._rejected: list[RequestOutput] = []
         self._pending: LaunchedStep | None = None
         self._random = random.SystemRandom()
@@ -96,7 +94,7 @@ class Engine:
         except ValueError as e:
             self._rejected.append(RequestOutput(request.request_id, [], finish_reason="error", error=str(e)))
             return
-        self._clocks[request.request_id] = RequestClock(time.perf_counter())
+        self._outputs.open(request.request_id)
 
     def _adapter(self, request: GenerateRequest) -> LoadedAdapter | None:
         if request.adapter is None:
@@ -116,7 +114,7 @@ class Engine:
         """Forget requests and free their blocks now; no output follows. Unknown ids are ignored."""
         for request_id in request_ids:
             self._scheduler.finish(request_id, "abort")
-            self._clocks.pop(request_id, None)
+            self._outputs.close(request_id)
 
     def step(self) -> StepOutputs:
         """Run one step. A sequence whose computation fails ends with finish_reason "error"; the others go on."""
@@ -130,8 +128,7 @@ class Engine:
         launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
         if pending is None:
             self._step_clock.start()
-        for sequence in step.admitted:
-            self._clocks[sequence.request_id].schedule(self._step_clock.started)
+        self._outputs.schedule(step.admitted)
         ran = step
         if pending is not None:
             ran = pending.step
@@ -212,17 +209,16 @@ class Engine:
         outputs = {output.request_id: output for output in self._account(step, firsts, {})}
         for chunk in step.chunks:
             request_id = chunk.sequence.request_id
-            found, clock = others.get(request_id), self._clocks.get(request_id)
+            found = others.get(request_id)
             if found is None:
                 continue
             added = self._scheduler.follow(chunk.sequence, [result.token for result in found])
             checked = len(step.guesses[request_id])
             speculator.note_guesses(checked, added)
-            if clock is not None:  # it did not end with the step's first token
-                clock.draft_tokens += checked
-                clock.accepted_tokens += added
+            self._outputs.note_guesses(request_id, checked, added)  # ignored if its first token ended it
             if added:
-                outputs[request_id] = outputs[request_id].followed_by(self._outputs(chunk.sequence, found[:added]))
+                more = self._outputs.tokens(chunk.sequence, found[:added])
+                outputs[request_id] = outputs[request_id].followed_by(more)
         return list(outputs.values())
 
     def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
@@ -234,8 +230,7 @@ class Engine:
         if len(alive) < len(step.chunks):
             results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
             step = Step(alive)
-        clocks = self._clocks
-        self._step_clock.share([(clocks[c.sequence.request_id], c.length, c.is_decode) for c in alive])
+        self._outputs.share(alive)
         sampled = step.sampled
         wrong = [(c.sequence, r.error) for c, r in zip(sampled, results, strict=True) if r.error is not None]
         failures.update((sequence.request_id, error) for sequence, error in wrong)
@@ -246,10 +241,10 @@ class Engine:
                 origin = concerning(chunk.sequence.http_request_id)
                 logger.error("%s failed: %s", chunk.sequence.request_id, reason, extra=origin)
         self._scheduler.resolve(step, [result.token for result in results])
-        outputs = [self._failed(request_id, reason) for request_id, reason in failures.items()]
+        outputs = [self._outputs.error(request_id, reason) for request_id, reason in failures.items()]
         for chunk, result in zip(sampled, results, strict=True):
             if not failures or chunk.sequence.request_id not in failures:
-                outputs.append(self._output(chunk.sequence, result))
+                outputs.append(self._outputs.token(chunk.sequence, result))
         return outputs
 
     def _execute(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
@@ -273,41 +268,3 @@ class Engine:
                 failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {first_line(e)}"
                 results += [Sampled(0)] if chunk.samples else []
         return results, failures
-
-    def _failed(self, request_id: str, reason: str) -> RequestOutput:
-        self._clocks.pop(request_id, None)
-        return RequestOutput(request_id, [], finish_reason="error", error=reason)
-
-    def _output(self, sequence: Sequence, result: Sampled) -> RequestOutput:
-        request_id, finish_reason, logprob = sequence.request_id, sequence.finish_reason, result.logprob
-        timings = self._clocks[request_id].token(self._step_clock.stopped)
-        if finish_reason is not None:
-            del self._clocks[request_id]
-        return RequestOutput(
-            request_id,
-            [result.token] if result.embedding is None else [],
-            finish_reason,
-            sequence.stop_token_id,
-            None,
-            sequence.num_cached,
-            None if logprob is None else [logprob],
-            None if sequence.sampling.prompt_logprobs is None else _prompt_logprobs(sequence),
-            timings,
-            result.embedding,
-        )
-
-    def _outputs(self, sequence: Sequence, results: list[Sampled]) -> RequestOutput:
-        """_output() of several tokens."""
-        logprobs = [result.logprob for result in results if result.logprob is not None]
-        return msgspec.structs.replace(
-            self._output(sequence, results[-1]),
-            new_token_ids=[result.token for result in results],
-            logprobs=logprobs or None,
-        )
-
-
-def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprob] | None:
-    """Those of a prompt that was scored, once: with the first token."""
-    if sequence.num_generated != 1:
-        return None
-    return [sequence.prompt_scores[position] for position in range(1, sequence.num_prompt)]

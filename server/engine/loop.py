@@ -20,10 +20,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 
 from server import PACKAGE
 from server.checkpoint.base import CheckpointError
+from server.engine.channel import Channel, send_from_thread
 from server.engine.permanence import is_permanent, is_refusal
 from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
@@ -32,13 +32,11 @@ from server.types import (
     AdapterResult,
     EngineFailed,
     EngineReady,
-    FromEngine,
     GenerateRequest,
     LoadAdapter,
     LoadProgress,
     Shutdown,
     StepOutputs,
-    ToEngine,
     UnloadAdapter,
 )
 
@@ -71,45 +69,6 @@ class _Stop:
         self.requested = True
         time.sleep(ORPHAN_GRACE_S)
         os._exit(1)
-
-
-class Channel:
-    """The engine's two sockets."""
-
-    def __init__(self, setup: EngineSetup) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self._events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        for socket, address in ((self._commands, setup.to_engine), (self._events, setup.from_engine)):
-            socket.set_hwm(0)
-            socket.connect(address)
-        # The last message says why the engine ends. It gets a second to go out, as nobody may be left to read it.
-        self._events.linger = 1000
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self.said_ready = False
-        """Whether the API process knows that the engine takes requests."""
-
-    def send(self, message: FromEngine) -> None:
-        """Send; never blocks."""
-        self._events.send(self._encoder.encode(message), zmq.DONTWAIT)
-
-    def receive(self, wait_ms: int) -> list[ToEngine]:
-        """All messages that are there; waits up to wait_ms for the first."""
-        messages: list[ToEngine] = []
-        while self._commands.poll(0 if messages else wait_ms):
-            data = self._commands.recv()
-            try:
-                messages.append(self._decoder.decode(data))
-            except msgspec.DecodeError as e:
-                logger.error("message from the API not understood: %s", e)
-        return messages
-
-    def close(self) -> None:
-        """Send what is queued and close."""
-        self._commands.close(linger=0)
-        self._events.close()
-        zmq.Context.instance().term()
 
 
 def main() -> int:
@@ -207,13 +166,7 @@ def _failed(setup: EngineSetup) -> Callable[[str, bool], None]:
 
     def end(reason: str, fatal: bool) -> None:
         logger.error("the engine ends as a whole: %s", reason)
-        # Sockets belong to one thread, so this one has its own; it gets a second.
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        events = context.socket(zmq.PUSH)
-        events.connect(setup.from_engine)
-        events.send(msgspec.msgpack.encode(EngineFailed(reason, fatal)))
-        events.close(linger=1000)
-        context.term()
+        send_from_thread(setup, EngineFailed(reason, fatal))
         os._exit(1)
 
     return end

@@ -12,6 +12,7 @@ import zmq
 from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig
 from server.engine import loop
+from server.engine.channel import Channel
 from server.engine.permanence import is_permanent, is_refusal
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.limits import EngineConfigError
@@ -44,7 +45,7 @@ def test_the_engine_says_whether_it_is_worth_trying_again(
         commands.bind(addresses[0])
         events.bind(addresses[1])
         setup = EngineSetup(*addresses, str(tmp_path), EngineConfig(device="cpu").model_dump(mode="json"))
-        channel = loop.Channel(setup)
+        channel = Channel(setup)
         assert loop._run(setup, channel, loop._Stop(), []) == 1
         channel.close()
         decoder = msgspec.msgpack.Decoder(FromEngine)

@@ -1,0 +1,92 @@
+"""What the engine says of each request: its tokens of a step with their log-probabilities, its error, its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from nf4_kernels.timing import KernelTimes
+from server.engine.clock import RequestClock, StepClock
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.step import Chunk
+from server.types import RequestOutput, TokenLogprob
+
+
+class OutputBuilder:
+    """Makes RequestOutputs and keeps the clocks that their timings are read from.
+
+    A request is known from open() until close() or its last output.
+    """
+
+    def __init__(self, kernel_times: Callable[[], KernelTimes]) -> None:
+        """kernel_times: the kernels' own clocks, in seconds since the process began."""
+        self.step_clock = StepClock(kernel_times)
+        self._clocks: dict[str, RequestClock] = {}
+
+    def open(self, request_id: str) -> None:
+        """A request has arrived."""
+        self._clocks[request_id] = RequestClock(time.perf_counter())
+
+    def close(self, request_id: str) -> None:
+        """A request has ended without a last output; an unknown id is ignored."""
+        self._clocks.pop(request_id, None)
+
+    def schedule(self, sequences: list[Sequence]) -> None:
+        """Note that these are part of the step that has just started."""
+        for sequence in sequences:
+            self._clocks[sequence.request_id].schedule(self.step_clock.started)
+
+    def share(self, chunks: list[Chunk]) -> None:
+        """Divide the kernel times of the step that has just stopped among its requests."""
+        clocks = self._clocks
+        self.step_clock.share([(clocks[c.sequence.request_id], c.length, c.is_decode) for c in chunks])
+
+    def note_guesses(self, request_id: str, checked: int, accepted: int) -> None:
+        """Count a request's guesses of one step; a request that has ended is ignored."""
+        clock = self._clocks.get(request_id)
+        if clock is not None:
+            clock.draft_tokens += checked
+            clock.accepted_tokens += accepted
+
+    def error(self, request_id: str, reason: str) -> RequestOutput:
+        """The last output of a request that failed."""
+        self.close(request_id)
+        return RequestOutput(request_id, [], finish_reason="error", error=reason)
+
+    def token(self, sequence: Sequence, result: Sampled) -> RequestOutput:
+        """A request's next token, or the embedding of one that asked for it."""
+        request_id, finish_reason, logprob = sequence.request_id, sequence.finish_reason, result.logprob
+        timings = self._clocks[request_id].token(self.step_clock.stopped)
+        if finish_reason is not None:
+            del self._clocks[request_id]
+        return RequestOutput(
+            request_id,
+            [result.token] if result.embedding is None else [],
+            finish_reason,
+            sequence.stop_token_id,
+            None,
+            sequence.num_cached,
+            None if logprob is None else [logprob],
+            None if sequence.sampling.prompt_logprobs is None else _prompt_logprobs(sequence),
+            timings,
+            result.embedding,
+        )
+
+    def tokens(self, sequence: Sequence, results: list[Sampled]) -> RequestOutput:
+        """A request's next tokens, at least one."""
+        logprobs = [result.logprob for result in results if result.logprob is not None]
+        return msgspec.structs.replace(
+            self.token(sequence, results[-1]),
+            new_token_ids=[result.token for result in results],
+            logprobs=logprobs or None,
+        )
+
+
+def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprob] | None:
+    """Those of a prompt that was scored, once: with the first token."""
+    if sequence.num_generated != 1:
+        return None
+    return [sequence.prompt_scores[position] for position in range(1, sequence.num_prompt)]
