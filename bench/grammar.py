@@ -17,7 +17,7 @@ from server.config import EMBEDDED_MODEL, EngineConfig, default_cache_dir
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
 from server.engine.start import load_runner
-from server.text.grammar import json_grammar, regex_grammar
+from server.text.grammars.grammar import json_grammar, regex_grammar
 from server.types import GenerateRequest, SamplingParams
 
 # Neither grammar can end before the measurement does: a schema as applications use it, and a regex that allows most words.

@@ -30,7 +30,7 @@ from server.engine.core import Engine
 from server.engine.grammar import Grammars
 from server.engine.runtime.runner import ModelRunner
 from server.engine.start import load_runner
-from server.text.grammar import json_grammar, regex_grammar
+from server.text.grammars.grammar import json_grammar, regex_grammar
 from server.types import GenerateRequest, SamplingParams, TokenLogprob
 
 MODELS = Path(__file__).parent / "models"

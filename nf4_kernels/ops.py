@@ -10,7 +10,6 @@ says so once with the reason.
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -18,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nf4_kernels import cpu, cuda, reference
+from nf4_kernels import cpu, cuda, fakes, reference
 from nf4_kernels.format import Weight
 
 logger = logging.getLogger(__name__)
@@ -238,65 +237,4 @@ for _key in ("CPU", "CUDA"):
     _library.impl("dequantize", _dequantize, _key)
     _library.impl("linear_bf16w", _linear_bf16w, _key)
 
-
-def _linear_shape(x: Tensor, packed: Tensor, shape: Sequence[int], *_: object) -> Tensor:
-    torch._check(x.shape[-1] == shape[1], lambda: f"x ends in {x.shape[-1]}, the weight is {list(shape)}")
-    return x.new_empty((*x.shape[:-1], shape[0]))
-
-
-def _tiled_shape(tiles: Tensor, tokens: int, packed: Tensor, shape: Sequence[int], *_: object) -> Tensor:
-    torch._check(tiles.shape[1] * 64 >= shape[1], lambda: f"tiles of {tiles.shape[1] * 64} columns, K = {shape[1]}")
-    return tiles.new_empty(tokens, shape[0])
-
-
-for _name, _shape in (
-    ("linear", _linear_shape),
-    ("fused_linear", _linear_shape),
-    ("tiled_linear", _tiled_shape),
-    ("arranged_linear", _tiled_shape),
-):
-    torch.library.register_fake(f"nf4::{_name}", _shape)
-
-
-@torch.library.register_fake("nf4::gated_linear")
-def _(
-    x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    activation: str = "silu",
-    tile: int = 0,
-    group_offset: int = 0,
-    group_skip: int = 0,
-) -> Tensor:
-    out = _linear_shape(x, packed, (shape[0] // 2, shape[1]))
-    return out.new_empty(reference.tiles_shape(math.prod(out.shape[:-1]), shape[0] // 2, tile)) if tile else out
-
-
-@torch.library.register_fake("nf4::dequantize")
-def _(
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    dtype: torch.dtype,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-    group_offset: int = 0,
-    group_skip: int = 0,
-) -> Tensor:
-    return packed.new_empty(list(shape), dtype=dtype)
-
-
-@torch.library.register_fake("nf4::linear_bf16w")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    torch._check(x.shape[-1] == weight.shape[1], lambda: f"x ends in {x.shape[-1]}, the weight in {weight.shape[1]}")
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+fakes.register()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from server import __version__
-from server.config import Config, ConfigError, load_config
+from server.config import Config, ConfigError
+from server.config_sources import load_config
 
 _FLAGS: dict[str, tuple[str, type, str]] = {
     "--model": ("model", str, "a local folder, a hub id, or smollm2-135m-instruct for the embedded model"),

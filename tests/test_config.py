@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from server.config import Config, ConfigError, load_config
+from server.config import Config, ConfigError
+from server.config_sources import load_config
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,8 @@ import pytest
 from bench.processes import free_port
 from server.api.http.access import AccessLayer
 from server.app import create_app
-from server.config import Config, ConfigError, HttpConfig, load_config
+from server.config import Config, ConfigError, HttpConfig
+from server.config_sources import load_config
 
 
 @asynccontextmanager

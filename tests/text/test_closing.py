@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.text.closing import close_objects
+from server.text.grammars.closing import close_objects
 
 INNER = {"properties": {"a": {"type": "integer"}}}
 CLOSED = INNER | {"additionalProperties": False}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from server.text.grammar import json_grammar, regex_grammar
-from server.text.regexes import mend_regex, mend_regexes
+from server.text.grammars.grammar import json_grammar, regex_grammar
+from server.text.grammars.regexes import mend_regex, mend_regexes
 
 VALUES = ['"', "\\", "\n", "\t", "a", "!", "é", "]", "^"]
 

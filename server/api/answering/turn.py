@@ -22,7 +22,7 @@ from server.api.openai.protocol import CompletionTokensDetails, Usage
 from server.api.openai.structured import check_grammar, form_grammar
 from server.text.answer import AnswerParser, Part
 from server.text.errors import PromptError
-from server.text.grammar import after_thoughts, either, tools_grammar
+from server.text.grammars.grammar import after_thoughts, either, tools_grammar
 from server.types import TokenLogprob
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.api.http.errors import ApiError, bad_request
 from server.engine.grammar import GrammarError, Grammars
-from server.text import grammar as grammars
+from server.text.grammars import grammar as grammars
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_CHOICES = 1024

@@ -19,6 +19,7 @@ from server.api.http.ignored import rename_options
 from server.api.http.streaming import DONE, closing, event
 from server.api.http.validation import read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
+from server.api.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_scores
 from server.api.openai.other_names import OTHER_NAMES_CHAT, take_other_names
 from server.api.openai.protocol import (
     ChatChoice,
@@ -26,7 +27,6 @@ from server.api.openai.protocol import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
-    ChatLogprobs,
     ChatMessage,
     FinalChatChunkChoice,
     FunctionCall,
@@ -34,8 +34,6 @@ from server.api.openai.protocol import (
     ToolCall,
     ToolCallDelta,
     Usage,
-    chat_logprobs,
-    prompt_scores,
 )
 from server.text.answer import Part
 from server.text.calls.parser import CallDelta

@@ -23,17 +23,10 @@ from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
 from server.api.http.streaming import DONE, EventStream, closing, event, unless_disconnected
 from server.api.http.validation import read_json, validate
+from server.api.openai.logprobs import CompletionLogprobsBuilder, fewer, prompt_scores
 from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOptions
 from server.api.openai.other_names import OTHER_NAMES, take_other_names
-from server.api.openai.protocol import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobsBuilder,
-    Timings,
-    Usage,
-    fewer,
-    prompt_scores,
-)
+from server.api.openai.protocol import Completion, CompletionChoice, Timings, Usage
 from server.api.openai.structured import check_grammar, form_grammar
 from server.types import TokenLogprob
 

@@ -9,9 +9,9 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from server.text.closing import close_objects
 from server.text.dialect import MAX_CALLS, Dialect
-from server.text.regexes import mend_regexes
+from server.text.grammars.closing import close_objects
+from server.text.grammars.regexes import mend_regexes
 
 # JSON on one line, with a space after a colon or a comma at most: where more is allowed, a small model gets lost in it.
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
