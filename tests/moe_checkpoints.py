@@ -34,14 +34,20 @@ _GROUPS = {"n_group": 2, "topk_group": 1, "n_routed_experts": 8, "n_shared_exper
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 1},
-    "qwen2_moe": {"shared_expert_intermediate_size": 128, "decoder_sparse_step": 1},
-    "mixtral": _LOCAL,
+    "qwen2_moe": {
+        "shared_expert_intermediate_size": 128,
+        "decoder_sparse_step": 1,
+        "sliding_window": 12,
+        "max_window_layers": 1,
+        "use_sliding_window": True,
+    },
+    "mixtral": {**_LOCAL, "sliding_window": 12},
     "olmoe": {},
     "glm4_moe": {**_GROUPS, "head_dim": 32},
     "deepseek_v2": {**_GROUPS, **_LATENT, "num_key_value_heads": 4, "topk_method": "greedy"},
     "deepseek_v3": {**_GROUPS, **_LATENT, "num_key_value_heads": 4},
     "granitemoe": {**_LOCAL, "logits_scaling": 2.0, "attention_multiplier": 0.2},
-    "phimoe": _LOCAL,
+    "phimoe": {**_LOCAL, "sliding_window": 12},
     # Its own attention within a chunk is that of other families.
     "llama4_text": {
         **_LOCAL,

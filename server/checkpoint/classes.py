@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -120,6 +121,17 @@ def leave_out_towers(model: PreTrainedModel) -> None:
         for index, layer in enumerate(attending):
             layer.self_attn.layer_idx = index
         model.config.get_text_config().num_hidden_layers = len(attending)
+
+
+def keep_within_tables(model: PreTrainedModel) -> None:
+    """Give tokens that a table beside the embedding does not have its first row (Gemma 3n: those of images and sounds).
+
+    transformers does so in newer versions; older ones (5.17) read beyond the table, which on CUDA ends the process.
+    """
+    decoder = model.get_decoder()
+    table = getattr(decoder, "embed_tokens_per_layer", None)
+    if isinstance(table, nn.Embedding) and table.num_embeddings < decoder.get_input_embeddings().num_embeddings:
+        table.register_forward_pre_hook(lambda own, args: (torch.where(args[0] < own.num_embeddings, args[0], 0),))
 
 
 def _cross_attention_layers(config: Any) -> tuple[int, ...]:

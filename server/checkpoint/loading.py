@@ -13,7 +13,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.classes import is_left_out, loading_of
+from server.checkpoint.classes import is_left_out, keep_within_tables, loading_of
 from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
 from server.checkpoint.embedding import MODULES
 from server.checkpoint.experts.loading import ExpertsLoader
@@ -65,6 +65,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress:
     except torch.OutOfMemoryError as e:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading experts") from e
     _set_dtype(model, dtype)
+    keep_within_tables(model)
     check_finite(folder, model)
     return model.eval().requires_grad_(False)
 

@@ -75,7 +75,7 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         for name, table in self._info.packed.items():
             module_name = names.get(name, "").rpartition(".")[0]
             if self.pre_quantized and table == "nf4" and module_name:
-                _make_packed(model, module_name, self.quantization_config)
+                _make_packed(model, module_name, self.quantization_config, _storage_of(self._info.tensors[name][0]))
         self._take_over(model)
 
     def get_load_operations(self) -> dict[str, Any]:
@@ -175,8 +175,16 @@ def _shape(module: nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
     return shape[::-1] if isinstance(module, Conv1D) else shape
 
 
-def _make_packed(model: nn.Module, name: str, config: BitsAndBytesConfig) -> None:
-    """Put a Linear4bit without a weight in the place of a linear layer; other modules stay."""
+def _storage_of(dtype: str) -> torch.dtype:
+    """The type that codes have in the files: uint8, or one in which bitsandbytes hides them from what casts floats."""
+    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(dtype, torch.uint8)
+
+
+def _make_packed(model: nn.Module, name: str, config: BitsAndBytesConfig, storage: torch.dtype) -> None:
+    """Put a Linear4bit without a weight in the place of a linear layer; other modules stay.
+
+    storage: of its codes; transformers 5.17 casts what it reads to the type that the layer has.
+    """
     module = model.get_submodule(name)
     if type(module) not in (nn.Linear, Conv1D):
         return
@@ -184,8 +192,8 @@ def _make_packed(model: nn.Module, name: str, config: BitsAndBytesConfig) -> Non
     with torch.device("meta"):
         layer = Linear4bit(
             k, n, module.bias is not None, config.bnb_4bit_compute_dtype, quant_type="nf4",
-            quant_storage=config.bnb_4bit_quant_storage,
+            quant_storage=storage,
         )  # fmt: skip
     layer.source_cls = type(module)
-    layer.weight.data = layer.weight.data.to(config.bnb_4bit_quant_storage)
+    layer.weight.data = layer.weight.data.to(storage)
     model.set_submodule(name, layer.requires_grad_(False))

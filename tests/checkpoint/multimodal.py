@@ -25,7 +25,7 @@ _PER_LAYER = {"vocab_size_per_layer_input": 120, "hidden_size_per_layer_input": 
 
 GEMMA_3N_TEXT: dict[str, Any] = {
     **TEXT, **_ALTERNATING, **_PER_LAYER, "laurel_rank": 8, "altup_num_inputs": 2,
-    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "vocab_size_per_layer_input": 128,
 }  # fmt: skip
 """The text of Gemma 3n, whose towers transformers makes with timm only."""
 CLASSES: dict[str, dict[str, Any]] = {

@@ -11,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from server.checkpoint.classes import keep_within_tables
 from server.checkpoint.loading import load_model
+from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.checkpoint.layouts import (
     CONFIG,
     CPU,
+    NEW_TOKENS,
     PROMPTS,
     change_json,
     change_tensors,
@@ -29,6 +32,7 @@ from tests.checkpoint.layouts import (
     silent,
 )
 from tests.checkpoint.multimodal import CLASSES, GEMMA_3N_TEXT
+from tests.engine.factories import make_request, run_together, tokens
 
 Tensors = dict[str, torch.Tensor]
 
@@ -59,6 +63,19 @@ def test_gemma_3n_serves_text_without_the_packages_of_its_towers(prefix: str, tm
     quantization = json.loads((text / "config.json").read_text())["quantization_config"]
     (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": quantization}))
     assert served(folder) == [greedy(expected, prompt) for prompt in PROMPTS]
+
+
+def test_tokens_that_gemma_3ns_second_table_lacks(tmp_path: Path) -> None:
+    """Those of images and sounds: transformers gives them its first row, if not in all versions."""
+    settings = {**GEMMA_3N_TEXT, "vocab_size_per_layer_input": 100}
+    folder = save_nf4(random_model(config_of("gemma3n_text", **settings)), tmp_path / "model")
+    reference = reference_model(folder, tmp_path / "reference")
+    keep_within_tables(reference)
+    prompt = [5, 127, 100, 99, 3]
+    runner = build_runner(load_model(folder, CPU, torch.float32, silent), CONFIG)
+    request = make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True)
+    found = run_together(Engine(runner, CONFIG), request)[request.request_id]
+    assert tokens(found) == greedy(reference, prompt)
 
 
 def _renamed(*changes: tuple[str, str]) -> Callable[[Tensors], Tensors]:

@@ -18,6 +18,8 @@ from server.engine.runtime.batch import Batch, Spans
 
 IMPLEMENTATION = "nf4_paged"
 """The name under which transformers knows our attention function."""
+PROBED_IMPLEMENTATION = "nf4_paged_probed"
+"""The same, for a model whose masks are looked at."""
 
 
 class UnsupportedModelError(Exception):
@@ -60,6 +62,8 @@ class AttentionBackend(ABC):
     """Whether the decoder layers may be compiled, which takes attend_next()."""
     sinks: Mapping[int, torch.Tensor] = MappingProxyType({})
     """By layer whose options say so, each query head's sink, float32 [heads]."""
+    windows: Mapping[int, int | None] = MappingProxyType({})
+    """By layer, the window that its mask would have had; other layers have the one that they are called with."""
 
     @abstractmethod
     def begin(self, batch: Batch) -> None:
@@ -77,6 +81,10 @@ class AttentionBackend(ABC):
 
     def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:  # noqa: B027 - most need not know
         """Called before attend() in a layer that has sinks, [heads], unless the layer is compiled."""
+
+    def see_mask(self, layer: int, module: str, mask: torch.Tensor) -> None:
+        """Called before attend() in a layer, by the name of its module, that is called with a mask."""
+        raise UnsupportedModelError(f"{module} has a mask of its own, which the paged attention ignores")
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """attend() for the layer after the last one that attended, as compiled model code calls it."""
@@ -252,19 +260,20 @@ def _paged_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to later tokens, too, and so cannot generate here"
         )
-    if attention_mask is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} has a mask of its own, which the paged attention ignores")
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is")
+    if attention_mask is not None:
+        backend.see_mask(layer, type(module).__name__, attention_mask)
     if s_aux is not None:
         backend.see_sinks(layer, s_aux)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scaling, sliding_window, softcap, s_aux is not None)
+    options = AttentionOptions(scaling, backend.windows.get(layer, sliding_window), softcap, s_aux is not None)
     # Batch 1 always: all tokens of a forward pass are one row.
     out = backend.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), options)
     return out.unsqueeze(0), None
 
 
-# No mask function of that name is registered, and so transformers builds no masks.
+# No mask function of the first name is registered, and so transformers builds no masks.
 AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+AttentionInterface.register(PROBED_IMPLEMENTATION, _paged_attention)

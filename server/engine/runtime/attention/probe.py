@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from transformers import PreTrainedModel
 
 from server.checkpoint.classes import ATTENTION_KINDS
 from server.engine.runtime.attention.base import (
     IMPLEMENTATION,
+    PROBED_IMPLEMENTATION,
     AttentionBackend,
     AttentionOptions,
     LayerShape,
     UnsupportedModelError,
     attending,
 )
+from server.engine.runtime.attention.masks import FARTHEST, MaskReader, UnknownMaskError
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.limits import own_limit
 
 
 class _Probe(AttentionBackend):
-    def __init__(self) -> None:
+    def __init__(self, contexts: int) -> None:
+        """contexts: tokens of the longest."""
+        self.contexts = contexts
+        self.masks = MaskReader(PROBED_IMPLEMENTATION)
+        self.windows: dict[int, int | None] = {}
         self.shapes: dict[int, LayerShape] = {}
         self.options: dict[int, AttentionOptions] = {}
         self.seen_sinks: dict[int, torch.Tensor] = {}
@@ -29,6 +38,17 @@ class _Probe(AttentionBackend):
     def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:
         self.seen_sinks[layer] = sinks.detach().float().contiguous()
 
+    def see_mask(self, layer: int, module: str, mask: torch.Tensor) -> None:
+        try:
+            reach = self.masks.reach(mask, self.contexts)
+        except UnknownMaskError as e:
+            raise UnsupportedModelError(f"{module} {e}") from e
+        if reach.chunk is not None:
+            raise UnsupportedModelError(
+                f"{module} attends within chunks of {reach.chunk} tokens, and contexts may have {self.contexts}"
+            )
+        self.windows[layer] = reach.window
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
@@ -37,7 +57,7 @@ class _Probe(AttentionBackend):
         if query.shape[1] % key.shape[1]:
             raise UnsupportedModelError(f"{query.shape[1]} query heads do not divide among {key.shape[1]} key heads")
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], query.shape[1])
-        self.options[layer] = options
+        self.options[layer] = replace(options, window=self.windows.get(layer, options.window))
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -57,13 +77,14 @@ def probe_layers(model: PreTrainedModel) -> Probed:
         if kind not in ATTENTION_KINDS:
             raise UnsupportedModelError(f"{name} has layers of the kind {kind}, which the paged cache cannot serve")
     try:
-        model.get_decoder().set_attn_implementation(IMPLEMENTATION)
+        model.get_decoder().set_attn_implementation(PROBED_IMPLEMENTATION)
     except ValueError as e:
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface: {e}") from e
-    probe = _Probe()
+    probe = _Probe(own_limit(config) or FARTHEST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with attending(probe), torch.inference_mode():
         model(input_ids=token, position_ids=token, use_cache=False)
+    model.get_decoder().set_attn_implementation(IMPLEMENTATION)
     expected = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(expected)):
         raise UnsupportedModelError(f"{name}: {len(probe.shapes)} of {expected} layers use the attention interface")

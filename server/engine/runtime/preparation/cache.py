@@ -60,6 +60,7 @@ class CacheSpec:
         own = self.block_size, self.dtype, self.device, self.cache_dtype
         backend = create_backend(self.shapes, self.options, num_blocks, *own)
         backend.sinks = self.sinks
+        backend.windows = {layer: options.window for layer, options in enumerate(self.options)}
         return backend
 
 
