@@ -78,6 +78,9 @@ class VocabularyChange:
     """Takes the place of the base's."""
     delta: tuple[torch.Tensor, torch.Tensor] | None = None
     """left [vocabulary, rank] and right [rank, hidden], whose product is added to the weight."""
+    magnitude: torch.Tensor | None = None
+    """float32, DoRA's: what the norms of the weight with delta become; [hidden], of the embedding's columns, or
+    [vocabulary], of the output layer's rows."""
     rows: tuple[tuple[int, ...], torch.Tensor] | None = None
     """Tokens, and their rows [tokens, hidden], which take the place of the weight's."""
 
@@ -205,6 +208,14 @@ def _pair(folder: Path, module: str, parts: Mapping[str, torch.Tensor]) -> tuple
     return a, b
 
 
+def _check_magnitude(folder: Path, module: str, parts: Mapping[str, torch.Tensor], config: AdapterConfig) -> None:
+    if config.dora != ("magnitude" in parts):
+        raise CheckpointError(
+            f"{folder}: damaged: use_dora is {config.dora}, and {module} has {'no' if config.dora else 'a'}"
+            " lora_magnitude_vector"
+        )
+
+
 def _factors(
     folder: Path, module: str, parts: Mapping[str, torch.Tensor], config: AdapterConfig, dtype: torch.dtype
 ) -> AdapterFactors:
@@ -216,11 +227,7 @@ def _factors(
         nothing = torch.empty(0, 0, dtype=dtype)
         return AdapterFactors(nothing, nothing, bias=parts["bias"].float())
     a, b = _pair(folder, module, parts)
-    if config.dora != ("magnitude" in parts):
-        raise CheckpointError(
-            f"{folder}: damaged: use_dora is {config.dora}, and {module} has {'no' if config.dora else 'a'}"
-            " lora_magnitude_vector"
-        )
+    _check_magnitude(folder, module, parts, config)
     scale = config.scale(module, a.shape[0])
     rest = {key: parts[key].float().reshape(-1) for key in ("magnitude", "B.bias", "bias") if key in parts}
     if any(tensor.numel() != b.shape[0] for tensor in rest.values()):
@@ -233,11 +240,10 @@ def _vocabulary_change(
     folder: Path, module: str, parts: Mapping[str, torch.Tensor], config: AdapterConfig, dtype: torch.dtype
 ) -> VocabularyChange:
     last = module.rpartition(".")[2]
-    others = set(parts) - {"A", "B", "weight", "tokens"}
-    dora = "magnitude" in others or (config.dora and "A" in parts)
-    if others or dora:
-        what = "DoRA" if dora else "a trained bias"
-        raise CheckpointError(f"{folder}: {what} of {module} is not served")
+    if set(parts) & {"bias", "B.bias"}:
+        raise CheckpointError(f"{folder}: a trained bias of {module} is not served")
+    if "A" in parts:
+        _check_magnitude(folder, module, parts, config)
     delta = rows = None
     if "A" in parts or "B" in parts:
         a, b = _pair(folder, module, parts)
@@ -252,4 +258,5 @@ def _vocabulary_change(
             )
         rows = (tokens, parts["tokens"].to(dtype))
     weight = parts.get("weight")
-    return VocabularyChange(None if weight is None else weight.to(dtype), delta, rows)
+    magnitude = parts["magnitude"].float().reshape(-1) if "magnitude" in parts and delta is not None else None
+    return VocabularyChange(None if weight is None else weight.to(dtype), delta, magnitude, rows)

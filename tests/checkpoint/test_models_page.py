@@ -12,7 +12,7 @@ from tests.checkpoint import test_tokenizer_files as tokenizers
 from tests.checkpoint.families import REFUSED, SERVED
 from tests.checkpoint.multimodal import CLASSES
 from tests.checkpoint.test_classes import HYBRIDS
-from tests.engine import test_lora, test_lora_kinds
+from tests.engine import test_lora, test_lora_kinds, test_moe
 from tests.engine.test_lora_kinds import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -53,7 +53,17 @@ ADAPTERS: dict[str, tuple[str, Tests]] = {
         "works",
         (test_lora.test_adapters_and_base_in_one_batch_equal_peft_with_each_alone, "a fused base"),
     ),
-    "DoRA": ("works", ("DoRA", "DoRA beside biases", "rank-stabilized DoRA")),
+    "DoRA, also of the output layer and the embedding": (
+        "works",
+        (
+            "DoRA",
+            "DoRA beside biases",
+            "rank-stabilized DoRA",
+            "DoRA of both",
+            "DoRA, tied",
+            "DoRA of a scaled embedding",
+        ),
+    ),
     "trained biases": ("works", ("biases of all", "biases of adapted")),
     "a bias of the adapter (lora_bias)": ("works", ("biases of the adapter",)),
     "modules_to_save: output layer, embedding": (
@@ -71,14 +81,24 @@ ADAPTERS: dict[str, tuple[str, Tests]] = {
         "works",
         (test_lora_kinds.test_a_fused_projection_on_a_base_that_has_its_parts,),
     ),
-    "modules_to_save of other modules": ("refused", (test_lora_kinds.test_what_is_not_served_is_refused_by_name,)),
-    "DoRA on the embedding": ("refused", (test_lora_kinds.test_what_is_not_served_is_refused_by_name,)),
+    "modules_to_save of norms and projections": (
+        "refused",
+        (test_lora_kinds.test_what_is_not_served_is_refused_by_name,),
+    ),
+    "a trained bias of the output layer": ("refused", (test_lora_kinds.test_a_bias_of_the_output_layer_is_refused,)),
+    "experts, by names of each or by target_parameters": (
+        "refused",
+        (
+            test_moe.test_adapters_of_attention_work_and_those_of_experts_are_refused_by_name,
+            test_lora_adapters.test_configurations_that_are_not_plain_lora_are_refused_by_name,
+        ),
+    ),
     "vocabularies of another size": ("refused", (test_lora_kinds.test_output_layers_that_do_not_fit,)),
     "DoRA, biases and tables at run time, without room from the start": (
         "refused",
         (test_lora_kinds.test_room_is_made_at_the_start,),
     ),
-    "PiSSA and others that change the base, target_parameters, other tuners": (
+    "PiSSA and others that change the base, other tuners": (
         "refused",
         (test_lora_adapters.test_configurations_that_are_not_plain_lora_are_refused_by_name,),
     ),

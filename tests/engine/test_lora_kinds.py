@@ -54,6 +54,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tie_word_embeddings": True},
         {"trainable_token_indices": {"embed_tokens": [5, 9, 60]}, "target_modules": ATTENTION},
     ),
+    "DoRA of both": ("llama", {}, {"use_dora": True, "target_modules": ["lm_head", "embed_tokens", "v_proj"]}),
+    "DoRA, tied": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"use_dora": True, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    ),
+    "DoRA of a scaled embedding": ("gemma3_text", {}, {"use_dora": True, "target_modules": ["embed_tokens", "o_proj"]}),
     "scaled embedding": ("gemma3_text", {}, {"target_modules": ["embed_tokens", *ATTENTION]}),
     "whole scaled embedding": ("gemma3_text", {}, {"modules_to_save": ["embed_tokens"], "target_modules": ATTENTION}),
     "a fused base": ("phi3", {}, {"target_modules": ["qkv_proj", "gate_up_proj"]}),
@@ -239,12 +246,30 @@ def test_what_graphs_run_equals_what_steps_run(tmp_path: Path) -> None:
     [
         ({"modules_to_save": ["input_layernorm"]}, "a whole input_layernorm (modules_to_save) is not served"),
         ({"modules_to_save": ["q_proj"], "target_modules": ["v_proj"]}, "a whole q_proj (modules_to_save)"),
-        ({"use_dora": True, "target_modules": ["embed_tokens"]}, "DoRA of model.embed_tokens is not served"),
+        ({"modules_to_save": ["norm"]}, "a whole norm (modules_to_save) is not served"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(options: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, **{"r": 4, "target_modules": ["v_proj"], **options})
     with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
+
+
+def test_a_bias_of_the_output_layer_is_refused(tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["lm_head"])
+    bias = {"base_model.model.lm_head.bias": torch.ones(128)}
+    save_file(_weights(tmp_path / "a") | bias, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="a trained bias of lm_head is not served"):
+        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
+
+
+def test_magnitudes_that_do_not_fit(tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["embed_tokens"], use_dora=True)
+    weights = _weights(tmp_path / "a")
+    name = next(name for name in weights if "embed_tokens.lora_magnitude_vector" in name)
+    assert weights[name].numel() == 64
+    save_file(weights | {name: torch.ones(128)}, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="embed_tokens has 128 magnitudes, it must have 64"):
         build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
 
 

@@ -106,6 +106,11 @@ class VocabularyTables:
                         f"adapter {name!r}: {module} is {list(tensor.shape)}, the model's {[count, hidden]}: a vocabulary of"
                         " another size is not served; merge the adapter into its base"
                     )
+            size = hidden if room is self.embedding else count
+            if change.magnitude is not None and change.magnitude.numel() != size:
+                raise CheckpointError(
+                    f"adapter {name!r}: {module} has {change.magnitude.numel()} magnitudes, it must have {size}"
+                )
             if change.rows is not None and not all(0 <= token < count for token in change.rows[0]):
                 raise CheckpointError(f"adapter {name!r}: trainable_token_indices has tokens outside the vocabulary")
 
@@ -149,7 +154,14 @@ def _fill(
     assert weight is not None
     table.copy_(weight)
     if change.delta is not None:
-        left, right = (factor.to(table.device) for factor in change.delta)
-        table += (left.float() @ right.float()).to(table.dtype)
+        left, right = (factor.to(table.device).float() for factor in change.delta)
+        if change.magnitude is None:
+            table += (left @ right).to(table.dtype)
+        else:
+            # As PEFT has it: by columns in an embedding, which it treats as a layer the other way round.
+            dim = 0 if isinstance(module, AdaptedEmbedding) else 1
+            whole = weight.to(table.device).float() + left @ right
+            gain = change.magnitude.to(table.device) / torch.linalg.norm(whole, dim=dim)
+            table.copy_(whole * gain.unsqueeze(dim))
     if change.rows is not None:
         table[list(change.rows[0])] = change.rows[1].to(table.device)
