@@ -207,7 +207,9 @@ __device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared
   RowScales scales{};
   scales.code = reinterpret_cast<const float*>(shared + Layout::kCode);
   char* slots = shared + Layout::scale_slot(0, 0) + row % 8 * 8 + row / 8 * 4;
-  bool fours = args.scale_shift == 0 && args.k_blocks % 4 == 0 && args.part_blocks % 4 == 0;
+  // Four scales that are decoded together are of one group, also in a shard.
+  const Nf4Weight& w = args.weight;
+  bool fours = args.scale_shift == 0 && (args.k_blocks | args.part_blocks | w.group_offset | w.group_skip) % 4 == 0;
   RingPosition ring;
   for (; !run.done(); run.next()) {
     int begin = run.part * args.part_blocks;
@@ -216,11 +218,14 @@ __device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared
     ScaleSpan span = ScaleSpan::of<kNested>(args, weight_row, begin);
     int64_t row_block = int64_t{weight_row} * args.k_blocks + begin;
     if (kNested) {
-      // A row has fewer than 256 blocks in a part, so they span at most two second-level scales.
-      int64_t second = span.first >> 8, last = (row_block + scales.count - 1) >> (args.scale_shift + 8);
-      scales.low = outer_scale(args.weight, second);
-      scales.high = outer_scale(args.weight, min(second + 1, last));
-      scales.change = static_cast<int>((((second + 1) << 8) << args.scale_shift) - row_block);
+      // A row has fewer than 256 blocks in a part, so they span at most two second-level scales. Groups are the whole
+      // weight's, of which a shard has a part: place is the part's first k block among the groups'.
+      int64_t place = row_block + ((w.group_offset + int64_t{weight_row} * w.group_skip) << args.scale_shift);
+      int group_shift = args.scale_shift + 8;
+      int64_t second = place >> group_shift, last = (place + scales.count - 1) >> group_shift;
+      scales.low = outer_scale(w, second);
+      scales.high = outer_scale(w, min(second + 1, last));
+      scales.change = static_cast<int>(((second + 1) << group_shift) - place);
     }
     const char* raw = shared + Layout::kRing + ring.stage * Layout::kStageBytes + Layout::kScales +
                       row * Layout::kScalePitch + (span.first - span.piece) * (kNested ? 1 : 4);
