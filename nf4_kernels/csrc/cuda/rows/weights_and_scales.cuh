@@ -207,9 +207,9 @@ __device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared
   RowScales scales{};
   scales.code = reinterpret_cast<const float*>(shared + Layout::kCode);
   char* slots = shared + Layout::scale_slot(0, 0) + row % 8 * 8 + row / 8 * 4;
-  // Four scales that are decoded together are of one group, also in a shard.
-  const Nf4Weight& w = args.weight;
-  bool fours = args.scale_shift == 0 && (args.k_blocks | args.part_blocks | w.group_offset | w.group_skip) % 4 == 0;
+  bool fours = args.scale_shift == 0 && args.k_blocks % 4 == 0 && args.part_blocks % 4 == 0;
+  // Four scales that are decoded together have to be of one group.
+  if (kNested) fours = fours && (args.place_pitch | args.place_first) % 4 == 0;
   RingPosition ring;
   for (; !run.done(); run.next()) {
     int begin = run.part * args.part_blocks;
@@ -218,13 +218,12 @@ __device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared
     ScaleSpan span = ScaleSpan::of<kNested>(args, weight_row, begin);
     int64_t row_block = int64_t{weight_row} * args.k_blocks + begin;
     if (kNested) {
-      // A row has fewer than 256 blocks in a part, so they span at most two second-level scales. Groups are the whole
-      // weight's, of which a shard has a part: place is the part's first k block among the groups'.
-      int64_t place = row_block + ((w.group_offset + int64_t{weight_row} * w.group_skip) << args.scale_shift);
+      // A row has fewer than 256 blocks in a part, so they span at most two second-level scales.
+      int64_t place = int64_t{weight_row} * args.place_pitch + (args.place_first + begin);
       int group_shift = args.scale_shift + 8;
       int64_t second = place >> group_shift, last = (place + scales.count - 1) >> group_shift;
-      scales.low = outer_scale(w, second);
-      scales.high = outer_scale(w, min(second + 1, last));
+      scales.low = outer_scale(args.weight, second);
+      scales.high = outer_scale(args.weight, min(second + 1, last));
       scales.change = static_cast<int>(((second + 1) << group_shift) - place);
     }
     const char* raw = shared + Layout::kRing + ring.stage * Layout::kStageBytes + Layout::kScales +
