@@ -38,8 +38,9 @@ def dequantize_4bit(packed: Tensor, quant_state: Any, dtype: torch.dtype | None 
     weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
     wanted = dtype or getattr(quant_state, "dtype", torch.float32)
     out: Tensor = torch.ops.nf4.dequantize(
-        packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, wanted, *weight.nested
-    )
+        packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, wanted, *weight.nested,
+        weight.group_offset, weight.group_skip,
+    )  # fmt: skip
     return out
 
 
@@ -50,8 +51,9 @@ def linear_4bit(x: Tensor, packed: Tensor, quant_state: Any, bias: Tensor | None
     """
     weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
     out: Tensor = torch.ops.nf4.linear(
-        x, packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, bias, *weight.nested
-    )
+        x, packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, bias, *weight.nested,
+        weight.group_offset, weight.group_skip,
+    )  # fmt: skip
     return out
 
 

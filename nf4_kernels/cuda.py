@@ -26,7 +26,7 @@ from nf4_kernels.cuda_launches import (
     stop_clock,
 )
 from nf4_kernels.cuda_library import KernelError, load_error
-from nf4_kernels.format import Weight, second_level
+from nf4_kernels.format import Weight, nested_groups, second_level
 from nf4_kernels.params import DTYPES, Nf4Weight, weight_struct
 from nf4_kernels.plan import Dequantize, Wgmma
 from nf4_kernels.reference import check_gate, gated, tiles_shape, untile_activations
@@ -63,7 +63,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
         count *= size
     device = weight.packed.device
     with torch.cuda.device(device):
-        struct = _struct(weight, 1, count)
+        struct = _struct(weight, *(weight.matrix if weight.group_skip else (1, count)))
         out = torch.empty(tuple(weight.shape), dtype=dtype, device=device)
         dequantize_into(out, struct, 0, count)
     return out
@@ -239,14 +239,10 @@ def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
     if weight.absmax_8bit is None:
         _check("absmax", absmax, device, torch.float32, blocks)
         return weight_struct(weight, n, k, None)
-    if not weight.has_own_groups:
-        raise ValueError(
-            "the CUDA kernels do not take shards of nested scales; expand them (nf4_kernels.format.block_scales)"
-        )
     nested = second_level(weight)
     absmax_8bit, absmax_code, absmax_offset, _ = nested
     _check("absmax_8bit", absmax_8bit, device, torch.uint8, blocks)
-    _check("absmax", absmax, device, torch.float32, -(-blocks // 256))
+    _check("absmax", absmax, device, torch.float32, nested_groups(weight, blocks))
     _check("absmax_code", absmax_code, device, torch.float32, 256)
     _check("absmax_offset", absmax_offset, device, torch.float32, 1)
     return weight_struct(weight, n, k, nested)

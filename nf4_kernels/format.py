@@ -120,7 +120,7 @@ def check(weight: Weight) -> int:
     if packed.numel() < (count + 1) // 2:
         raise ValueError(f"packed has {packed.numel()} bytes, shape {list(weight.shape)} needs {(count + 1) // 2}")
     blocks = -(-count // blocksize)
-    scales = blocks if absmax_8bit is None else _groups(weight, blocks)
+    scales = blocks if absmax_8bit is None else nested_groups(weight, blocks)
     if absmax.dtype != torch.float32 or absmax.numel() < scales:
         raise ValueError(f"absmax must be float32 with {scales} elements, got {absmax.dtype} with {absmax.numel()}")
     if absmax_8bit is not None and (absmax_8bit.dtype != torch.uint8 or absmax_8bit.numel() < blocks):
@@ -131,13 +131,15 @@ def check(weight: Weight) -> int:
 def check_experts(weight: Weight) -> tuple[int, int, int]:
     """(experts, n, k) of a weight whose every expert begins with a scale block and, where nested, with a group of 256.
 
-    ValueError as check(), and where experts share a block or a group.
+    ValueError as check(), and for a shard and where experts share a block or a group.
     """
     if len(weight.shape) != 3:
         raise ValueError(f"shape must be [experts, N, K], got {list(weight.shape)}")
     experts, n, k = weight.shape
     if n * k % weight.blocksize or weight.blocksize < 2:
         raise ValueError(f"experts of [{n}, {k}] are no whole scale blocks of {weight.blocksize}")
+    if not weight.has_own_groups:
+        raise ValueError("experts are not divided into shards: group_offset and group_skip must be 0")
     if weight.absmax_8bit is not None and n * k // weight.blocksize % NESTED_BLOCKSIZE:
         raise ValueError(
             f"experts of [{n}, {k}] are no whole groups of {NESTED_BLOCKSIZE} scale blocks of {weight.blocksize};"
@@ -149,7 +151,7 @@ def check_experts(weight: Weight) -> tuple[int, int, int]:
     return experts, n, k
 
 
-def _groups(weight: Weight, blocks: int) -> int:
+def nested_groups(weight: Weight, blocks: int) -> int:
     """How many groups a nested weight's blocks reach into. ValueError for a shard's geometry that cannot be."""
     offset, skip, last = weight.group_offset, weight.group_skip, blocks - 1
     if offset < 0 or skip < 0:

@@ -19,13 +19,17 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nf4_kernels import Weight, cpu, reference
+from nf4_kernels import Weight, cpu, cuda, reference
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.dummy import dummy_shard
 from server.checkpoint.loading import load_model
 from server.checkpoint.sharding.sharded import load_shard
-from server.checkpoint.sharding.shards import Shard, check_count, parts_of, possible_counts
+from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, possible_counts
+from server.checkpoint.sharding.slices import cut_linear
+from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.models import tiny_model
+from tests.nf4_kernels.cuda_weights import gpu
+from tests.nf4_kernels.weights import quantized
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -175,3 +179,24 @@ def test_random_shards_have_the_geometry_of_real_ones(tmp_path: Path) -> None:
 def test_what_is_not_divided_yet_is_refused_by_name(family: str, reason: str) -> None:
     with pytest.raises(CheckpointError, match=f"tensor_parallel_size 2 does not divide the model: it has {reason}"):
         check_count(tiny_model(family).config, 64, 2, "model")
+
+
+@gpu
+@pytest.mark.parametrize("count", [2, 4])
+def test_parts_keep_their_nested_scales_on_a_gpu(count: int) -> None:
+    n, k = 512, 8192
+    q = quantized((n, k), 64, True, seed=count)
+    whole = reference.dequantize(q.weight, torch.bfloat16)
+    for rank in range(count):
+        columns = range(rank * k // count, (rank + 1) * k // count)
+        rows = range(rank * 99, rank * 99 + 99)
+        for part in (Part((n, k), (range(n),), columns), Part((n, k), (rows,), range(k))):
+            layer = cut_linear(q.packed, q.state, part, None, torch.bfloat16, torch.device("cuda"))
+            linear = NF4Linear(layer)
+            assert linear.absmax_8bit is not None
+            packed, shape, absmax, blocksize, _, *nested = linear._weight()
+            found = cuda.dequantize(Weight(packed, tuple(shape), absmax, blocksize, *nested), torch.bfloat16)
+            expected = whole[part.rows[0].start : part.rows[0].stop, part.columns.start : part.columns.stop]
+            assert torch.equal(found.cpu(), expected)
+            held = packed.nbytes + absmax.nbytes + linear.absmax_8bit.nbytes
+            assert held < 1.03 * (shape[0] * shape[1]) * (1 / 2 + 1 / 64 + 4 / 64 / 256)

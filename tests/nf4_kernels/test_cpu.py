@@ -9,7 +9,9 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
+import nf4_kernels
 from nf4_kernels import Weight, cpu, reference
+from tests.nf4_kernels.shards import along_k, along_n
 from tests.nf4_kernels.weights import quantized
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -185,28 +187,21 @@ def test_the_clock_counts_linear_time() -> None:
 def test_shards_of_nested_weights_keep_the_whole_ones_groups(isa: str, blocksize: int) -> None:
     n, k, parts = 37, 3 * 1024, 3
     q = quantized((n, k), blocksize, True, seed=blocksize)
-    whole, blocks = reference.dequantize(q.weight, torch.float32), k // blocksize
-    codes = q.weight.packed.view(n, k // 2)
-    assert q.weight.absmax_8bit is not None
-    scales = q.weight.absmax_8bit.view(n, blocks)
+    whole = reference.dequantize(q.weight, torch.float32)
     x = torch.randn(5, k)
     for part in range(parts):
-        rows, columns = slice(part * 12, part * 12 + 12), slice(part * k // parts, (part + 1) * k // parts)
-        first = rows.start * blocks
-        along_n = replace(
-            q.weight, shape=(12, k), packed=codes[rows].flatten(), absmax_8bit=scales[rows].flatten(),
-            absmax=q.weight.absmax[first // 256 :], group_offset=first % 256,
-        )  # fmt: skip
-        each = blocks // parts
-        along_k = replace(
-            q.weight, shape=(n, k // parts), packed=codes[:, columns.start // 2 : columns.stop // 2].flatten(),
-            absmax_8bit=scales[:, part * each : (part + 1) * each].flatten(), group_offset=part * each,
-            group_skip=blocks - each,
-        )  # fmt: skip
-        for shard, expected, given in ((along_n, whole[rows], x), (along_k, whole[:, columns], x[:, columns])):
+        rows, columns = range(part * 12, part * 12 + 12), range(part * k // parts, (part + 1) * k // parts)
+        of_columns = slice(columns.start, columns.stop)
+        for shard, expected, given in (
+            (along_n(q.weight, rows), whole[rows.start : rows.stop], x),
+            (along_k(q.weight, columns), whole[:, of_columns], x[:, of_columns]),
+        ):
             assert torch.equal(reference.dequantize(shard, torch.float32), expected)
             assert torch.equal(cpu.dequantize(shard, torch.float32), expected)
+            assert torch.equal(nf4_kernels.dequantize_4bit(shard.packed, shard, torch.float32), expected)
             torch.testing.assert_close(cpu.linear(given, shard), given @ expected.T, atol=1e-4, rtol=1e-4)
+            found = nf4_kernels.linear_4bit(given, shard.packed, shard)
+            torch.testing.assert_close(found, given @ expected.T, atol=1e-4, rtol=1e-4)
 
 
 def test_a_shard_whose_rows_are_not_whole_blocks_is_refused() -> None:

@@ -39,9 +39,31 @@ struct Scales {
   template <bool kNested>
   __device__ __forceinline__ float at(int64_t block) const {
     if constexpr (!kNested) return __ldg(absmax + block);
-    unsigned group = static_cast<unsigned>(block >> 8);  // 2^32 groups are 32 TiB of weights
+    return of_group(block, static_cast<unsigned>(block >> 8));  // 2^32 groups are 32 TiB of weights
+  }
+  __device__ __forceinline__ float of_group(int64_t block, unsigned group) const {
     return nested_scale(__ldg(code + __ldg(absmax_8bit + block)), __ldg(absmax + group),
                         __ldg(offset + group * offset_stride));
+  }
+};
+
+// Nested scales of a shard, which has the whole weight's groups. They are a type of their own, since the division and its
+// registers would cost whole weights something.
+struct ShardScales : Scales {
+  unsigned row_blocks, group_offset, group_skip;
+
+  ShardScales(const Scales& scales, const Nf4Weight& w)
+      : Scales(scales),
+        row_blocks(w.group_skip ? static_cast<unsigned>(w.k / w.blocksize) : 1),
+        group_offset(w.group_offset),
+        group_skip(w.group_skip) {}
+
+  template <bool kNested>
+  __device__ __forceinline__ float at(int64_t block) const {
+    static_assert(kNested, "plain scales have no groups");
+    unsigned own = static_cast<unsigned>(block);  // 2^32 blocks are 128 GiB of weights
+    int64_t place = int64_t{own} + group_offset + int64_t{own / row_blocks} * group_skip;
+    return of_group(block, static_cast<unsigned>(place >> 8));
   }
 };
 
@@ -75,10 +97,10 @@ struct DequantizeClocks {
 // Nested scales take three dependent loads, so the thread block decodes each of its scales once, while the weights are on
 // their way.
 // The second bound keeps as many blocks on an SM as the reads under way need: one register more costs a block.
-template <typename T, bool kNested>
+template <typename T, bool kNested, typename SomeScales>
 __global__ void __launch_bounds__(kThreads, (kNested ? 1536 : kThreadsPerSm) / kThreads)
-    dequantize(const uint8_t* __restrict__ packed, Scales scales, int64_t first, int64_t count, T* __restrict__ out,
-               DequantizeClocks clocks) {
+    dequantize(const uint8_t* __restrict__ packed, SomeScales scales, int64_t first, int64_t count,
+               T* __restrict__ out, DequantizeClocks clocks) {
   clocks.start();
   constexpr int kMaxScales = static_cast<int>(kPerBlock / kMinBlocksize) + 1;
   __shared__ float table[16];
@@ -93,13 +115,13 @@ __global__ void __launch_bounds__(kThreads, (kNested ? 1536 : kThreadsPerSm) / k
     int64_t i = start + int64_t{s} * kThreads * kPerStep;
     if (i + kPerStep <= count) {
       bytes[s] = __ldcs(reinterpret_cast<const unsigned*>(packed + ((first + i) >> 1)));
-      if (!kNested) scale[s] = scales.at<false>((first + i) >> scales.shift);
+      if constexpr (!kNested) scale[s] = scales.template at<false>((first + i) >> scales.shift);
     }
   }
   if (kNested) {
     int64_t last = min(block_start + kPerBlock, count) - 1;
     int decoding = static_cast<int>(((first + last) >> scales.shift) - scale_start) + 1;
-    for (int i = threadIdx.x; i < decoding; i += kThreads) decoded[i] = scales.at<true>(scale_start + i);
+    for (int i = threadIdx.x; i < decoding; i += kThreads) decoded[i] = scales.template at<true>(scale_start + i);
   }
   __syncthreads();
 #pragma unroll
@@ -118,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, (kNested ? 1536 : kThreadsPerSm) / k
       for (int64_t e = i; e < count; ++e) {
         unsigned byte = packed[(first + e) >> 1];
         float code = table[((first + e) & 1) ? (byte & 15) : (byte >> 4)];
-        out[e] = from_float<T>(__fmul_rn(code, scales.at<kNested>((first + e) >> scales.shift)));
+        out[e] = from_float<T>(__fmul_rn(code, scales.template at<kNested>((first + e) >> scales.shift)));
       }
     }
   }
@@ -126,39 +148,42 @@ __global__ void __launch_bounds__(kThreads, (kNested ? 1536 : kThreadsPerSm) / k
 }
 
 // The same one element a thread, for pointers without the alignment that wide accesses need.
-template <typename T, bool kNested>
-__global__ void __launch_bounds__(kThreads) dequantize_unaligned(const uint8_t* __restrict__ packed, Scales scales,
-                                                                 int64_t first, int64_t count, T* __restrict__ out,
-                                                                 DequantizeClocks clocks) {
+template <typename T, bool kNested, typename SomeScales>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_unaligned(const uint8_t* __restrict__ packed, SomeScales scales, int64_t first, int64_t count,
+                         T* __restrict__ out, DequantizeClocks clocks) {
   clocks.start();
   int64_t e = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (e >= count) return;
   unsigned byte = packed[(first + e) >> 1];
   float code = kCodebook[((first + e) & 1) ? (byte & 15) : (byte >> 4)];
-  out[e] = from_float<T>(__fmul_rn(code, scales.at<kNested>((first + e) >> scales.shift)));
+  out[e] = from_float<T>(__fmul_rn(code, scales.template at<kNested>((first + e) >> scales.shift)));
   clocks.end();
 }
 
-template <typename T, bool kNested>
-void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, DequantizeClocks clocks, cudaStream_t stream) {
-  Scales scales{w.absmax, w.absmax_8bit, w.absmax_code, w.absmax_offset, w.offset_stride, log2_of(w.blocksize)};
+template <typename T, bool kNested, typename SomeScales>
+void launch(const uint8_t* packed, const SomeScales& scales, int64_t first, int64_t count, void* out,
+            DequantizeClocks clocks, cudaStream_t stream) {
   T* target = static_cast<T*>(out);
-  bool aligned = reinterpret_cast<uintptr_t>(w.packed) % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(packed) % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
   if (aligned && first % kPerStep == 0) {
     unsigned grid = static_cast<unsigned>((count + kPerBlock - 1) / kPerBlock);
-    dequantize<T, kNested><<<grid, kThreads, 0, stream>>>(w.packed, scales, first, count, target, clocks);
+    dequantize<T, kNested><<<grid, kThreads, 0, stream>>>(packed, scales, first, count, target, clocks);
   } else {
     unsigned grid = static_cast<unsigned>((count + kThreads - 1) / kThreads);
-    dequantize_unaligned<T, kNested><<<grid, kThreads, 0, stream>>>(w.packed, scales, first, count, target, clocks);
+    dequantize_unaligned<T, kNested><<<grid, kThreads, 0, stream>>>(packed, scales, first, count, target, clocks);
   }
 }
 
 template <typename T>
 void launch(const Nf4Weight& w, int64_t first, int64_t count, void* out, DequantizeClocks clocks, cudaStream_t stream) {
-  if (w.absmax_8bit) {
-    launch<T, true>(w, first, count, out, clocks, stream);
+  Scales scales{w.absmax, w.absmax_8bit, w.absmax_code, w.absmax_offset, w.offset_stride, log2_of(w.blocksize)};
+  if (!w.absmax_8bit) {
+    launch<T, false>(w.packed, scales, first, count, out, clocks, stream);
+  } else if (w.group_offset || w.group_skip) {
+    launch<T, true>(w.packed, ShardScales(scales, w), first, count, out, clocks, stream);
   } else {
-    launch<T, false>(w, first, count, out, clocks, stream);
+    launch<T, true>(w.packed, scales, first, count, out, clocks, stream);
   }
 }
 

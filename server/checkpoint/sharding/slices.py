@@ -67,9 +67,6 @@ def make_linear(
 ) -> ShardedLinear:
     """A layer of codes, uint8 [n * k / 2], and a state of its own; geometry: its group_offset and group_skip."""
     n, k = state.shape
-    # The kernels on CUDA take no shard's geometry yet.
-    if codes.is_cuda and geometry != (0, 0):
-        state, geometry = _expanded(codes, state, geometry), (0, 0)
     layer = ShardedLinear(k, n, bias=bias is not None, compute_dtype=dtype, quant_type="nf4", device="meta")
     layer.weight = Params4bit(
         codes.unsqueeze(1), requires_grad=False, quant_state=state, blocksize=state.blocksize, quant_type="nf4",
@@ -128,13 +125,3 @@ def _scales(state: QuantState, part: Part) -> _Scales:
     code = state.state2.code.float()
     whole = block_scales(Weight(state.absmax, (n, k), groups.float(), size, state.absmax, code, state.offset))
     return _Scales(torch.cat([whole[first:stop] for first, stop in spans]))
-
-
-def _expanded(codes: torch.Tensor, state: QuantState, geometry: tuple[int, int]) -> QuantState:
-    """The state with a float32 scale for each block."""
-    nested = (state.absmax, state.state2.code, state.offset)
-    weight = Weight(codes, tuple(state.shape), state.state2.absmax, int(state.blocksize), *nested, *geometry)
-    return QuantState(
-        absmax=block_scales(weight), shape=state.shape, code=state.code, blocksize=state.blocksize, quant_type="nf4",
-        dtype=state.dtype,
-    )  # fmt: skip

@@ -79,6 +79,9 @@ struct RowsArgs {
   const void* norm_weight;
   float norm_eps;
   Nf4Next next;
+  // Where k blocks lie in the groups of 256 nested scales, which in a shard are the whole weight's: the first k block of all,
+  // and how far one row's lie behind those of the row before.
+  int place_first, place_pitch;
 };
 
 // The layout of dynamic shared memory.

@@ -90,6 +90,8 @@ RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
   args.k = static_cast<int>(w.k);
   args.k_blocks = static_cast<int>(w.k / 64);
   args.scale_shift = log2_of(w.blocksize / 64);
+  args.place_first = w.group_offset << args.scale_shift;
+  args.place_pitch = args.k_blocks + (w.group_skip << args.scale_shift);
   int halves = (args.n + kHalfRows - 1) / kHalfRows, runs = plan.grid / plan.cluster;
   args.cluster = plan.cluster;
   args.passes = plan.passes;

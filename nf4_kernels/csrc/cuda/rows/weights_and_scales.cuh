@@ -208,6 +208,8 @@ __device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared
   scales.code = reinterpret_cast<const float*>(shared + Layout::kCode);
   char* slots = shared + Layout::scale_slot(0, 0) + row % 8 * 8 + row / 8 * 4;
   bool fours = args.scale_shift == 0 && args.k_blocks % 4 == 0 && args.part_blocks % 4 == 0;
+  // Four scales that are decoded together have to be of one group.
+  if (kNested) fours = fours && (args.place_pitch | args.place_first) % 4 == 0;
   RingPosition ring;
   for (; !run.done(); run.next()) {
     int begin = run.part * args.part_blocks;
@@ -217,10 +219,12 @@ __device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared
     int64_t row_block = int64_t{weight_row} * args.k_blocks + begin;
     if (kNested) {
       // A row has fewer than 256 blocks in a part, so they span at most two second-level scales.
-      int64_t second = span.first >> 8, last = (row_block + scales.count - 1) >> (args.scale_shift + 8);
+      int64_t place = int64_t{weight_row} * args.place_pitch + (args.place_first + begin);
+      int group_shift = args.scale_shift + 8;
+      int64_t second = place >> group_shift, last = (place + scales.count - 1) >> group_shift;
       scales.low = outer_scale(args.weight, second);
       scales.high = outer_scale(args.weight, min(second + 1, last));
-      scales.change = static_cast<int>((((second + 1) << 8) << args.scale_shift) - row_block);
+      scales.change = static_cast<int>(((second + 1) << group_shift) - place);
     }
     const char* raw = shared + Layout::kRing + ring.stage * Layout::kStageBytes + Layout::kScales +
                       row * Layout::kScalePitch + (span.first - span.piece) * (kNested ? 1 : 4);

@@ -86,14 +86,15 @@ template <int kSteps>
 struct RawScales<true, kSteps> {
   unsigned raw[kSteps + 1];
   int shift;       // the bits of the first word in front of the first scale
-  unsigned first;  // the first scale
+  unsigned place;  // the first scale's among the scales of the whole weight's groups
   // Second-level scales of the first scale's group of 256 and of the last one's. Those of one k step, where registers are
   // short, load the last one's when they need it.
   static constexpr int kGroups = kSteps > 1 ? 2 : 1;
   float absmax[kGroups], offset[kGroups];
   __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
     const Nf4Weight& w = args.weight;
-    first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
+    unsigned first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
+    place = first + w.group_offset + static_cast<unsigned>(row) * w.group_skip;
     int count = min((min(kSteps - 1, last - step) + 1) * 4, args.k_blocks - step * 4);
     const uint8_t* from = w.absmax_8bit + first;
     shift = 0;
@@ -113,16 +114,16 @@ struct RawScales<true, kSteps> {
     }
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
-      unsigned group = (first + i * (count - 1)) >> 8;
+      unsigned group = (place + i * (count - 1)) >> 8;
       absmax[i] = __ldg(w.absmax + group);
       offset[i] = __ldg(w.absmax_offset + group * w.offset_stride);
     }
   }
   __device__ __forceinline__ float4 decoded(const WgmmaArgs& args, int i, int count, const float* code) const {
-    int second = static_cast<int>(256 - first % 256);  // the scale from which the last group's count
+    int second = static_cast<int>(256 - place % 256);  // the scale from which the last group's count
     float last_absmax = absmax[kGroups - 1], last_offset = offset[kGroups - 1];
     if (kSteps == 1 && second < count) {
-      unsigned group = (first >> 8) + 1;
+      unsigned group = (place >> 8) + 1;
       last_absmax = __ldg(args.weight.absmax + group);
       last_offset = __ldg(args.weight.absmax_offset + group * args.weight.offset_stride);
     }
@@ -141,14 +142,14 @@ struct RawScales<true, kSteps> {
 template <typename Traits>
 __device__ __forceinline__ float4 any_scales(const WgmmaArgs& args, const float* code, int row, int step) {
   const Nf4Weight& w = args.weight;
-  int64_t first = int64_t{args.weight_row<Traits::kGates>(row)} * args.k_blocks + step * 4;
+  int64_t weight_row = args.weight_row<Traits::kGates>(row), first = weight_row * args.k_blocks + step * 4;
   float scales[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int64_t at = (first + i) >> args.scale_shift;
     scales[i] = 0.0f;
     if (row >= args.n || step * 4 + i >= args.k_blocks) continue;
-    int64_t group = at >> 8;
+    int64_t group = (at + w.group_offset + weight_row * w.group_skip) >> 8;
     scales[i] = Traits::kNested ? nested_scale(code[__ldg(w.absmax_8bit + at)], __ldg(w.absmax + group),
                                                __ldg(w.absmax_offset + group * w.offset_stride))
                                 : __ldg(w.absmax + at);
