@@ -159,6 +159,8 @@ class EngineConfig(_Section):
     """CUDA: a sequence's logits are the same bits whatever else is in its batch. Slower, most of all prefill."""
     embeddings: bool | None = None
     """Whether /v1/embeddings answers. None: for embedding models, by sentence-transformers' files in their folders."""
+    images: bool | None = None
+    """Whether prompts may have images, for which the model's image tower is loaded. None: where that can be."""
     speculation: Literal["off", "lookup", "draft"] = "off"
     """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer."""
     lora_modules: tuple[LoraModule, ...] = ()

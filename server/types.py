@@ -42,6 +42,28 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """A grammar that the text has to match, in llguidance's JSON form."""
 
 
+class ImageTensor(msgspec.Struct, frozen=True, gc=False):
+    """What an image processor gives for an image, row by row."""
+
+    dtype: Literal["float32", "int64"]
+    shape: list[int]
+    data: bytes
+    """Little-endian."""
+
+
+class ImageInput(msgspec.Struct, frozen=True, gc=False):
+    """An image of a prompt, as its model's image processor has prepared it."""
+
+    key: bytes
+    """Names the image and how it was prepared: equal keys, equal tensors."""
+    start: int
+    """Place of its first placeholder in the prompt."""
+    end: int
+    """Place behind its last placeholder; between them may be other tokens, such as those that end a row of patches."""
+    tensors: dict[str, ImageTensor]
+    """By name what the model's image tower takes: pixel_values, and image_sizes or image_grid_thw."""
+
+
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     """API to engine: generate from prompt_token_ids (never empty, ids already checked against the vocabulary)."""
 
@@ -52,6 +74,8 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     """The LoRA adapter that it runs with."""
     http_request_id: str = ""
     """Id of the HTTP request that asked for it, for the engine's log."""
+    images: list[ImageInput] = []
+    """The prompt's images, in their order."""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
@@ -226,6 +250,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     """16-bit copies of NF4 weights (engine.expanded_weights)."""
     adapters: list[str] = []
     """LoRA adapters that are loaded."""
+    images: bool = False
+    """Whether the model's image tower is loaded, so that prompts may have images."""
 
 
 class AdapterResult(msgspec.Struct, tag="adapter", frozen=True):

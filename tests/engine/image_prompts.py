@@ -1,0 +1,94 @@
+"""Prompts with images for small random multimodal models, and what transformers itself answers to them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from server.engine.core import Engine
+from server.types import GenerateRequest, ImageInput, ImageTensor, SamplingParams
+from tests.engine.factories import run_together, tokens
+
+NEW_TOKENS = 8
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as its processor gives it: tensors of a batch of one, and the tokens that stand for it."""
+
+    tensors: dict[str, torch.Tensor]
+    tokens: list[int]
+
+
+@dataclass
+class Prompt:
+    """Token ids and pictures, one after another."""
+
+    parts: list[list[int] | Picture]
+    key_salt: bytes = b""
+    ids: list[int] = field(init=False)
+    images: list[ImageInput] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids, self.images = [], []
+        for part in self.parts:
+            if isinstance(part, Picture):
+                token = max(set(part.tokens), key=part.tokens.count)
+                first = len(self.ids) + part.tokens.index(token)
+                end = len(self.ids) + len(part.tokens) - part.tokens[::-1].index(token)
+                given = {name: as_message(tensor) for name, tensor in part.tensors.items()}
+                data = b"".join(tensor.data for tensor in given.values())
+                self.images.append(ImageInput(hashlib.blake2b(data, digest_size=16).digest(), first, end, given))
+            self.ids += part.tokens if isinstance(part, Picture) else part
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return [part for part in self.parts if isinstance(part, Picture)]
+
+    def request(self, **sampling: Any) -> GenerateRequest:
+        """A greedy request of NEW_TOKENS tokens."""
+        options = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, **sampling}
+        return GenerateRequest(f"image{next(_ids)}", self.ids, SamplingParams(**options), images=self.images)
+
+
+def as_message(tensor: torch.Tensor) -> ImageTensor:
+    """A tensor as the engine gets it."""
+    name = "int64" if tensor.dtype == torch.int64 else "float32"
+    return ImageTensor(name, list(tensor.shape), np.ascontiguousarray(tensor.numpy()).tobytes())
+
+
+def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) -> list[int]:
+    """The next tokens by transformers' own generate()."""
+    ids = torch.tensor([prompt.ids])
+    given: dict[str, Any] = {}
+    for name in prompt.pictures[0].tensors if prompt.pictures else ():
+        given[name] = torch.cat([picture.tensors[name] for picture in prompt.pictures])
+    kinds = torch.zeros_like(ids)
+    for image in prompt.images:
+        span = ids[0, image.start : image.end]
+        kinds[0, image.start : image.end] = (span == span[0]).long()
+    if model.config.model_type == "gemma3":
+        given["token_type_ids"] = kinds
+    elif model.config.model_type.startswith("qwen") and prompt.pictures:
+        given["mm_token_type_ids"] = kinds
+    with torch.inference_mode():
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False, **given
+        )
+    return list(output[0, ids.shape[1] :].tolist())
+
+
+def answers(engine: Engine, *prompts: Prompt, **sampling: Any) -> list[list[int]]:
+    """The engine's tokens for prompts that are sent at once."""
+    requests = [prompt.request(**sampling) for prompt in prompts]
+    outputs = run_together(engine, *requests)
+    for request in requests:
+        assert outputs[request.request_id][-1].finish_reason == "length", outputs[request.request_id][-1]
+    return [tokens(outputs[request.request_id]) for request in requests]
