@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TYPES = frozenset(("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
 """Model types whose images are served."""
+WHOLE_IMAGES = frozenset(("gemma3",))
+"""Those of them whose text attends within an image in both directions."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Where a checkpoint says how its images are prepared."""
 
@@ -41,6 +43,8 @@ def _reason(folder: Path, config: EngineConfig) -> str | None:
         return "images are served on one GPU only (engine.tensor_parallel_size: 1)"
     if config.batch_invariant:
         return "engine.batch_invariant is on, which prompts with images do not keep to"
+    if model_type in WHOLE_IMAGES and config.kv_cache_dtype != "auto":
+        return f"images of {model_type} attend in both directions, which engine.kv_cache_dtype {config.kv_cache_dtype} cannot"
     if config.load_format == "dummy":
         return "engine.load_format is dummy, which makes no weights of image towers"
     if importlib.util.find_spec("PIL") is None:

@@ -64,8 +64,20 @@ def as_message(tensor: torch.Tensor) -> ImageTensor:
     return ImageTensor(name, list(tensor.shape), np.ascontiguousarray(tensor.numpy()).tobytes())
 
 
-def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) -> list[int]:
-    """The next tokens by transformers' own generate()."""
+@dataclass(frozen=True)
+class Answer:
+    """Tokens and their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+    def same_as(self, other: Answer) -> bool:
+        """Whether the tokens are equal and the log-probabilities within rounding."""
+        return self.tokens == other.tokens and np.allclose(self.logprobs, other.logprobs, atol=2e-3)
+
+
+def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) -> Answer:
+    """What transformers' own generate() says to a prompt, greedily."""
     ids = torch.tensor([prompt.ids])
     given: dict[str, Any] = {}
     for name in prompt.pictures[0].tensors if prompt.pictures else ():
@@ -78,17 +90,22 @@ def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) ->
         given["token_type_ids"] = kinds
     elif model.config.model_type.startswith("qwen") and prompt.pictures:
         given["mm_token_type_ids"] = kinds
+    model.generation_config.eos_token_id = None
     with torch.inference_mode():
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False, **given
-        )
-    return list(output[0, ids.shape[1] :].tolist())
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+            return_dict_in_generate=True, output_logits=True, **given,
+        )  # fmt: skip
+    chosen = output.sequences[0, ids.shape[1] :].tolist()
+    rows = torch.cat(output.logits).log_softmax(-1)
+    return Answer(chosen, [float(row[token]) for row, token in zip(rows, chosen, strict=True)])
 
 
-def answers(engine: Engine, *prompts: Prompt, **sampling: Any) -> list[list[int]]:
-    """The engine's tokens for prompts that are sent at once."""
-    requests = [prompt.request(**sampling) for prompt in prompts]
+def answers(engine: Engine, *prompts: Prompt, **sampling: Any) -> list[Answer]:
+    """What the engine says to prompts that are sent at once."""
+    requests = [prompt.request(logprobs=0, **sampling) for prompt in prompts]
     outputs = run_together(engine, *requests)
     for request in requests:
         assert outputs[request.request_id][-1].finish_reason == "length", outputs[request.request_id][-1]
-    return [tokens(outputs[request.request_id]) for request in requests]
+    found = (outputs[request.request_id] for request in requests)
+    return [Answer(tokens(own), [e.logprob for output in own for e in output.logprobs or ()]) for own in found]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -88,22 +90,83 @@ class Served:
         return Engine(self.runner, CONFIG.model_copy(update=changes))
 
     def check(self, engine: Engine, *prompts: Prompt) -> None:
-        assert answers(engine, *prompts) == [expected(self.reference, prompt) for prompt in prompts]
+        """The engine answers to prompts that are sent at once as transformers does to each alone."""
+        for prompt, found in zip(prompts, answers(engine, *prompts), strict=True):
+            wanted = expected(self.reference, prompt)
+            assert found.same_as(wanted), (prompt.ids, found, wanted)
 
 
 @pytest.fixture(scope="module", params=PICTURES)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     name = request.param
     folder = tmp_path_factory.mktemp(name)
     config = config_of(name, **{**CLASSES[name], **SETTINGS.get(name, {})})
     save_nf4(random_model(config), folder / "model")
     model = load_model(folder / "model", CPU, torch.float32, silent, towers=True)
-    yield Served(name, build_runner(model, CONFIG), reference_model(folder / "model", folder / "reference"))
+    return Served(name, build_runner(model, CONFIG), reference_model(folder / "model", folder / "reference"))
+
+
+def text(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 118), k=count)
 
 
 def test_one_image(served: Served) -> None:
     prompt = Prompt([[3, 17, 42], served.picture(1), [9, 11]])
     served.check(served.engine(), prompt)
     # It matters which one it is.
-    other = Prompt([[3, 17, 42], served.picture(2), [9, 11]])
-    assert expected(served.reference, other) != expected(served.reference, prompt)
+    other = Prompt([[3, 17, 42], served.picture(3), [9, 11]])
+    assert not expected(served.reference, other).same_as(expected(served.reference, prompt))
+
+
+def test_several_images_and_text_in_one_batch(served: Served) -> None:
+    prompts = [
+        Prompt([text(1, 5), served.picture(1), text(2, 3), served.picture(2), text(3, 4)]),
+        Prompt([text(4, 9)]),
+        Prompt([served.picture(3), text(5, 30)]),  # longer than a step
+        Prompt([text(6, 27), served.picture(4), text(7, 2)]),  # the step would end within the image
+        Prompt([text(8, 3), served.picture(1)]),  # the image is the end
+        Prompt([text(9, 40)]),
+    ]
+    served.check(served.engine(), *prompts)
+
+
+def test_equal_prompts_share_their_prefix_and_different_images_do_not(served: Served) -> None:
+    engine = served.engine()
+    first = Prompt([text(1, 6), served.picture(1), text(2, 9)])
+    served.check(engine, first)
+    hits = engine.stats().prefix_cache_hits
+    longer = Prompt([text(1, 6), served.picture(1), text(2, 9), served.picture(3), text(3, 3)])
+    served.check(engine, longer)
+    shared = engine.stats().prefix_cache_hits - hits
+    assert shared == len(first.ids) // 4 * 4
+    # The same text about another image of the same size: nothing from the image's first block on is shared.
+    served.check(engine, Prompt([text(1, 6), served.picture(3), text(2, 9)]))
+    place = first.images[0].start
+    assert engine.stats().prefix_cache_hits - hits - shared == place // 4 * 4
+
+
+def test_a_prefix_that_ends_within_an_image(served: Served) -> None:
+    """The rest of the image is computed with what the cache has of it."""
+    engine = served.engine()
+    for count in range(1, 5):
+        served.check(engine, Prompt([text(1, count), served.picture(1)]), Prompt([text(2, 3)]))
+        served.check(engine, Prompt([text(1, count), served.picture(1)]))
+
+
+def test_the_tower_runs_once_an_image(served: Served) -> None:
+    tower = served.runner.tower
+    assert tower is not None
+    begun = tower.runs
+    engine = served.engine(enable_prefix_caching=False)
+    picture = served.picture(77)
+    prompts = [Prompt([text(i, 20 + i), picture, text(50 + i, 5)]) for i in range(4)]
+    served.check(engine, *prompts)
+    assert tower.runs - begun == 1
+
+
+def test_preempted_sequences_compute_their_images_again(served: Served) -> None:
+    engine = served.engine(enable_prefix_caching=False)
+    prompts = [Prompt([text(i, 12), served.picture(i), text(i, 2)]) for i in (1, 3, 5)]
+    engine._blocks._free = deque(range(sum(-(-len(prompt.ids) // 4) for prompt in prompts) + 3))
+    served.check(engine, *prompts)
+    assert engine.stats().preemptions > 0

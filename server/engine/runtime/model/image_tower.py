@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from server.checkpoint.images import WHOLE_IMAGES
 from server.checkpoint.names import TOWERS
 from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.image_rows import ImageRows
@@ -53,7 +54,7 @@ class ImageTower:
         """The placeholder's token."""
         # Of the models whose positions have three axes, the class says how an image's tokens are numbered.
         self._numbering = getattr(model.base_model, "get_rope_index", None)
-        self.whole = sees_whole_images(config)
+        self.whole = config.model_type in WHOLE_IMAGES
         """Whether an image's tokens see one another in both directions."""
 
     def layout(self, tokens: Sequence[int], images: Sequence[ImageInput]) -> PromptImages:
@@ -154,11 +155,6 @@ def has_tower(model: PreTrainedModel) -> bool:
     """Whether the tower of a model's class is loaded."""
     parts = (getattr(model.base_model, name, None) for name in TOWERS)
     return hasattr(model, "get_image_features") and any(isinstance(part, torch.nn.Module) for part in parts)
-
-
-def sees_whole_images(config: Any) -> bool:
-    """Whether a model's text attends within an image in both directions, by its configuration."""
-    return str(config.model_type) == "gemma3"
 
 
 def positions_by_axis(batch: Batch, images: ImageRows) -> torch.Tensor:
