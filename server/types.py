@@ -42,26 +42,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """A grammar that the text has to match, in llguidance's JSON form."""
 
 
-class ImageTensor(msgspec.Struct, frozen=True, gc=False):
-    """What an image processor gives for an image, row by row."""
-
-    dtype: Literal["float32", "int64"]
-    shape: list[int]
-    data: bytes
-    """Little-endian."""
-
-
 class ImageInput(msgspec.Struct, frozen=True, gc=False):
     """An image of a prompt, as its model's image processor has prepared it."""
 
     key: bytes
-    """Names the image and how it was prepared: equal keys, equal tensors."""
+    """Names the image's bytes and how they were prepared: equal keys, equal features."""
     start: int
     """Place of its first placeholder in the prompt."""
     end: int
     """Place behind its last placeholder; between them may be other tokens, such as those that end a row of patches."""
-    tensors: dict[str, ImageTensor]
-    """By name what the model's image tower takes: pixel_values, and image_sizes or image_grid_thw."""
+    file: str
+    """A safetensors file of what the model's image tower takes: pixel_values, and image_sizes or image_grid_thw."""
 
 
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):

@@ -54,3 +54,12 @@ def _reason(folder: Path, config: EngineConfig) -> str | None:
     if not any(is_of_tower(name) for name in inspect_checkpoint(folder).tensors):
         return "the checkpoint has no weights of an image tower"
     return None
+
+
+def image_token_id(folder: Path) -> int:
+    """The token that stands in a prompt for a row of an image's features, by config.json. Raises CheckpointError."""
+    settings = read_json(folder / "config.json")
+    found = settings.get("image_token_id", settings.get("image_token_index"))
+    if not isinstance(found, int):
+        raise CheckpointError(f"{folder / 'config.json'}: it has no image_token_id")
+    return found

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import itertools
+import shutil
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from server.engine.core import Engine
-from server.types import GenerateRequest, ImageInput, ImageTensor, SamplingParams
+from server.types import GenerateRequest, ImageInput, SamplingParams
 from tests.engine.factories import run_together, tokens
 
 NEW_TOKENS = 8
+_FOLDER = Path(tempfile.mkdtemp(prefix="nf4-test-images-"))
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 _ids = itertools.count()
 
 
@@ -26,13 +34,24 @@ class Picture:
     tensors: dict[str, torch.Tensor]
     tokens: list[int]
 
+    @functools.cached_property
+    def key(self) -> bytes:
+        data = b"".join(tensor.numpy().tobytes() for tensor in self.tensors.values())
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    @functools.cached_property
+    def file(self) -> str:
+        """Its tensors as the engine gets them."""
+        file = _FOLDER / self.key.hex()
+        save_file(self.tensors, file)
+        return str(file)
+
 
 @dataclass
 class Prompt:
     """Token ids and pictures, one after another."""
 
     parts: list[list[int] | Picture]
-    key_salt: bytes = b""
     ids: list[int] = field(init=False)
     images: list[ImageInput] = field(init=False)
 
@@ -43,9 +62,7 @@ class Prompt:
                 token = max(set(part.tokens), key=part.tokens.count)
                 first = len(self.ids) + part.tokens.index(token)
                 end = len(self.ids) + len(part.tokens) - part.tokens[::-1].index(token)
-                given = {name: as_message(tensor) for name, tensor in part.tensors.items()}
-                data = b"".join(tensor.data for tensor in given.values())
-                self.images.append(ImageInput(hashlib.blake2b(data, digest_size=16).digest(), first, end, given))
+                self.images.append(ImageInput(part.key, first, end, part.file))
             self.ids += part.tokens if isinstance(part, Picture) else part
 
     @property
@@ -56,12 +73,6 @@ class Prompt:
         """A greedy request of NEW_TOKENS tokens."""
         options = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, **sampling}
         return GenerateRequest(f"image{next(_ids)}", self.ids, SamplingParams(**options), images=self.images)
-
-
-def as_message(tensor: torch.Tensor) -> ImageTensor:
-    """A tensor as the engine gets it."""
-    name = "int64" if tensor.dtype == torch.int64 else "float32"
-    return ImageTensor(name, list(tensor.shape), np.ascontiguousarray(tensor.numpy()).tobytes())
 
 
 @dataclass(frozen=True)

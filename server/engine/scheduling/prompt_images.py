@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from server.engine.scheduling.prefix import Spanning
-from server.types import ImageTensor
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class PromptImage:
     """Names the image and how it was prepared."""
     places: npt.NDArray[np.int64]
     """Places of its placeholders in the prompt, ascending."""
-    tensors: Mapping[str, ImageTensor]
-    """What the model's image tower takes."""
+    file: str
+    """What the model's image tower takes (safetensors)."""
 
     @cached_property
     def start(self) -> int:

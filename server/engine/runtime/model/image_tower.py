@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from server.checkpoint.images import WHOLE_IMAGES
@@ -17,11 +18,10 @@ from server.checkpoint.names import TOWERS
 from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.image_rows import ImageRows
 from server.engine.scheduling.prompt_images import PromptImage, PromptImages
-from server.types import ImageInput, ImageTensor
+from server.types import ImageInput
 
 FEATURE_CACHE_BYTES = 512 * 2**20
 """Of host memory for the features of images seen last."""
-_DTYPES = {"float32": np.float32, "int64": np.int64}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ImageTower:
             places = np.flatnonzero(ids[image.start : end] == self.token_id) + image.start
             if not len(places) or (places[0], places[-1]) != (image.start, end - 1):
                 raise ValueError("an image has no placeholders where it says that they are")
-            placed.append(PromptImage(image.key, places, image.tensors))
+            placed.append(PromptImage(image.key, places, image.file))
         return PromptImages(placed, self._positions(ids, placed), self.whole)
 
     def _positions(self, ids: np.ndarray[Any, Any], images: Sequence[PromptImage]) -> np.ndarray[Any, Any] | None:
@@ -78,7 +78,7 @@ class ImageTower:
         kinds = np.zeros_like(ids)
         for image in images:
             kinds[image.places] = 1
-        grids = torch.cat([_tensor(image.tensors["image_grid_thw"]) for image in images])
+        grids = torch.cat([_read(image.file, ("image_grid_thw",))["image_grid_thw"] for image in images])
         found, _ = self._numbering(torch.from_numpy(ids)[None], torch.from_numpy(kinds)[None], image_grid_thw=grids)
         positions: np.ndarray[Any, Any] = found[:, 0].numpy()
         return positions
@@ -90,7 +90,7 @@ class ImageTower:
         """
         found = self._cache.get(image.key)
         if found is None:
-            found = self._compute(image.tensors)
+            found = self._compute(_read(image.file))
             self.runs += 1
             if found.nbytes <= self._cache_bytes:
                 self._cache[image.key] = found
@@ -105,8 +105,8 @@ class ImageTower:
             )
         return found
 
-    def _compute(self, tensors: Mapping[str, ImageTensor]) -> ImageFeatures:
-        given = {name: _tensor(tensor).to(self._model.device) for name, tensor in tensors.items()}
+    def _compute(self, tensors: Mapping[str, torch.Tensor]) -> ImageFeatures:
+        given = {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
         given["pixel_values"] = given["pixel_values"].to(self._model.dtype)
         output = self._model.get_image_features(**given, return_dict=True)
         rows = output.pooler_output
@@ -167,9 +167,13 @@ def positions_by_axis(batch: Batch, images: ImageRows) -> torch.Tensor:
     return positions.unsqueeze(1)
 
 
-def _tensor(given: ImageTensor) -> torch.Tensor:
-    numbers = np.frombuffer(bytearray(given.data), _DTYPES[given.dtype])
-    return torch.from_numpy(numbers.reshape(given.shape))
+def _read(file: str, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a prepared image, all unless names are given. Raises ValueError where the file is not there."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in names or stored.keys()}
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"a prepared image cannot be read: {' '.join(str(e).split())}") from e
 
 
 def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
