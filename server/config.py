@@ -42,6 +42,7 @@ class HttpConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    """Of a request; beyond it, 413. Where prompts may have images, chats may be longer: see body_bytes_with_images."""
     max_queue: int = Field(default=256, ge=1)
     """Requests accepted and not yet finished; beyond it, 429."""
     max_queue_tokens: int = Field(default=1_000_000, ge=1)
@@ -78,6 +79,12 @@ class HttpConfig(_Section):
     """Fields of a request that the server does not know: named in X-Ignored-Options, or answered with 400."""
     response_store: int = Field(default=0, ge=0)
     """Answers of /v1/responses kept in memory for previous_response_id; 0: none."""
+    max_images: int = Field(default=16, ge=1)
+    """Images of one request; beyond it, 400."""
+    max_image_bytes: int = Field(default=20 * 2**20, ge=1024)
+    """Of one encoded image; beyond it, 400."""
+    max_image_pixels: int = Field(default=2**25, ge=1)
+    """Of one image; beyond it, 400."""
     any_model: bool = False
     """Whether the model answers under any name that is asked for; else an unknown one gets 404."""
 
@@ -92,6 +99,11 @@ class HttpConfig(_Section):
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together")
         return self
+
+    @property
+    def body_bytes_with_images(self) -> int:
+        """Bytes of a chat where prompts may have images: max_body_bytes, or what two of the largest take in base64."""
+        return max(self.max_body_bytes, 2 * self.max_image_bytes * 4 // 3 + 2**20)
 
     def keys(self) -> tuple[str, ...]:
         """All API keys. Raises ConfigError when the file cannot be read or holds none."""

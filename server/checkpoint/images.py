@@ -44,11 +44,11 @@ def _reason(folder: Path, config: EngineConfig) -> str | None:
     if config.batch_invariant:
         return "engine.batch_invariant is on, which prompts with images do not keep to"
     if model_type in WHOLE_IMAGES and config.kv_cache_dtype != "auto":
-        return f"images of {model_type} attend in both directions, which engine.kv_cache_dtype {config.kv_cache_dtype} cannot"
+        return f"images of {model_type} need engine.kv_cache_dtype auto, not {config.kv_cache_dtype}"
     if config.load_format == "dummy":
         return "engine.load_format is dummy, which makes no weights of image towers"
     if importlib.util.find_spec("PIL") is None:
-        return "Pillow is not installed (pip install 'nf4-server[images]')"
+        return "Pillow is not installed (pip install pillow)"
     if not any((folder / name).exists() for name in PROCESSOR_FILES):
         return f"the checkpoint does not say how images are prepared (it has no {PROCESSOR_FILES[0]})"
     if not any(is_of_tower(name) for name in inspect_checkpoint(folder).tensors):

@@ -138,7 +138,9 @@ def by_file(
     key_mapping as from_pretrained has it; take_over and towers as FileQuantizer has them.
     """
     registered = quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED]
-    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info, key_mapping, take_over, towers)
+    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(
+        FileQuantizer, info, key_mapping, take_over, towers
+    )
     try:
         yield
     finally:

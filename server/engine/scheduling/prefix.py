@@ -6,7 +6,6 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-
 Spanning = tuple[int, int, bytes]
 """The places [first, second) of something that is no text, an image, and the key that names it."""
 

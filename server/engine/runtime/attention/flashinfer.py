@@ -230,7 +230,9 @@ class FlashInferBackend(GraphBackend):
                 _add_sinks(out[rows], sums, sinks)
         if self._image_queries:
             own = None if sinks is None else sinks.unsqueeze(-1)
-            attend_again(self._image_queries, lambda blocks: cache[blocks].unbind(1), query, out, options, own)
+            attend_again(
+                self._image_queries, lambda blocks: (cache[blocks, 0], cache[blocks, 1]), query, out, options, own
+            )
         return out
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

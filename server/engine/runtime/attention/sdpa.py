@@ -72,9 +72,7 @@ class SdpaBackend(AttentionBackend):
         self._attend_again(layer, query, out, options)
         return out
 
-    def _attend_again(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions
-    ) -> None:
+    def _attend_again(self, layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> None:
         """Overwrite the rows of out that see more than causal attention gives them."""
         if self._image_queries:
             keys, values, sinks = self._keys[layer], self._values[layer], self._sinks(layer, options)

@@ -45,8 +45,12 @@ def image_queries(batch: Batch) -> Sequence[ImageQueries]:
         seen = batch.images.seen[span.row : span.row + span.length]
         later = np.flatnonzero(seen > places)
         if len(later):
-            numbers = (later + span.row, places[later, None], seen[later, None], np.array(span.blocks, np.int64))
-            found.append(ImageQueries(*(torch.from_numpy(each).to(device) for each in numbers), span.end))
+            blocks = np.array(span.blocks, np.int64)
+            rows, own, last, held = (
+                torch.from_numpy(numbers).to(device)
+                for numbers in (later + span.row, places[later, None], seen[later, None], blocks)
+            )
+            found.append(ImageQueries(rows, own, last, held, span.end))
     return found
 
 
