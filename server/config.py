@@ -85,10 +85,14 @@ class HttpConfig(_Section):
     """Of one encoded image; beyond it, 400."""
     max_image_pixels: int = Field(default=2**25, ge=1)
     """Of one image; beyond it, 400."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts that images may be fetched from: "name", "name:port", "*.name"; none: images come in requests only."""
+    image_timeout_s: float = Field(default=10.0, gt=0)
+    """How long fetching an image may take."""
     any_model: bool = False
     """Whether the model answers under any name that is asked for; else an unknown one gets 404."""
 
-    @field_validator("api_keys", "cors_origins", mode="before")
+    @field_validator("api_keys", "cors_origins", "image_hosts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         """One string, as environment variables have it: separated by commas."""

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from server.checkpoint.images import image_token_id
 from server.config import HttpConfig
-from server.images.client import ImageProcess, ImageRefusedError
-from server.images.sources import read_data_url
+from server.images.client import ImageProcess
+from server.images.data_urls import is_data_url, read_data_url
+from server.images.fetching import ImageFetcher
 from server.images.store import ImageStore, StoredImage
 
 
@@ -23,6 +24,7 @@ class Images:
         self.most = config.max_images
         """Images that a request may have."""
         self._max_bytes = config.max_image_bytes
+        self._fetcher = ImageFetcher(config.image_hosts, config.image_timeout_s)
         self._process = ImageProcess(folder)
         self._store = ImageStore(self._process, config.max_image_pixels)
 
@@ -32,9 +34,10 @@ class Images:
 
     async def take(self, url: str, *, low_detail: bool) -> StoredImage:
         """The prepared image of a URL; give_back() has to follow. Raises ImageRefusedError and ImagesUnavailableError."""
-        if url[:5].lower() != "data:":
-            raise ImageRefusedError("has a URL that is no data: URL; this server fetches no images")
-        data = await asyncio.to_thread(read_data_url, url, self._max_bytes)
+        if is_data_url(url):
+            data = await asyncio.to_thread(read_data_url, url, self._max_bytes)
+        else:
+            data = await self._fetcher.fetch(url, self._max_bytes)
         return await self._store.take(data, low_detail=low_detail)
 
     def give_back(self, images: Iterable[StoredImage]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +55,18 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("images")
-    model = write_image_model(folder / "model", embedded_folder)
+    model = write_image_model(folder / "model")
     reference = reference_model(model, folder / "reference")
-    options = ("--model", str(model), "--served-model-name", MODEL, "--max-model-len", "512", "--threads", "1")
-    with start_server(folder / "log", *options, "--kv-cache-bytes", "4000000") as server:
+    settings = {
+        "model": str(model),
+        "served_model_name": MODEL,
+        "http": {"max_images": 3, "max_image_pixels": 1_000_000, "max_image_bytes": 200_000},
+        "engine": {"enforce_eager": True, "kv_cache_bytes": 4_000_000, "max_model_len": 512, "threads": 1},
+    }
+    (folder / "serve.yaml").write_text(json.dumps(settings))
+    with start_server(folder / "log", "--config", str(folder / "serve.yaml")) as server:
         yield Served(server, model, reference)
 
 
@@ -75,3 +83,74 @@ def test_an_image_as_transformers_sees_it(served: Served) -> None:
         ["What is it?", image]
     )
     assert answer(served.ask([{"type": "text", "text": "Hello"}])) == served.expected(["Hello"])
+
+
+def test_several_images_of_several_sizes_and_formats(served: Served) -> None:
+    images = [picture(1, 64, 28), picture(2, 21, 90), picture(3)]
+    forms = [encoded(images[0], "PNG"), encoded(images[1], "WEBP"), encoded(images[2], "GIF")]
+    decoded = [Image.open(io.BytesIO(form)).convert("RGB") for form in forms]
+    content = ["First:", decoded[0], "then", decoded[1], decoded[2], "?"]
+    found = iter(forms)
+    parts = [{"type": "text", "text": c} if isinstance(c, str) else image_part(next(found)) for c in content]
+    wanted = served.expected(content)
+    assert answer(served.ask(parts)) == wanted
+    # Again, now from the prefix cache.
+    again = served.ask(parts)
+    assert answer(again) == wanted
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_clients_text_makes_no_image(served: Served) -> None:
+    """Neither the placeholder nor the mark that stands for it on the way."""
+    text = "<image> \U000ffff2 "
+    assert served.ask([{"type": "text", "text": text}]).status_code == 200
+    assert served.ask(text).status_code == 200
+    response = served.ask([{"type": "text", "text": text}, image_part(encoded(picture(1)))])
+    assert response.status_code == 200, response.text
+
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "four images": ([image_part(encoded(picture(1)))] * 4, "messages[0].content[3]", "http.max_images"),
+    "no URL": ([{"type": "image_url"}], "messages[0].content[0].image_url", "expected an object"),
+    "an unknown detail": ([image_part(b"x", detail="huge")], "messages[0].content[0].image_url.detail", "'auto'"),
+    "a URL to fetch": (
+        [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+        "messages[0].content[0].image_url",
+        "http.image_hosts",
+    ),
+    "a file": (
+        [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+        "messages[0].content[0].image_url",
+        "data:",
+    ),
+    "text as an image": ([image_part(b"no image at all")], "messages[0].content[0].image_url", "formats"),
+    "another type": (
+        [{"type": "image_url", "image_url": {"url": "data:text/html;base64,aGk="}}],
+        "messages[0].content[0].image_url",
+        "type",
+    ),
+    "no base64": (
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,***"}}],
+        "messages[0].content[0].image_url",
+        "base64",
+    ),
+    "too many pixels": ([image_part(encoded(picture(1, 2000, 600)))], "messages[0].content[0].image_url", "1000000"),
+    "a video": ([{"type": "video_url", "video_url": {"url": "data:,"}}], "messages[0].content[0].type", "video_url"),
+    "a sound": ([{"type": "input_audio", "input_audio": {}}], "messages[0].content[0].type", "input_audio"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(served: Served, name: str) -> None:
+    content, param, said = REFUSED[name]
+    response = served.ask(content)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+def test_the_second_of_two_images_is_named(served: Served) -> None:
+    response = served.ask([image_part(encoded(picture(1))), image_part(encoded(picture(2))[:60])])
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[0].content[1].image_url"

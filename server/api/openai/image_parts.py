@@ -24,6 +24,14 @@ class ImageSource:
     """What errors call it."""
 
 
+class TranslatedImage(dict[str, Any]):
+    """A part of the type image_url that was made of another API's part; errors are about that one."""
+
+    def __init__(self, url: Any, detail: Any, where: str) -> None:
+        super().__init__(type="image_url", image_url={"url": url, **({} if detail is None else {"detail": detail})})
+        self.where = where
+
+
 class ImageParts:
     """Collects the images of one request's messages."""
 
@@ -35,10 +43,14 @@ class ImageParts:
 
     def read(self, part: dict[str, Any], role: str, where: str) -> None:
         """Take a part of the type image_url. Raises ApiError."""
+        param = f"{where}.image_url"
+        if isinstance(part, TranslatedImage):
+            where = param = part.where
         if self._refusal is not None:
+            kind = where if isinstance(part, TranslatedImage) else f"{where}.type"
             raise bad_request(
-                f"Content of type 'image_url' is not supported by this server (in '{where}.type'): {self._refusal}.",
-                f"{where}.type",
+                f"Images are not supported by this server (in '{kind}'): {self._refusal}.",
+                kind,
                 "unsupported_parameter",
             )
         if role not in ("user", "tool"):
@@ -50,7 +62,6 @@ class ImageParts:
                 ignore_unknown(f"{where}.{shown(key)}")
         given = part.get("image_url")
         fields = {"url": given} if isinstance(given, str) else given
-        param = f"{where}.image_url"
         if not isinstance(fields, dict) or not isinstance(fields.get("url"), str):
             raise bad_request(
                 f"Invalid type for '{param}': expected an object with a string 'url', but got {json_type(given)} instead.",

@@ -1,4 +1,4 @@
-"""An image's encoded bytes from where its URL says they are."""
+"""Images that URLs hold themselves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import binascii
 from urllib.parse import unquote_to_bytes
 
 from server.images.client import ImageRefusedError
+
+
+def is_data_url(url: str) -> bool:
+    """Whether the URL holds the image itself."""
+    return url[:5].lower() == "data:"
 
 
 def read_data_url(url: str, max_bytes: int) -> bytes:
@@ -20,7 +25,7 @@ def read_data_url(url: str, max_bytes: int) -> bytes:
         raise too_large(max_bytes)
     if head.rstrip().lower().endswith(";base64"):
         try:
-            data = base64.b64decode("".join(written.split()) if len(written.split()) > 1 else written, validate=True)
+            data = base64.b64decode("".join(written.split()), validate=True)
         except (binascii.Error, ValueError) as e:
             raise ImageRefusedError(f"has a data: URL that is no base64 ({e})") from e
     else:
