@@ -36,10 +36,13 @@ from server.api.routes import (
 )
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.embedding import embedding_kind
+from server.checkpoint.images import without_images
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config, ConfigError
 from server.engine.grammar import Grammars
 from server.engine.supervisor.client import EngineClient, EngineStatus
+from server.images.client import ImagesUnavailableError
+from server.images.service import Images
 from server.observability.tracing import Tracing, TracingError
 from server.text.errors import TokenizerError
 from server.text.tokenizer import Tokenizer
@@ -74,6 +77,8 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
                 service.tokenizer.close()
             if service.grammars is not None:
                 service.grammars.close()
+            if not isinstance(service.images, str):
+                await service.images.close()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
@@ -155,7 +160,10 @@ async def _start(service: Service, on_status: StatusListener) -> None:
         if config.generation_config == "auto":
             service.sampling_defaults = read_defaults(folder)
         service.embedding = embedding_kind(folder, config.engine)
+        service.images = without_images(folder, config.engine) or Images(folder, config.http)
         service.tokenizer = await _in_thread(lambda: Tokenizer.load(folder))
+        if not isinstance(service.images, str):
+            await _start_images(service, service.images)
         # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
         gc.collect()
         gc.freeze()
@@ -166,6 +174,16 @@ async def _start(service: Service, on_status: StatusListener) -> None:
     except Exception as e:
         logger.exception("the start failed")
         prepare(EngineStatus("failed", message=f"unexpected {type(e).__name__} while starting (see the log): {e}"))
+
+
+async def _start_images(service: Service, images: Images) -> None:
+    """Have the image process running; where the checkpoint's files are not enough for it, prompts may have no images."""
+    try:
+        await images.placeholder()
+    except ImagesUnavailableError as e:
+        logger.warning("prompts may have no images: %s", e)
+        await images.close()
+        service.images = str(e)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

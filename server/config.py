@@ -38,6 +38,7 @@ class HttpConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    """Of a request; beyond it, 413. Where prompts may have images, chats may be longer: see body_bytes_with_images."""
     max_queue: int = Field(default=256, ge=1)
     """Requests accepted and not yet finished; beyond it, 429."""
     max_queue_tokens: int = Field(default=1_000_000, ge=1)
@@ -74,10 +75,20 @@ class HttpConfig(_Section):
     """Fields of a request that the server does not know: named in X-Ignored-Options, or answered with 400."""
     response_store: int = Field(default=0, ge=0)
     """Answers of /v1/responses kept in memory for previous_response_id; 0: none."""
+    max_images: int = Field(default=16, ge=1)
+    """Images of one request; beyond it, 400."""
+    max_image_bytes: int = Field(default=20 * 2**20, ge=1024)
+    """Of one encoded image; beyond it, 400."""
+    max_image_pixels: int = Field(default=2**25, ge=1)
+    """Of one image; beyond it, 400."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts that images may be fetched from: "name", "name:port", "*.name"; none: images come in requests only."""
+    image_timeout_s: float = Field(default=10.0, gt=0)
+    """How long fetching an image may take."""
     any_model: bool = False
     """Whether the model answers under any name that is asked for; else an unknown one gets 404."""
 
-    @field_validator("api_keys", "cors_origins", mode="before")
+    @field_validator("api_keys", "cors_origins", "image_hosts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         """One string, as environment variables have it: separated by commas."""
@@ -88,6 +99,11 @@ class HttpConfig(_Section):
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together")
         return self
+
+    @property
+    def body_bytes_with_images(self) -> int:
+        """Bytes of a chat where prompts may have images: max_body_bytes, or what two of the largest take in base64."""
+        return max(self.max_body_bytes, 2 * self.max_image_bytes * 4 // 3 + 2**20)
 
     def keys(self) -> tuple[str, ...]:
         """All API keys. Raises ConfigError when the file cannot be read or holds none."""
@@ -155,6 +171,8 @@ class EngineConfig(_Section):
     """CUDA: a sequence's logits are the same bits whatever else is in its batch. Slower, most of all prefill."""
     embeddings: bool | None = None
     """Whether /v1/embeddings answers. None: for embedding models, by sentence-transformers' files in their folders."""
+    images: bool | None = None
+    """Whether prompts may have images, for which the model's image tower is loaded. None: where that can be."""
     speculation: Literal["off", "lookup", "draft"] = "off"
     """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer."""
     lora_modules: tuple[LoraModule, ...] = ()

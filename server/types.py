@@ -42,6 +42,19 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """A grammar that the text has to match, in llguidance's JSON form."""
 
 
+class ImageInput(msgspec.Struct, frozen=True, gc=False):
+    """An image of a prompt, as its model's image processor has prepared it."""
+
+    key: bytes
+    """Names the image's bytes and how they were prepared: equal keys, equal features."""
+    start: int
+    """Place of its first placeholder in the prompt."""
+    end: int
+    """Place behind its last placeholder; between them may be other tokens, such as those that end a row of patches."""
+    file: str
+    """A safetensors file of what the model's image tower takes: pixel_values, and image_sizes or image_grid_thw."""
+
+
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     """API to engine: generate from prompt_token_ids (never empty, ids already checked against the vocabulary)."""
 
@@ -52,6 +65,8 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     """The LoRA adapter that it runs with."""
     http_request_id: str = ""
     """Id of the HTTP request that asked for it, for the engine's log."""
+    images: list[ImageInput] = []
+    """The prompt's images, in their order."""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
@@ -226,6 +241,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     """16-bit copies of NF4 weights (engine.expanded_weights)."""
     adapters: list[str] = []
     """LoRA adapters that are loaded."""
+    images: bool = False
+    """Whether the model's image tower is loaded, so that prompts may have images."""
 
 
 class AdapterResult(msgspec.Struct, tag="adapter", frozen=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,8 @@ from transformers.models.auto.modeling_auto import (
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import CheckpointInfo
+from server.checkpoint.names import is_of_tower
 
-# The parts of multimodal models that only images and sounds go through, and what leads from them to the text's model.
-TOWERS = frozenset(
-    (
-        "vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "audio_tower", "audio_model",
-        "multi_modal_projector", "mm_projector", "connector", "modality_projection", "embed_vision", "embed_audio",
-        "image_newline", "vision_embed_tokens",
-    )
-)  # fmt: skip
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
 # the class, and how its names differ.
@@ -91,15 +86,34 @@ def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[Pr
         )
 
 
-def is_of_tower(name: str) -> bool:
-    """Whether a tensor or module of that name belongs to a part that text does not go through."""
-    return any(part in TOWERS for part in name.split(".")[:3])
-
-
 def is_left_out(name: str, config: Any) -> bool:
     """Whether a tensor of that name in the files is only for images or sounds, and so not loaded."""
     layer = _LAYER.search(name)
     return is_of_tower(name) or (layer is not None and int(layer[1]) in _cross_attention_layers(config))
+
+
+def _towers_of(model: PreTrainedModel) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The parts that only images and sounds go through: the module that each belongs to, its name there, itself."""
+    return [
+        (parent, name, child)
+        for parent_name, parent in model.named_modules()
+        if not is_of_tower(parent_name)
+        for name, child in parent.named_children()
+        if is_of_tower(f"{parent_name}.{name}")
+    ]
+
+
+@contextmanager
+def towers_aside(model: PreTrainedModel) -> Iterator[None]:
+    """While entered, a model is without the parts that only images and sounds go through."""
+    towers = _towers_of(model)
+    for parent, name, _ in towers:
+        setattr(parent, name, None)
+    try:
+        yield
+    finally:
+        for parent, name, child in towers:
+            setattr(parent, name, child)
 
 
 def leave_out_towers(model: PreTrainedModel) -> None:
@@ -107,11 +121,8 @@ def leave_out_towers(model: PreTrainedModel) -> None:
 
     Layers that attend to images keep their place in the list, so that the others keep their names, as nn.Identity().
     """
-    for parent_name, parent in list(model.named_modules()):
-        if not is_of_tower(parent_name):
-            for name, _ in list(parent.named_children()):
-                if is_of_tower(f"{parent_name}.{name}"):
-                    setattr(parent, name, None)
+    for parent, name, _ in _towers_of(model):
+        setattr(parent, name, None)
     crossing = _cross_attention_layers(model.config)
     if crossing:
         layers = model.get_decoder().layers

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.experts.names import described, place_of
+from server.checkpoint.names import is_of_tower
 
 Quantization = Literal["nf4", "none"]
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
@@ -57,7 +58,7 @@ class CheckpointInfo:
             experts = place is not None and not place.bias
             if self.packed.get(name) == "fp4" and not experts:
                 total += 2 * count * item_bytes
-            elif self.quantization == "none" and (experts or (name.endswith("proj.weight") and len(shape) == 2)):
+            elif self.quantization == "none" and (experts or (_is_projection(name) and len(shape) == 2)):
                 total += count * _NF4_BYTES
             elif place is None and place_of(described(name)) and not name.endswith("absmax"):
                 continue  # tables of single experts, which are not kept
@@ -180,6 +181,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: damaged: not a JSON object")
     return value
+
+
+def _is_projection(name: str) -> bool:
+    return name.endswith("proj.weight") and not is_of_tower(name)
 
 
 def _is_quantization_state(name: str) -> bool:

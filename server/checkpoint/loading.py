@@ -24,20 +24,24 @@ from server.checkpoint.quantizer import TensorRefused, by_file
 logger = logging.getLogger(__name__)
 
 
-def load_model(folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress) -> PreTrainedModel:
+def load_model(
+    folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, towers: bool = False
+) -> PreTrainedModel:
     """The model in folder, in eval mode on device: NF4 linear layers, everything else in dtype.
+
+    towers: whether the parts that only images go through are loaded.
 
     A 16 or 32 bit checkpoint is quantized to NF4 (blocks of 64, double quantization) while loading, one tensor at a
     time. Raises CheckpointError for a checkpoint that is damaged, incomplete, unsupported or too large for the memory.
     """
     info = inspect_checkpoint(folder)
     chosen = loading_of(info)
-    check_memory(info.without(lambda name: is_left_out(name, chosen.config)), device, dtype)
+    check_memory(info if towers else info.without(lambda name: is_left_out(name, chosen.config)), device, dtype)
     options = _quantization_options(info, chosen.config, dtype)
     experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts.take_over), _quiet():
+        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts.take_over, towers), _quiet():
             model, report = chosen.auto.from_pretrained(
                 folder,
                 config=chosen.config,

@@ -20,7 +20,7 @@ from transformers.quantizers import auto as quantizers
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.classes import leave_out_towers
+from server.checkpoint.classes import leave_out_towers, towers_aside
 from server.checkpoint.inspection import CheckpointInfo
 from server.checkpoint.packed import expand, read_state
 
@@ -45,14 +45,19 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         info: CheckpointInfo,
         key_mapping: Mapping[str, str] | None,
         take_over: Callable[[PreTrainedModel], None],
+        towers: bool,
         quantization_config: BitsAndBytesConfig,
         **options: Any,
     ) -> None:
-        """take_over: takes out of a model, before it is loaded, what transformers is not to load."""
+        """take_over: takes out of a model, before it is loaded, what transformers is not to load.
+
+        towers: whether the parts that images go through are loaded.
+        """
         super().__init__(quantization_config, **options)
         self._info = info
         self._key_mapping = key_mapping
         self._take_over = take_over
+        self._towers = towers
 
     def __deepcopy__(self, _: Any) -> FileQuantizer:
         # transformers copies it for every tensor, and the list of all tensors with it.
@@ -62,11 +67,13 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         """Nothing: transformers would make a list of linear layers of Llama 4's experts, which ExpertsLoader loads."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **options: Any) -> None:
-        leave_out_towers(model)
+        if not self._towers:
+            leave_out_towers(model)
         names = names_in_model(self._info, model, self._key_mapping)
         check_shapes(self._info, model, names)
         if not self.pre_quantized:
-            super()._process_model_before_weight_loading(model, device_map, **options)
+            with towers_aside(model):  # what is in 16 bit there stays so
+                super()._process_model_before_weight_loading(model, device_map, **options)
         expanded = sum(table != "nf4" for table in self._info.packed.values())
         if expanded:
             logger.warning(
@@ -121,14 +128,19 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
 
 @contextmanager
 def by_file(
-    info: CheckpointInfo, key_mapping: Mapping[str, str] | None, take_over: Callable[[PreTrainedModel], None]
+    info: CheckpointInfo,
+    key_mapping: Mapping[str, str] | None,
+    take_over: Callable[[PreTrainedModel], None],
+    towers: bool,
 ) -> Iterator[None]:
     """While entered, transformers quantizes by a FileQuantizer of this checkpoint.
 
-    key_mapping as from_pretrained has it; take_over as FileQuantizer has it.
+    key_mapping as from_pretrained has it; take_over and towers as FileQuantizer has them.
     """
     registered = quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED]
-    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(FileQuantizer, info, key_mapping, take_over)
+    quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(
+        FileQuantizer, info, key_mapping, take_over, towers
+    )
     try:
         yield
     finally:

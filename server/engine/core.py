@@ -22,6 +22,7 @@ from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.pace import PrefillPace
+from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
 from server.engine.scheduling.step import Step
@@ -85,7 +86,7 @@ class Engine:
             check_request(request, self._runner.limits.vocab_size)
             own = request.sampling.seed
             seed = self._random.getrandbits(63) if own is None else own
-            sequence = Sequence(request, seed, self._eos, self._adapter(request))
+            sequence = Sequence(request, seed, self._eos, self._adapter(request), self._images(request))
             if request.sampling.grammar is not None:
                 if self._grammars is None:
                     raise ValueError("this engine was made without grammars")
@@ -102,6 +103,13 @@ class Engine:
         if self._runner.adapters is None:
             raise ValueError("this engine was started without adapters")
         return self._runner.adapters.get(request.adapter)
+
+    def _images(self, request: GenerateRequest) -> PromptImages | None:
+        if not request.images:
+            return None
+        if self._runner.tower is None:
+            raise ValueError("the model's image tower is not loaded")
+        return self._runner.tower.layout(request.prompt_token_ids, request.images)
 
     def settle_adapters(self) -> list[AdapterResult]:
         """Load adapters whose folders have been read; call between steps."""

@@ -203,6 +203,7 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
             kernels=runner.kernels,
             expanded_weight_bytes=runner.expanded_weight_bytes,
             adapters=runner.adapters.names if runner.adapters else [],
+            images=runner.tower is not None,
         )
     )
     channel.said_ready = True

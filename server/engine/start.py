@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.base import Progress
 from server.checkpoint.dummy import dummy_model, dummy_shard
+from server.checkpoint.images import without_images
 from server.checkpoint.loading import load_model
 from server.checkpoint.sharding.sharded import ShardedModel, load_shard
 from server.checkpoint.sharding.shards import Shard
@@ -50,7 +51,10 @@ def load_runner(
     elif config.load_format == "dummy":
         model = dummy_model(folder, device, dtype, progress, seed=0)
     else:
-        model = load_model(folder, device, dtype, progress)
+        reason = without_images(folder, config)
+        if reason is not None:
+            logger.info("%s: prompts may have no images: %s", folder.name, reason)
+        model = load_model(folder, device, dtype, progress, towers=reason is None)
     progress("preparing the model", 0.0)
     runner = build_runner(model, config, progress, followers)
     limits = runner.limits

@@ -8,6 +8,7 @@ from typing import Any
 from server.text.dialect import Dialect
 from server.text.errors import PromptError
 from server.text.guard import SpecialTextGuard
+from server.text.image_marks import IMAGE, in_parts
 
 # Names that transformers or the template's sandbox give a meaning of their own.
 RESERVED_VARIABLES = frozenset(
@@ -50,10 +51,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        images_in_parts: bool = True,
     ) -> str:
         """The prompt text, in which special tokens from messages and tools are marked (see server.text.guard).
 
-        A message's content is a string; variables are extra names the template may look at.
+        A message's content is a string; variables are extra names the template may look at. images_in_parts: whether the
+        template gets a content with images (see server.text.image_marks) as parts.
 
         Raises PromptError when the model has no template or the template refuses the messages.
         """
@@ -69,7 +72,7 @@ class ChatTemplate:
             messages, tools = self.dialect.with_tools(messages, tools), ()
         try:
             text = self._tokenizer.apply_chat_template(
-                self.guard.mark([self._in_parts(message) for message in messages]),
+                self.guard.mark([self._in_parts(message, images=images_in_parts) for message in messages]),
                 tools=self.guard.mark(list(tools)) or None,
                 chat_template=self._source_with_tools if tools else self.source,
                 tokenize=False,
@@ -82,16 +85,36 @@ class ChatTemplate:
             raise PromptError(f"the model's chat template does not take these messages: {reason[:300]}") from e
         return str(text)
 
+    def render_with_images(
+        self, messages: Sequence[Mapping[str, Any]], placeholder: str, texts: Sequence[str], **options: Any
+    ) -> str:
+        """render() of messages with images, marked in their contents, with texts in the places of the images.
+
+        placeholder: what templates of this model write for an image. Raises PromptError where the template does not show
+        the images one after another.
+        """
+        text = self.render(messages, **options)
+        if self.guard.places(text, placeholder) == len(texts):
+            return self.guard.replaced(text, placeholder, texts)
+        # A template that knows no parts: the placeholders stand in the text.
+        text = self.render(messages, images_in_parts=False, **options)
+        if text.count(IMAGE) != len(texts) or self.guard.places(text, placeholder):
+            raise PromptError("the model's chat template does not show each image once")
+        return self.guard.replaced(text, IMAGE, texts)
+
     def _prepared(self, message: Mapping[str, Any]) -> dict[str, Any]:
         prepared = dict(message)
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"  # its older name, with the same meaning
         return prepared
 
-    def _in_parts(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _in_parts(self, message: Mapping[str, Any], *, images: bool) -> dict[str, Any]:
         prepared = dict(message)
-        if self._wants_parts and isinstance(prepared.get("content"), str):
-            prepared["content"] = [{"type": "text", "text": prepared["content"]}]
+        content = prepared.get("content")
+        if isinstance(content, str) and images and IMAGE in content:
+            prepared["content"] = in_parts(content)
+        elif isinstance(content, str) and self._wants_parts:
+            prepared["content"] = [{"type": "text", "text": content}]
         return prepared
 
     def _only_takes_parts(self) -> bool:

@@ -39,6 +39,17 @@ class SpecialTextGuard:
         return _LONE.search(text) is not None
 
     @staticmethod
+    def places(text: str, token: str) -> int:
+        """How often a token stands in a marked text that no client has written."""
+        return len(_own(token).findall(text))
+
+    @staticmethod
+    def replaced(text: str, token: str, texts: Iterable[str]) -> str:
+        """A marked text with texts, one after another, in the places() of a token."""
+        left = iter(texts)
+        return _own(token).sub(lambda _: next(left), text)
+
+    @staticmethod
     def plain(text: str) -> str:
         """The text without marks."""
         return _LONE.sub("", text)
@@ -52,6 +63,10 @@ class SpecialTextGuard:
             if piece:
                 ids += _continued(piece, encode_plain if i % 2 else encode)
         return ids
+
+
+def _own(token: str) -> re.Pattern[str]:
+    return re.compile(f"(?<!{_START}){re.escape(token)}")
 
 
 def _continued(piece: str, encode: Encode) -> list[int]:

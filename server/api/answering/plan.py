@@ -16,7 +16,7 @@ from server.api.openai.options import GenerationOptions
 from server.logs import request_id
 from server.observability.timeline import RequestTimeline
 from server.text.output import OutputText
-from server.types import GenerateRequest, SamplingParams
+from server.types import GenerateRequest, ImageInput, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class GenerationPlan:
     """Whether the answer is a text of its own, not one that goes on from the prompt."""
     grammar: str | None = None
     """The grammar that bounds every sequence, in llguidance's JSON form."""
+    images: Sequence[ImageInput] = ()
+    """The images of each prompt."""
     keep_marks: bool = False
     """Whether the marks of tool calls and thoughts stay in the text."""
 
@@ -58,7 +60,8 @@ def start_generation(service: Service, backend: Backend, ticket: Ticket, plan: G
     runs: list[SequenceRun] = []
     for prompt in plan.prompts:
         for sampling in _sampling(service, backend, plan, len(prompt)):
-            request = GenerateRequest(f"{plan.answer_id}-{len(runs)}", prompt, sampling, adapter, request_id.get())
+            name = f"{plan.answer_id}-{len(runs)}"
+            request = GenerateRequest(name, prompt, sampling, adapter, request_id.get(), list(plan.images))
             runs.append(
                 SequenceRun(
                     len(runs),

@@ -15,6 +15,7 @@ from server.checkpoint.embedding import EmbeddingModel
 from server.config import Config
 from server.engine.grammar import Grammars
 from server.engine.supervisor.client import EngineClient, EngineStatus
+from server.images.service import Images
 from server.observability.metrics import Metrics
 from server.text.tokenizer import Tokenizer
 from server.types import EngineReady
@@ -48,6 +49,8 @@ class Service:
         self.sampling_defaults = SamplingDefaults()
         self.embedding: EmbeddingModel | str = "the model is loading"
         """How embeddings are made, or why there are none."""
+        self.images: Images | str = "the model is loading"
+        """What prepares images, or why prompts may have none."""
         self.responses = ResponseStore(config.http.response_store) if config.http.response_store else None
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
@@ -62,6 +65,12 @@ class Service:
         if status.state == "ready" and self.tokenizer is None:
             return EngineStatus("loading", stage="loading the tokenizer", fraction=0.99)
         return status
+
+    @property
+    def max_chat_bytes(self) -> int:
+        """The longest body of a chat, which may have images."""
+        http = self.config.http
+        return http.max_body_bytes if isinstance(self.images, str) else http.body_bytes_with_images
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answering.generation import Delta, Ending, Generation
+from server.api.answering.images import TakenImages, give_back, image_parts, take_images
 from server.api.answering.limits import admit, check_length
 from server.api.answering.plan import GenerationPlan, start_generation
 from server.api.answering.service import Backend, Service
@@ -23,7 +24,7 @@ from server.api.openai.structured import check_grammar, form_grammar
 from server.text.answer import AnswerParser, Part
 from server.text.errors import PromptError
 from server.text.grammars.grammar import after_thoughts, either, tools_grammar
-from server.types import TokenLogprob
+from server.types import ImageInput, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -38,9 +39,17 @@ class TurnDelta:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class EncodedChat:
+    """A conversation's prompt."""
+
     ids: list[int]
     text: str
+    images: list[ImageInput]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    chat: EncodedChat
     grammar: str | None
     grammar_param: str
     tools: bool
@@ -142,13 +151,18 @@ async def start_turn(
     backend = service.backend()
     ticket = admit(service, options.n or 1, "n")
     try:
-        prompt = await backend.tokenizer.off_loop(size, lambda: _prompt(options, backend))
+        parts = image_parts(service)
+        messages = await backend.tokenizer.off_loop(size, lambda: conversation(options.messages, parts))
+        taken = await take_images(service, parts.found)
+        ticket.on_release(lambda: give_back(service, taken))
+        prompt = await backend.tokenizer.off_loop(size, lambda: _prompt(options, backend, messages, taken))
         if prompt.grammar is not None:
             await check_grammar(backend.grammars, prompt.grammar, prompt.grammar_param)
         dialect = backend.tokenizer.dialect
         plan = GenerationPlan(
             options=options,
-            prompts=[prompt.ids],
+            prompts=[prompt.chat.ids],
+            images=prompt.chat.images,
             model=options.model,
             answer_id=answer_id,
             arrival=arrival,
@@ -164,7 +178,7 @@ async def start_turn(
         generation = start_generation(service, backend, ticket, plan)
         parsers = [
             AnswerParser(
-                dialect.reasoning_splitter(prompt.text),
+                dialect.reasoning_splitter(prompt.chat.text),
                 dialect.tool_parser() if prompt.tools else None,
                 single_call=options.parallel_tool_calls is False,
                 forced=prompt.forced,
@@ -177,27 +191,48 @@ async def start_turn(
     return Turn(generation, parsers)
 
 
-def encode_chat(options: ChatOptions, backend: Backend) -> tuple[list[int], str]:
-    """(token ids, text) of the conversation's prompt. Raises ApiError."""
+async def count_chat(service: Service, options: ChatOptions, size: int) -> list[int]:
+    """Token ids of the prompt that a turn would have. Raises ApiError."""
+    options.check()
+    service.check_model(options.model)
+    backend, parts = service.backend(), image_parts(service)
+    messages = await backend.tokenizer.off_loop(size, lambda: conversation(options.messages, parts))
+    taken = await take_images(service, parts.found)
+    try:
+        return (await backend.tokenizer.off_loop(size, lambda: _encode_chat(options, backend, messages, taken))).ids
+    finally:
+        give_back(service, taken)
+
+
+def _encode_chat(
+    options: ChatOptions, backend: Backend, messages: list[dict[str, Any]], taken: TakenImages
+) -> EncodedChat:
+    """The prompt of a conversation with these messages and images. Raises ApiError."""
     tools, _ = options.usable_tools()
     continues = bool(options.continue_final_message)
     tokenizer = backend.tokenizer
+    template = tokenizer.chat_template
+    form: dict[str, Any] = {
+        "add_generation_prompt": not continues and options.add_generation_prompt is not False,
+        "continue_final_message": continues,
+        "tools": tools,
+        "variables": options.template_variables(tokenizer.dialect),
+    }
     try:
-        text = tokenizer.chat_template.render(
-            conversation(options.messages),
-            add_generation_prompt=not continues and options.add_generation_prompt is not False,
-            continue_final_message=continues,
-            tools=tools,
-            variables=options.template_variables(tokenizer.dialect),
-        )
+        if taken.images:
+            texts = [image.text for image in taken.images]
+            text = template.render_with_images(messages, taken.placeholder, texts, **form)
+        else:
+            text = template.render(messages, **form)
     except PromptError as e:
         raise bad_request(str(e), "messages", "invalid_prompt") from e
-    check_length(backend, tokenizer.chat_template.guard.plain(text), "messages")
-    return tokenizer.encode_chat(text), text
+    check_length(backend, template.guard.plain(text), "messages")
+    ids = tokenizer.encode_chat(text)
+    return EncodedChat(ids, text, taken.placed(ids))
 
 
-def _prompt(options: ChatOptions, backend: Backend) -> _Prompt:
-    ids, text = encode_chat(options, backend)
+def _prompt(options: ChatOptions, backend: Backend, messages: list[dict[str, Any]], taken: TakenImages) -> _Prompt:
+    chat = _encode_chat(options, backend, messages, taken)
     tokenizer, dialect = backend.tokenizer, backend.tokenizer.dialect
     tools, forced = options.usable_tools()
     form = options.answer_form()
@@ -214,5 +249,5 @@ def _prompt(options: ChatOptions, backend: Backend) -> _Prompt:
         calls = tools_grammar(dialect, tools, tokenizer.special_id, several=several)
         grammar = calls if grammar is None else either(grammar, calls)
     if grammar is not None:
-        grammar = after_thoughts(grammar, dialect, tokenizer.special_id, opened=dialect.thinks_on(text))
-    return _Prompt(ids, text, grammar, param, bool(tools), forced)
+        grammar = after_thoughts(grammar, dialect, tokenizer.special_id, opened=dialect.thinks_on(chat.text))
+    return _Prompt(chat, grammar, param, bool(tools), forced)

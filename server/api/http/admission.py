@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 
 from server.api.http.errors import queue_full
 
@@ -56,6 +57,11 @@ class Ticket:
         self._admission = admission
         self._count = count
         self._tokens = 0
+        self._on_release: list[Callable[[], None]] = []
+
+    def on_release(self, call: Callable[[], None]) -> None:
+        """Call once when the room is given back."""
+        self._on_release.append(call)
 
     def hold_tokens(self, count: int) -> None:
         """Count this many tokens of prompts, too. Raises ApiError (429) when there are too many under way."""
@@ -67,3 +73,6 @@ class Ticket:
         count, self._count = self._count, 0
         if count:
             self._admission.released(count, self._tokens)
+        calls, self._on_release = self._on_release, []
+        for call in calls:
+            call()

@@ -9,24 +9,28 @@ from typing import Any
 from server.api.http.errors import ApiError, bad_request, shown
 from server.api.http.ignored import ignore_unknown
 from server.api.http.validation import json_type
+from server.api.openai.image_parts import ImageParts
+from server.text.image_marks import IMAGE, without_marks
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED_ROLES = ("function",)
 UNSUPPORTED_FIELDS = frozenset({"function_call", "refusal", "audio", "annotations", "reasoning_details"})
 """Fields that clients send back from answers they got; accepted only when empty."""
-UNSUPPORTED_PARTS = frozenset(
-    {"image_url", "input_audio", "file", "refusal", "video_url", "audio_url", "image", "video"}
-)
+UNSUPPORTED_PARTS = frozenset({"input_audio", "file", "refusal", "video_url", "audio_url", "image", "video"})
+NO_IMAGES = "it has no images"
 
 
-def conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def conversation(messages: Sequence[Any], images: ImageParts | None = None) -> list[dict[str, Any]]:
     """Messages with role, content as one string, and what else templates look at: name, tool_calls (arguments as
     objects), tool_call_id, reasoning_content. Raises ApiError that names what is wrong.
+
+    images: takes the images, for each of which the content has a mark (server.text.image_marks); None: there may be none.
     """
+    images = images or ImageParts(NO_IMAGES)
     result: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for i, raw in enumerate(messages):
-        message = _message(raw, f"messages[{i}]")
+        message = _message(raw, f"messages[{i}]", images)
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool":
@@ -36,7 +40,7 @@ def conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return result
 
 
-def _message(raw: Any, where: str) -> dict[str, Any]:
+def _message(raw: Any, where: str, images: ImageParts) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise _wrong_type(where, "an object", raw)
     message: dict[str, Any] = {"role": _role(raw, where)}
@@ -47,7 +51,7 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
                 pass
             case "content":
                 if value is not None:
-                    message["content"] = _content(value, param)
+                    message["content"] = _content(value, param, message["role"], images)
             case "name" | "tool_call_id" | "reasoning_content" | "reasoning":
                 _text_field(message, key, value, param)
             case "tool_calls":
@@ -134,26 +138,37 @@ def _role(raw: dict[str, Any], where: str) -> str:
     return role
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: Any, where: str, role: str, images: ImageParts) -> str:
     if isinstance(value, str):
-        return value
+        return without_marks(value)
     if not isinstance(value, list):
         raise _wrong_type(where, "a string or an array of content parts", value)
     if not value:
         raise bad_request(f"Invalid '{where}': expected at least one content part.", where, "empty_array")
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(value))
+    content = ""
+    for i, raw in enumerate(value):
+        part = _part(raw, f"{where}[{i}]", role, images)
+        # Texts that follow one another are lines.
+        lines = i > 0 and part != IMAGE and not content.endswith(IMAGE)
+        content += f"\n{part}" if lines else part
+    return content
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, role: str, images: ImageParts) -> str:
     if not isinstance(part, dict):
         raise _wrong_type(where, "an object", part)
     kind = part.get("type")
+    if kind == "image_url":
+        images.read(part, role, where)
+        return IMAGE
     if isinstance(kind, str) and kind in UNSUPPORTED_PARTS:
         raise _unsupported(f"{where}.type", f"Content of type '{kind}'")
     if kind != "text":
         param = f"{where}.type"
         raise bad_request(
-            f"Invalid value for '{param}': {shown(repr(kind))}. Supported values are: 'text'.", param, "invalid_value"
+            f"Invalid value for '{param}': {shown(repr(kind))}. Supported values are: 'text', 'image_url'.",
+            param,
+            "invalid_value",
         )
     for key in part:
         if key not in ("type", "text"):
@@ -161,7 +176,7 @@ def _part(part: Any, where: str) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise _wrong_type(f"{where}.text", "a string", text)
-    return text
+    return without_marks(text)
 
 
 def _wrong_type(param: str, expected: str, value: Any) -> ApiError:

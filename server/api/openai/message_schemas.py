@@ -18,6 +18,12 @@ def _some(items: Any) -> dict[str, Any]:
 
 _PART = _object(["type", "text"], type={"const": "text"}, text=_TEXT)
 _CONTENT = {"anyOf": [_TEXT, _some(_PART)]}
+_IMAGE = _object(
+    ["type", "image_url"],
+    type={"const": "image_url"},
+    image_url=_object(["url"], url=_TEXT, detail={"enum": ["auto", "low", "high"]}),
+)
+_CONTENT_WITH_IMAGES = {"anyOf": [_TEXT, _some({"anyOf": [_PART, _IMAGE]})]}
 _CALL = _object(
     ["id", "type", "function"],
     id=_TEXT,
@@ -34,12 +40,8 @@ _ASSISTANT = {
 MESSAGES_SCHEMA = _some(
     {
         "anyOf": [
-            _object(
-                ["role", "content"],
-                role={"enum": ["system", "developer", "user"]},
-                content=_CONTENT,
-                name=_TEXT_OR_NULL,
-            ),
+            _object(["role", "content"], role={"enum": ["system", "developer"]}, content=_CONTENT, name=_TEXT_OR_NULL),
+            _object(["role", "content"], role={"const": "user"}, content=_CONTENT_WITH_IMAGES, name=_TEXT_OR_NULL),
             _object(["role", "content"], **_ASSISTANT, content=_CONTENT),
             _object(["role", "tool_calls"], **_ASSISTANT, content={"type": "null"}, tool_calls=_some(_CALL)),
             _object(["role", "content", "tool_call_id"], role={"const": "tool"}, content=_CONTENT, tool_call_id=_TEXT),
@@ -55,6 +57,16 @@ _BLOCKS = [
         ["type", "id", "name", "input"], type={"const": "tool_use"}, id=_TEXT, name=_TEXT, input={"type": "object"}
     ),
 ]
+_SOURCES = [
+    _object(
+        ["type", "media_type", "data"],
+        type={"const": "base64"},
+        media_type=_TEXT,
+        data={**_TEXT, "description": "base64"},
+    ),
+    _object(["type", "url"], type={"const": "url"}, url=_TEXT),
+]
+_IMAGE_BLOCK = _object(["type", "source"], type={"const": "image"}, source={"anyOf": _SOURCES})
 _RESULT = _object(
     ["type", "tool_use_id"],
     type={"const": "tool_result"},
@@ -67,7 +79,9 @@ ANTHROPIC_MESSAGES = _some(
     {
         "anyOf": [
             _object(["role", "content"], role={"enum": ["user", "assistant", "system"]}, content=_CONTENT),
-            _object(["role", "content"], role={"const": "user"}, content=_some({"anyOf": [_PART, _RESULT]})),
+            _object(
+                ["role", "content"], role={"const": "user"}, content=_some({"anyOf": [_PART, _IMAGE_BLOCK, _RESULT]})
+            ),
             _object(["role", "content"], role={"const": "assistant"}, content=_some({"anyOf": _BLOCKS})),
         ]
     }

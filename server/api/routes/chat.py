@@ -47,7 +47,7 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions, whole or streamed."""
     service = service_of(request)
-    document, size = await read_json(request, service.config.http.max_body_bytes)
+    document, size = await read_json(request, service.max_chat_bytes)
     arrival = time.monotonic()
     take_hints("chat", document)
     names = take_other_names(document, OTHER_NAMES_CHAT)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from server.api.answering.plan import new_id
 from server.api.answering.service import Service, service_of
-from server.api.answering.turn import Turn, encode_chat, respond, start_turn
+from server.api.answering.turn import Turn, count_chat, respond, start_turn
 from server.api.http.errors import ApiError, renamed
 from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
@@ -105,7 +105,7 @@ def _options(asked: dict[str, Any], service: Service) -> ChatOptions:
 async def messages(request: Request) -> Response:
     """Anthropic's messages: text, tools, thinking; whole or as events."""
     service = service_of(request)
-    document, size = await read_json(request, service.config.http.max_body_bytes)
+    document, size = await read_json(request, service.max_chat_bytes)
     arrival = time.monotonic()
     take_hints("messages", document)
     asked = validate(MessageRequest, document, UNSUPPORTED_MESSAGE)
@@ -122,15 +122,12 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """input_tokens of the prompt that /v1/messages would make."""
     service = service_of(request)
-    document, size = await read_json(request, service.config.http.max_body_bytes)
+    document, size = await read_json(request, service.max_chat_bytes)
     take_hints("messages", document)
     validate(CountRequest, document, UNSUPPORTED_MESSAGE)
     try:
         options = _options(given(CountRequest, document), service)
-        options.check()
-        service.check_model(options.model)
-        backend = service.backend()
-        ids, _ = await backend.tokenizer.off_loop(size, lambda: encode_chat(options, backend))
+        ids = await count_chat(service, options, size)
     except ApiError as e:
         raise renamed(e, _NAMES) from e
     return json_response({"input_tokens": len(ids)})

@@ -88,6 +88,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": service.config.model if adapter is None else service.adapters[adapter],
         "parent": None if adapter is None else service.model_name,
         "max_model_len": limits.max_model_len if limits else None,
+        "input_modalities": ["text"] if isinstance(service.images, str) else ["text", "image"],
     }
 
 

@@ -97,7 +97,7 @@ class ResponseRequest(BaseModel):
 async def responses(request: Request) -> Response:
     """OpenAI's responses: text, function tools, structured text, reasoning; whole or as events."""
     service = service_of(request)
-    document, size = await read_json(request, service.config.http.max_body_bytes)
+    document, size = await read_json(request, service.max_chat_bytes)
     arrival = time.monotonic()
     store, key = service.responses, getattr(request.state, "api_key", None)
     take_hints("responses", document, frozenset() if store is None else frozenset({"store"}))

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answering.service import Backend, service_of
-from server.api.answering.turn import encode_chat
+from server.api.answering.turn import count_chat
 from server.api.http.errors import bad_request
 from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
@@ -46,17 +46,15 @@ class Detokenize(BaseModel):
 async def tokenize(request: Request) -> Response:
     """count, max_model_len, tokens, and with return_token_strs each token's text."""
     service = service_of(request)
-    document, size = await read_json(request, service.config.http.max_body_bytes)
+    document, size = await read_json(request, service.max_chat_bytes)
     with_strings = document.get("return_token_strs")
     if "messages" in document:
         chat = {key: value for key, value in document.items() if key != "return_token_strs"}
         take_hints("chat", chat)
         take_other_names(chat, OTHER_NAMES_CHAT)
         options = validate(ChatOptions, {"model": service.model_name, **chat}, UNSUPPORTED_CHAT)
-        options.check()
-        service.check_model(options.model)
         backend = service.backend()
-        ids, _ = await backend.tokenizer.off_loop(size, lambda: encode_chat(options, backend))
+        ids = await count_chat(service, options, size)
     else:
         text = validate(TokenizeText, document, {})
         service.check_model(text.model or service.model_name)

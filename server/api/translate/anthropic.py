@@ -8,6 +8,7 @@ from typing import Any
 from server.api.http.errors import ApiError, bad_request, shown
 from server.api.http.hints import ignore_thinking
 from server.api.http.ignored import ignore, ignore_unknown
+from server.api.openai.image_parts import TranslatedImage
 
 _BILLING = "x-anthropic-billing-header:"
 
@@ -119,10 +120,13 @@ def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results
     """Put one block into the message, or into the results of tools before it."""
     match role, block:
         case _, {"type": "text", "text": str(text)}:
-            made["content"] = f"{made['content']}\n{text}" if "content" in made else text
+            _add_text(made, text)
         case "user", {"type": "document"}:
-            text = _document(block, param)
-            made["content"] = f"{made['content']}\n{text}" if "content" in made else text
+            _add_text(made, _document(block, param))
+        case "user", {"type": "image"}:
+            content = made.get("content", [])
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            made["content"] = [*parts, _image(block, param)]
         case "assistant", {"type": "redacted_thinking"}:
             ignore(f"{param}.redacted_thinking", "only its provider can read it")
         case "assistant", {"type": "thinking", "thinking": str(text)}:
@@ -131,14 +135,50 @@ def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results
             function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
             made.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
         case "user", {"type": "tool_result", "tool_use_id": str(call_id)}:
-            content = _texts(block.get("content") or "", f"{param}.content")
-            if block.get("is_error"):
-                content = f"Error: {content}"
+            content = _result(block.get("content") or "", f"{param}.content", bool(block.get("is_error")))
             results.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case _, {"type": str(kind)}:
             raise _unsupported(param, f"A block of type {shown(repr(kind))} here")
         case _:
             raise bad_request(f"Invalid '{param}': expected a content block.", param, "invalid_value")
+
+
+def _add_text(made: dict[str, Any], text: str) -> None:
+    """Put a text behind what a message has already."""
+    content = made.get("content")
+    if isinstance(content, list):
+        content.append({"type": "text", "text": text})
+    else:
+        made["content"] = text if content is None else f"{content}\n{text}"
+
+
+def _image(block: dict[str, Any], where: str) -> TranslatedImage:
+    match block.get("source"):
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return TranslatedImage(f"data:{kind};base64,{data}", None, where)
+        case {"type": "url", "url": str(url)}:
+            return TranslatedImage(url, None, where)
+        case {"type": "file"}:
+            raise _unsupported(f"{where}.source", "An image that is a file of the provider's")
+    raise bad_request(
+        f"Invalid '{where}.source': expected 'type' base64 with 'media_type' and 'data', or 'type' url with 'url'.",
+        f"{where}.source",
+        "invalid_value",
+    )
+
+
+def _result(value: Any, where: str, is_error: bool) -> str | list[dict[str, Any]]:
+    """What a tool has given: a text, or a chat's parts where there are images among it."""
+    start = "Error: " if is_error else ""
+    if not isinstance(value, list) or not any(isinstance(b, dict) and b.get("type") == "image" for b in value):
+        return start + _texts(value, where)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": start}] if start else []
+    for i, block in enumerate(value):
+        if isinstance(block, dict) and block.get("type") == "image":
+            parts.append(_image(block, f"{where}[{i}]"))
+        else:
+            parts.append({"type": "text", "text": _texts([block], where)})
+    return parts
 
 
 def _without_billing(system: Any) -> Any:

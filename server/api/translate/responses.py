@@ -8,6 +8,7 @@ from server.api.http.errors import ApiError, bad_request, shown
 from server.api.http.hints import SERVER_TOOLS
 from server.api.http.ignored import ignore, ignore_unknown
 from server.api.http.validation import json_type
+from server.api.openai.image_parts import TranslatedImage
 
 INPUT_SCHEMA = {
     "description": "A text, or items: messages, function_call, function_call_output, reasoning",
@@ -96,7 +97,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 content = _content(item.get("output"), f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case "reasoning":
-                thoughts = _content(item.get("content") or item.get("summary") or "", f"{where}.content")
+                written = _content(item.get("content") or item.get("summary") or "", f"{where}.content")
+                thoughts = written if isinstance(written, str) else ""
             case other:
                 raise bad_request(
                     f"Items of type {shown(repr(other))} are not supported by this server (in '{where}').",
@@ -106,24 +108,32 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _content(value: Any, where: str) -> str:
-    """The text of parts of any of their names."""
+def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
+    """The text of parts of any of their names, or a chat's parts where there are images among them."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise _wrong_type(where, "a string or an array of content parts", value)
-    texts = []
-    for i, part in enumerate(value):
-        match part:
-            case {"type": str(kind), "text": str(text)} if kind in _TEXT_PARTS:
-                texts.append(text)
-            case _:
-                raise bad_request(
-                    f"Invalid '{where}[{i}]': only parts with text are supported by this server.",
-                    f"{where}[{i}]",
-                    "unsupported_parameter",
-                )
-    return "\n".join(texts)
+    parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(value)]
+    if any(isinstance(part, TranslatedImage) for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    match part:
+        case {"type": str(kind), "text": str(text)} if kind in _TEXT_PARTS:
+            return {"type": "text", "text": text}
+        case {"type": "input_image", "image_url": str(url)}:
+            for key in part:
+                if key not in ("type", "image_url", "detail", "file_id"):
+                    ignore_unknown(f"{where}.{shown(key)}")
+            return TranslatedImage(url, part.get("detail"), where)
+    raise bad_request(
+        f"Invalid '{where}': only parts with text, and input_image with an 'image_url', are supported by this server.",
+        where,
+        "unsupported_parameter",
+    )
 
 
 def _wrong_type(param: str, expected: str, value: Any) -> ApiError:

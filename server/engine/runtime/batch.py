@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from server.engine.runtime.image_rows import ImageRows, image_rows
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.step import Step
 
@@ -117,7 +118,8 @@ class Batch:
     """T tokens of all sequences of a step. The first num_single spans are one token each.
 
     ids, positions, slots: int64 [T]; a slot is block * block_size + offset. sampled_rows: int64, the rows whose logits
-    are wanted: first those that tokens are sampled from, then those of prompt tokens that are scored.
+    are wanted: first those that tokens are sampled from, then those of prompt tokens that are scored. A token's position
+    is what its rotary embedding is made from: its place in the sequence, unless an image stands in front of it.
     """
 
     ids: torch.Tensor
@@ -126,6 +128,8 @@ class Batch:
     sampled_rows: torch.Tensor
     spans: Spans
     num_single: int
+    images: ImageRows | None = None
+    """What the batch has of images."""
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +162,10 @@ class StepInput:
     """The tokens whose logits are wanted: first those that are sampled from, then prompt tokens that are scored."""
     adapters: Sequence[int | None]
     """[S]: the slots of the sequences' LoRA adapters."""
+    offsets: npt.NDArray[np.int64] | None = None
+    """[S]: what the positions of a chunk's tokens are more than their places, where that is not 0 in all."""
+    images: ImageRows | None = None
+    """What the chunks have of images."""
 
 
 def step_input(step: Step) -> StepInput:
@@ -185,7 +193,11 @@ def step_input(step: Step) -> StepInput:
             scored.extend(row + position - chunk.start for position in chunk.scored)
         wanted = np.concatenate((wanted, np.array(scored, np.int64)))
     adapters = [sequence.adapter for sequence in sequences]
-    return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters)
+    offsets, images = None, None
+    if any(sequence.images is not None for sequence in sequences):
+        offsets = np.array([0 if s.images is None else s.images.offset for s in sequences], np.int64)
+        images = image_rows(chunks, starts, lengths)
+    return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images)
 
 
 def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
@@ -199,11 +211,12 @@ def batch_of(given: StepInput, block_size: int, device: torch.device) -> Batch:
     counts = -(-(starts + lengths) // block_size)
     spans = Spans(tables, table_rows, starts, lengths, counts, given.adapters)
     num_single, count = int((lengths == 1).sum()), len(given.ids)
-    positions = starts
+    places = starts
     if num_single < len(starts):
-        positions = np.repeat(starts - spans.first_rows, lengths) + np.arange(count)
+        places = np.repeat(starts - spans.first_rows, lengths) + np.arange(count)
         table_rows = np.repeat(table_rows, lengths)
-    slots = tables.blocks[table_rows, positions // block_size] * np.int64(block_size) + positions % block_size
+    slots = tables.blocks[table_rows, places // block_size] * np.int64(block_size) + places % block_size
+    positions = places if given.offsets is None else places + np.repeat(given.offsets, lengths)
     # One transfer for everything.
     table = to_device(np.concatenate((np.array(given.ids, np.int64), positions, slots, given.wanted)), device)
     return Batch(
@@ -213,4 +226,5 @@ def batch_of(given: StepInput, block_size: int, device: torch.device) -> Batch:
         table[3 * count :],
         spans,
         num_single,
+        given.images,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.attention.base import AttentionBackend, attending
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.model.image_tower import ImageTower, positions_by_axis
 from server.engine.runtime.model.lora import adding
 
 
@@ -23,13 +25,18 @@ class PagedModel:
         block_size: int,
         clock: DeviceClock | None = None,
         adapter_slots: int = 0,
+        tower: ImageTower | None = None,
     ) -> None:
-        """clock: the device's, where it times the kernels. adapter_slots: LoRA adapters there is room for."""
+        """clock: the device's, where it times the kernels. adapter_slots: LoRA adapters there is room for.
+
+        tower: makes images' features, where the model's tower is loaded.
+        """
         self.model = model
         self.backend = backend
         self.block_size = block_size
         self.clock = clock
         self.adapter_slots = adapter_slots
+        self.tower = tower
 
     @property
     def device(self) -> torch.device:
@@ -64,11 +71,15 @@ class PagedModel:
 
     def _call(self, module: Any, batch: Batch, **options: Any) -> Any:
         """What the model, or its part without the head, gives for a batch."""
-        self.backend.begin(batch)
-        with attending(self.backend), adding(batch, self.adapter_slots):
-            output = module(
-                input_ids=batch.ids.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False, **options
-            )
+        inputs: AbstractContextManager[dict[str, Any]] = nullcontext({"input_ids": batch.ids.unsqueeze(0)})
+        positions = batch.positions.unsqueeze(0)
+        if batch.images is not None:
+            assert self.tower is not None
+            inputs, positions = self.tower.inputs(batch.ids, batch.images), positions_by_axis(batch, batch.images)
+        with adding(batch, self.adapter_slots), inputs as given:
+            self.backend.begin(batch)
+            with attending(self.backend):
+                output = module(**given, position_ids=positions, use_cache=False, **options)
         if self.clock is not None:
             self.clock.collect()
         return output

@@ -23,6 +23,7 @@ from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.model.expanded import expanded_bytes
+from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.lora_registry import AdapterRegistry
 from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
@@ -104,6 +105,11 @@ class ModelRunner:
         return self._paged.device
 
     @property
+    def tower(self) -> ImageTower | None:
+        """The model's image tower, where it is loaded."""
+        return self._paged.tower
+
+    @property
     def dtype(self) -> torch.dtype:
         """Type of the activations."""
         return self._paged.dtype
@@ -143,6 +149,8 @@ class ModelRunner:
     def compute(self, given: StepInput, guessed: bool = False) -> torch.Tensor:
         """forward() of what has been taken out of the step; guessed: whether it checks guesses."""
         batch, graphs = self._batch(given), self._graphs
+        if batch.images is not None:
+            return self._paged.run(batch)
         if guessed and graphs.verify is not None and graphs.verify.fits(batch):
             return graphs.verify.run(batch).float()
         if graphs.decode is not None and graphs.decode.fits(batch):
@@ -202,7 +210,7 @@ class ModelRunner:
         assert not isinstance(previous, OptionsStep)
         given = step_input(step)
         batch = self._batch(given)
-        if not graphs.fits(batch):
+        if batch.images is not None or not graphs.fits(batch):
             return None
         launch = Launch.of(step, previous, self.limits.vocab_size)
         if self._followers is not None:
@@ -245,7 +253,7 @@ class ModelRunner:
         if graphs is None or not all(c.samples and c.length == 1 and not c.sequence.embeds for c in step.chunks):
             return None
         batch = self._batch(step_input(step))
-        if not graphs.fits(batch):
+        if batch.images is not None or not graphs.fits(batch):
             return None
         try:
             return graphs.run_with_options(step, batch, previous, sampler)

@@ -6,14 +6,26 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+Spanning = tuple[int, int, bytes]
+"""The places [first, second) of something that is no text, an image, and the key that names it."""
 
-def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, count: int, salt: bytes = b"") -> None:
+
+def extend_keys(
+    keys: list[bytes],
+    tokens: Sequence[int],
+    block_size: int,
+    count: int,
+    salt: bytes = b"",
+    images: Sequence[Spanning] = (),
+) -> None:
     """Append to keys until it has count: keys[i] names tokens [i * block_size, (i + 1) * block_size) and all before.
 
-    Sequences with different salts share nothing. Keys are cryptographic: nobody can make a prompt that is taken for
-    another's.
+    images: what stands in the places of placeholders, whose tokens do not tell one image from another. Sequences with
+    different salts share nothing. Keys are cryptographic: nobody can make a prompt that is taken for another's.
     """
     for index in range(len(keys), count):
         previous = keys[-1] if keys else hashlib.blake2b(salt, digest_size=16).digest()
-        block = array("q", tokens[index * block_size : (index + 1) * block_size])
-        keys.append(hashlib.blake2b(previous + block.tobytes(), digest_size=16).digest())
+        first, end = index * block_size, (index + 1) * block_size
+        block = array("q", tokens[first:end]).tobytes()
+        shown = b"".join(key for start, behind, key in images if start < end and behind > first)
+        keys.append(hashlib.blake2b(previous + block + shown, digest_size=16).digest())

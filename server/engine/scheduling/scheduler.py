@@ -256,6 +256,11 @@ class Scheduler:
         length = min(sequence.num_pending, budget)
         if sequence.sampling.prompt_logprobs is not None:
             length = min(length, max(1, MOST_SCORED - sum(len(chunk.scored) for chunk in step.chunks)))
+        if sequence.images is not None:
+            alone = all(chunk.length == 1 for chunk in step.chunks)
+            length = sequence.images.chunk_length(sequence.num_computed, length, alone)
+            if length == 0:
+                return 0
         step.chunks.append(Chunk(sequence, sequence.num_computed, length, length == sequence.num_pending))
         return length
 

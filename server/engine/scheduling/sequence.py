@@ -8,6 +8,7 @@ from typing import Protocol
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.prefix import extend_keys
+from server.engine.scheduling.prompt_images import PromptImages
 from server.types import FinishReason, GenerateRequest, TokenLogprob
 
 PLACEHOLDER = -1
@@ -99,6 +100,7 @@ class Sequence:
         seed: int,
         eos_token_ids: frozenset[int] = frozenset(),
         adapter: LoadedAdapter | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.http_request_id = request.http_request_id
@@ -106,6 +108,8 @@ class Sequence:
         self.seed = seed
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
+        self.images = images
+        """What the prompt has of images, if any."""
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
         self.num_cached = 0
@@ -195,7 +199,8 @@ class Sequence:
     def block_keys(self, block_size: int, num_tokens: int) -> list[bytes]:
         """Keys of the full blocks among the first num_tokens tokens, none of which may be a placeholder."""
         count = num_tokens // block_size
-        extend_keys(self._keys, self.tokens, block_size, count, self.cache_salt)
+        images = () if self.images is None else self.images.spanning
+        extend_keys(self._keys, self.tokens, block_size, count, self.cache_salt, images)
         return self._keys[:count]
 
     def most_new_tokens(self, max_model_len: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from server.engine.runtime.attention.kernels.decode_trial import disagreement
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.page_tables import Padding, PageTables, page_tables
 from server.engine.runtime.attention.rotary import RotaryEmbedding
+from server.engine.runtime.attention.whole_images import ImageQueries, attend_again, image_queries
 from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.trials import failure
 
@@ -98,6 +100,7 @@ class FlashInferBackend(GraphBackend):
         self._mixed_graphs = MixedWrappers(kinds, self._workspace, block_size)
         self._split_keys = True
         self._parts: dict[Kind, list[_Part]] = {}
+        self._image_queries: Sequence[ImageQueries] = ()
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._newest_only: DecodeAttention | None = None
         # Whether keys and values are written before our own kernel attends, not by it.
@@ -123,6 +126,7 @@ class FlashInferBackend(GraphBackend):
             if chunks is not None:
                 parts.append((slice(singles, None), self._plan_chunks(kind, chunks, tables(singles, count))))
         self._write_to(batch.slots)
+        self._image_queries = image_queries(batch)
 
     def _plan_chunks(self, kind: Kind, wrapper: Any, tables: PageTables, split_keys: bool = True) -> Any:
         given = tables.rows, tables.starts, tables.blocks, tables.last
@@ -224,6 +228,11 @@ class FlashInferBackend(GraphBackend):
             else:
                 _, sums = wrapper.run(query[rows], cache, out=out[rows], return_lse=True)
                 _add_sinks(out[rows], sums, sinks)
+        if self._image_queries:
+            own = None if sinks is None else sinks.unsqueeze(-1)
+            attend_again(
+                self._image_queries, lambda blocks: (cache[blocks, 0], cache[blocks, 1]), query, out, options, own
+            )
         return out
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -261,6 +270,7 @@ class FlashInferBackend(GraphBackend):
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots
         self._newest_only, self._shared = None, False
+        self._image_queries = ()
         self._next_layer = 0
 
 

@@ -109,4 +109,5 @@ class PagedCpuBackend(SdpaBackend):
         call.window, call.scaling, call.softcap = options.window or 0, options.scaling, options.softcap or 0.0
         call.sinks = self.sinks[layer].data_ptr() if options.sinks else None
         self._attend(self._address)
+        self._attend_again(layer, query, out, options)
         return out

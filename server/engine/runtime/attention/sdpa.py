@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.attention.host_zeros import host_zeros
+from server.engine.runtime.attention.whole_images import ImageQueries, attend_again, image_queries, masked_attention
 from server.engine.runtime.batch import Batch, Span
 
 
@@ -45,10 +47,12 @@ class SdpaBackend(AttentionBackend):
         self._flat_values = [t.view(-1, *t.shape[2:]) for t in self._values]
         self._batch: Batch | None = None
         self._singles: dict[int | None, _Singles] = {}
+        self._image_queries: Sequence[ImageQueries] = ()
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         self._singles = {}
+        self._image_queries = image_queries(batch)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -65,7 +69,14 @@ class SdpaBackend(AttentionBackend):
             out[:singles] = self._attend_singles(layer, query[:singles], options)
         for index in range(singles, len(batch.spans)):
             self._attend_span(layer, batch.spans[index], query, key, value, out, options)
+        self._attend_again(layer, query, out, options)
         return out
+
+    def _attend_again(self, layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> None:
+        """Overwrite the rows of out that see more than causal attention gives them."""
+        if self._image_queries:
+            keys, values, sinks = self._keys[layer], self._values[layer], self._sinks(layer, options)
+            attend_again(self._image_queries, lambda blocks: (keys[blocks], values[blocks]), query, out, options, sinks)
 
     def _attend_span(
         self,
@@ -96,7 +107,7 @@ class SdpaBackend(AttentionBackend):
         sinks = self._sinks(layer, options)
         if sinks is not None:
             sinks = sinks.view(keys.shape[1], -1)  # the heads that share a key head are queries here
-        out = _scaled_dot_product(grouped, keys, values, singles.mask, options, sinks)
+        out = masked_attention(grouped, keys, values, singles.mask, options, sinks)
         return out.reshape(count, heads, -1)
 
     def _sinks(self, layer: int, options: AttentionOptions) -> torch.Tensor | None:
@@ -151,29 +162,4 @@ def _attend_chunk(
     mask = columns <= rows
     if options.window is not None:
         mask &= columns > rows - options.window
-    return _scaled_dot_product(query, keys, values, mask, options, sinks)[0].transpose(0, 1)
-
-
-def _scaled_dot_product(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """softmax(cap(query keys^T * scaling)) values, with mask False where a key does not count.
-
-    sinks: scores of one more key of zeros, [heads, queries or 1] for a query [any, heads, queries, dim].
-    """
-    if options.softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling)
-    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * options.scaling
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.unsqueeze(-1).expand(*scores.shape[:-1], 1)), -1)
-        return torch.matmul(scores.softmax(-1)[..., :-1].to(values.dtype), values)
-    return torch.matmul(scores.softmax(-1).to(values.dtype), values)
+    return masked_attention(query, keys, values, mask, options, sinks)[0].transpose(0, 1)

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.classes import is_of_tower
 from server.checkpoint.lora import EMBEDDINGS, OUTPUT_LAYERS, AdapterFactors, AdapterWeights, VocabularyChange
+from server.checkpoint.names import is_of_tower
 
 logger = logging.getLogger(__name__)
 

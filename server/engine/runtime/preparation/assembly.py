@@ -17,6 +17,7 @@ from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_l
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.exchanged import exchange_outputs
 from server.engine.runtime.model.expanded import expand_weights
+from server.engine.runtime.model.image_tower import ImageTower, has_tower
 from server.engine.runtime.model.lora_registry import install_adapters
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
@@ -64,11 +65,12 @@ def build_runner(
     if sharded:
         exchange_outputs(model, sharded.parts, sharded.shard)
     spec = CacheSpec.of(model, config)
+    tower = ImageTower(model) if has_tower(model) else None
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
 
     def paged_with(num_blocks: int) -> PagedModel:
         slots = adapters.slots if adapters else 0
-        return PagedModel(model, spec.backend(num_blocks), config.block_size, clock, slots)
+        return PagedModel(model, spec.backend(num_blocks), config.block_size, clock, slots, tower)
 
     budget = least(cache_budget(model, paged_with, spec.bytes_per_block, config))
     limits = model_limits(model, spec.bytes_per_block, config, budget)

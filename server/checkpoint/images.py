@@ -1,0 +1,65 @@
+"""Whether prompts of a checkpoint may have images, and what its files say of them; without torch (ADR 28)."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.inspection import inspect_checkpoint, read_json
+from server.checkpoint.names import is_of_tower
+from server.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+IMAGE_TYPES = frozenset(("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
+"""Model types whose images are served."""
+WHOLE_IMAGES = frozenset(("gemma3",))
+"""Those of them whose text attends within an image in both directions."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Where a checkpoint says how its images are prepared."""
+
+
+def without_images(folder: Path, config: EngineConfig) -> str | None:
+    """Why prompts of the model in a folder may have no images; None where they may.
+
+    Raises CheckpointError where engine.images asks for them in vain.
+    """
+    reason = _reason(folder, config)
+    if reason is not None and config.images:
+        raise CheckpointError(f"{folder}: engine.images is true, but {reason}")
+    return reason
+
+
+def _reason(folder: Path, config: EngineConfig) -> str | None:
+    if config.images is False:
+        return "engine.images is false"
+    settings = read_json(folder / "config.json")
+    model_type, architecture = settings.get("model_type"), (settings.get("architectures") or ["?"])[0]
+    if model_type not in IMAGE_TYPES or str(architecture).endswith("ForCausalLM"):
+        return f"{architecture} ({model_type}) is served with text only"
+    if config.tensor_parallel_size != 1:
+        return "images are served on one GPU only (engine.tensor_parallel_size: 1)"
+    if config.batch_invariant:
+        return "engine.batch_invariant is on, which prompts with images do not keep to"
+    if model_type in WHOLE_IMAGES and config.kv_cache_dtype != "auto":
+        return f"images of {model_type} need engine.kv_cache_dtype auto, not {config.kv_cache_dtype}"
+    if config.load_format == "dummy":
+        return "engine.load_format is dummy, which makes no weights of image towers"
+    if importlib.util.find_spec("PIL") is None:
+        return "Pillow is not installed (pip install pillow)"
+    if not any((folder / name).exists() for name in PROCESSOR_FILES):
+        return f"the checkpoint does not say how images are prepared (it has no {PROCESSOR_FILES[0]})"
+    if not any(is_of_tower(name) for name in inspect_checkpoint(folder).tensors):
+        return "the checkpoint has no weights of an image tower"
+    return None
+
+
+def image_token_id(folder: Path) -> int:
+    """The token that stands in a prompt for a row of an image's features, by config.json. Raises CheckpointError."""
+    settings = read_json(folder / "config.json")
+    found = settings.get("image_token_id", settings.get("image_token_index"))
+    if not isinstance(found, int):
+        raise CheckpointError(f"{folder / 'config.json'}: it has no image_token_id")
+    return found

@@ -1,0 +1,62 @@
+"""What a step's chunks have of images: which rows are placeholders, and where positions and attention follow other rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.scheduling.prompt_images import PromptImage
+from server.engine.scheduling.step import Chunk
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """The features [first, first + len(rows)) of an image stand in for the embeddings of rows of the batch."""
+
+    image: PromptImage
+    first: int
+    rows: IntArray
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """A batch of T tokens some of whose rows images have a part in."""
+
+    parts: Sequence[ImagePart]
+    """Of all images, in the order of their rows."""
+    axes: Sequence[tuple[int, IntArray]] = ()
+    """(a first row, positions [3, rows]) of chunks whose positions differ by axis."""
+    seen: IntArray | None = None
+    """[T]: the place of the last token that each token sees, where some see later ones than themselves."""
+
+
+def image_rows(chunks: Sequence[Chunk], starts: IntArray, lengths: IntArray) -> ImageRows | None:
+    """What a batch's chunks, which follow one another, have of images; None where they have nothing.
+
+    starts, lengths: [chunks], each chunk's first place and its tokens, guesses among them.
+    """
+    first_rows = lengths.cumsum() - lengths
+    parts: list[ImagePart] = []
+    axes: list[tuple[int, IntArray]] = []
+    seen: IntArray | None = None
+    for chunk, row in zip(chunks, first_rows.tolist(), strict=True):
+        images, start, end = chunk.sequence.images, chunk.start, chunk.start + chunk.length
+        if images is None or start >= images.end:
+            continue
+        if images.positions is not None:
+            axes.append((row, images.positions[:, start:end]))
+        for image in images.within(start, end):
+            first, last = np.searchsorted(image.places, (start, end)).tolist()
+            if first < last:
+                parts.append(ImagePart(image, first, image.places[first:last] + (row - start)))
+        if images.whole:
+            if seen is None:
+                seen = np.repeat(starts - first_rows, lengths) + np.arange(lengths.sum())
+            for image in images.within(start, end):
+                seen[row + max(image.start, start) - start : row + min(image.end, end) - start] = image.end - 1
+    return ImageRows(parts, axes, seen) if parts or axes else None

@@ -1,0 +1,180 @@
+"""A model's image tower: from an image's pixels to the features that stand in for its placeholders' embeddings."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from server.checkpoint.images import WHOLE_IMAGES
+from server.checkpoint.names import TOWERS
+from server.engine.runtime.batch import Batch, to_device
+from server.engine.runtime.image_rows import ImageRows
+from server.engine.scheduling.prompt_images import PromptImage, PromptImages
+from server.types import ImageInput
+
+FEATURE_CACHE_BYTES = 512 * 2**20
+"""Of host memory for the features of images seen last."""
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """What the tower makes of an image of n placeholders, in host memory."""
+
+    embeddings: torch.Tensor
+    """[n, hidden size], in the model's dtype."""
+    added: tuple[torch.Tensor, ...] = ()
+    """[n, hidden size] each: what is added to the hidden states behind the first decoder layers (Qwen3-VL)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.embeddings.nbytes + sum(tensor.nbytes for tensor in self.added)
+
+
+class ImageTower:
+    """The tower of a multimodal model, which runs once for an image; not thread-safe."""
+
+    def __init__(self, model: PreTrainedModel, cache_bytes: int = FEATURE_CACHE_BYTES) -> None:
+        self._model = model
+        self._cache_bytes = cache_bytes
+        self._cache: OrderedDict[bytes, ImageFeatures] = OrderedDict()
+        self._cached_bytes = 0
+        self.runs = 0
+        """Images that the tower has computed."""
+        config = model.config
+        self.token_id = int(getattr(config, "image_token_id", None) or config.image_token_index)
+        """The placeholder's token."""
+        # Of the models whose positions have three axes, the class says how an image's tokens are numbered.
+        self._numbering = getattr(model.base_model, "get_rope_index", None)
+        self.whole = config.model_type in WHOLE_IMAGES
+        """Whether an image's tokens see one another in both directions."""
+
+    def layout(self, tokens: Sequence[int], images: Sequence[ImageInput]) -> PromptImages:
+        """The images of a prompt in its places. Raises ValueError where they do not fit there."""
+        ids = np.array(tokens, np.int64)
+        placed = []
+        end = 0
+        for image in images:
+            if not end <= image.start < image.end <= len(ids):
+                raise ValueError("the images' places do not follow one another in the prompt")
+            end = image.end
+            places = np.flatnonzero(ids[image.start : end] == self.token_id) + image.start
+            if not len(places) or (places[0], places[-1]) != (image.start, end - 1):
+                raise ValueError("an image has no placeholders where it says that they are")
+            placed.append(PromptImage(image.key, places, image.file))
+        return PromptImages(placed, self._positions(ids, placed), self.whole)
+
+    def _positions(self, ids: np.ndarray[Any, Any], images: Sequence[PromptImage]) -> np.ndarray[Any, Any] | None:
+        if self._numbering is None:
+            return None
+        kinds = np.zeros_like(ids)
+        for image in images:
+            kinds[image.places] = 1
+        grids = torch.cat([_read(image.file, ("image_grid_thw",))["image_grid_thw"] for image in images])
+        found, _ = self._numbering(torch.from_numpy(ids)[None], torch.from_numpy(kinds)[None], image_grid_thw=grids)
+        positions: np.ndarray[Any, Any] = found[:, 0].numpy()
+        return positions
+
+    def features(self, image: PromptImage) -> ImageFeatures:
+        """What stands in for the image's placeholders; computed unless it is one of those seen last.
+
+        Raises ValueError where the tower gives another number of rows than the image has placeholders.
+        """
+        found = self._cache.get(image.key)
+        if found is None:
+            found = self._compute(_read(image.file))
+            self.runs += 1
+            if found.nbytes <= self._cache_bytes:
+                self._cache[image.key] = found
+                self._cached_bytes += found.nbytes
+                while self._cached_bytes > self._cache_bytes:
+                    self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        else:
+            self._cache.move_to_end(image.key)
+        if len(found.embeddings) != len(image.places):
+            raise ValueError(
+                f"an image has {len(image.places)} placeholders, the model's tower makes {len(found.embeddings)} rows of it"
+            )
+        return found
+
+    def _compute(self, tensors: Mapping[str, torch.Tensor]) -> ImageFeatures:
+        given = {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
+        given["pixel_values"] = given["pixel_values"].to(self._model.dtype)
+        output = self._model.get_image_features(**given, return_dict=True)
+        rows = output.pooler_output
+        embeddings = rows if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
+        deep = getattr(output, "deepstack_features", None) or ()
+        added = tuple(each if isinstance(each, torch.Tensor) else torch.cat(list(each)) for each in deep)
+        return ImageFeatures(_in_host_memory(embeddings), tuple(map(_in_host_memory, added)))
+
+    @contextmanager
+    def inputs(self, ids: torch.Tensor, images: ImageRows) -> Iterator[dict[str, Any]]:
+        """While entered, the arguments that the model takes in the place of input_ids [T] of a batch with images."""
+        device, dtype = ids.device, self._model.dtype
+        # A placeholder may be no token of the embedding's.
+        table = self._model.get_input_embeddings()
+        embeddings = table(ids.clamp(max=self._model.config.get_text_config().vocab_size - 1))
+        found = [(part, self.features(part.image)) for part in images.parts]
+        rows = to_device(np.concatenate([part.rows for part in images.parts] or [np.zeros(0, np.int64)]), device)
+
+        def gathered(features: Sequence[torch.Tensor]) -> torch.Tensor:
+            own = [t[part.first : part.first + len(part.rows)] for (part, _), t in zip(found, features, strict=True)]
+            return torch.cat(own).to(device, dtype)
+
+        if found:
+            embeddings = embeddings.index_copy(0, rows, gathered([f.embeddings for _, f in found]))
+        layers = len(found[0][1].added) if found else 0
+        if not layers:
+            yield {"inputs_embeds": embeddings[None]}
+            return
+        mask = torch.zeros(len(ids), dtype=torch.bool, device=device)
+        mask[rows] = True
+        # The rows of the mask are in ascending order, and so are those of the parts.
+        added = [gathered([f.added[layer] for _, f in found]) for layer in range(layers)]
+        extra = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": added}
+
+        def add(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return args, kwargs | extra
+
+        hook = self._model.get_decoder().register_forward_pre_hook(add, with_kwargs=True)
+        try:
+            yield {"inputs_embeds": embeddings[None]}
+        finally:
+            hook.remove()
+
+
+def has_tower(model: PreTrainedModel) -> bool:
+    """Whether the tower of a model's class is loaded."""
+    parts = (getattr(model.base_model, name, None) for name in TOWERS)
+    return hasattr(model, "get_image_features") and any(isinstance(part, torch.nn.Module) for part in parts)
+
+
+def positions_by_axis(batch: Batch, images: ImageRows) -> torch.Tensor:
+    """The batch's positions as a model takes them: [1, T], or [3, 1, T] where they differ by axis."""
+    if not images.axes:
+        return batch.positions.unsqueeze(0)
+    positions = batch.positions.repeat(3, 1)
+    for row, own in images.axes:
+        positions[:, row : row + own.shape[1]] = torch.from_numpy(np.ascontiguousarray(own)).to(positions)
+    return positions.unsqueeze(1)
+
+
+def _read(file: str, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a prepared image, all unless names are given. Raises ValueError where the file is not there."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in names or stored.keys()}
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"a prepared image cannot be read: {' '.join(str(e).split())}") from e
+
+
+def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1]).cpu()

@@ -1,0 +1,1 @@
+"""Images of prompts: where they come from, and the process that decodes and prepares them."""

@@ -1,0 +1,61 @@
+"""What the API process and the image process tell each other: msgspec structs, each behind its length on a pipe."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+"""Bytes of the message that follows."""
+
+
+class ImageJob(msgspec.Struct, tag="job", frozen=True):
+    """API to image process: prepare an encoded image."""
+
+    data: bytes
+    file: str
+    """Where its tensors are to be written."""
+    max_pixels: int
+    """Images of more are refused before they are decoded."""
+    box: int | None = None
+    """Larger images are scaled down to fit into a square of so many pixels."""
+
+
+class ProcessorReady(msgspec.Struct, tag="ready", frozen=True):
+    """Image process to API, once: it takes images."""
+
+    placeholder: str
+    """What the chat template writes in the place of an image."""
+
+
+class PreparedImage(msgspec.Struct, tag="prepared", frozen=True):
+    """Image process to API: the image's tensors are in the file."""
+
+    text: str
+    """What stands in the prompt in the place of the template's placeholder."""
+    placeholders: int
+    """How many tokens of that text the image's features stand in for."""
+    num_bytes: int
+    """Of the file."""
+
+
+class ImageRefused(msgspec.Struct, tag="refused", frozen=True):
+    """Image process to API: the image cannot be used; message is one line that goes on from "the image"."""
+
+    message: str
+
+
+class ProcessorFailed(msgspec.Struct, tag="failed", frozen=True):
+    """Image process to API: it ends, because the checkpoint's files say nothing that it can work with."""
+
+    message: str
+
+
+FromImages = ProcessorReady | PreparedImage | ImageRefused | ProcessorFailed
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """A message as it goes over the pipe."""
+    data = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(data)) + data

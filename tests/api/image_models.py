@@ -1,0 +1,164 @@
+"""Small random models that take images, with a tokenizer of bytes and the files that say how images are prepared."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer as TokenizerBackend
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from tests.checkpoint.layouts import change_json, config_of, random_model, save_nf4
+from tests.checkpoint.multimodal import CLASSES
+
+PARTS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}{{ 'IMAGE' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A chat template that takes contents in parts; IMAGE is what the model's own would write for an image."""
+STRINGS = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""One that takes texts only."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the files of a model type's checkpoints say."""
+
+    tokens: dict[str, str]
+    """Its special tokens, by the tokenizer's names for them."""
+    shown: str
+    """What the chat template writes for an image."""
+    processor: dict[str, Any]
+    """preprocessor_config.json."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """processor_config.json."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """More of config.json."""
+
+
+_CLIP = {
+    "do_resize": True, "size": {"shortest_edge": 28}, "do_center_crop": True, "crop_size": {"height": 28, "width": 28},
+}  # fmt: skip
+_LLAVA = {
+    "patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1,
+    "image_token": "<image>",
+}  # fmt: skip
+_QWEN = Kind(
+    {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
+    },
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 20},
+)
+KINDS: dict[str, Kind] = {
+    "llava": Kind(
+        {"image_token": "<image>"},
+        "<image>\n",
+        {"image_processor_type": "CLIPImageProcessor", **_CLIP},
+        {"processor_class": "LlavaProcessor", **_LLAVA},
+    ),
+    "llava_next": Kind(
+        {"image_token": "<image>"},
+        "<image>\n",
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            **_CLIP,
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        {"processor_class": "LlavaNextProcessor", **_LLAVA},
+        {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]},
+    ),
+    "mistral3": Kind(
+        {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        "[IMG]",
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
+        {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "gemma3": Kind(
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        "<start_of_image>",
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
+        {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    ),
+    "qwen2_vl": replace(_QWEN, settings={"processor_class": "Qwen2VLProcessor"}),
+    "qwen2_5_vl": replace(_QWEN, settings={"processor_class": "Qwen2_5_VLProcessor"}),
+    "qwen3_vl": replace(_QWEN, settings={"processor_class": "Qwen3VLProcessor"}),
+}
+
+
+def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) -> Path:
+    """Write a random checkpoint of a model type in NF4 into a folder."""
+    kind = KINDS[name]
+    tokenizer = _tokenizer(list(kind.tokens.values()))
+    tokenizer.chat_template = template.replace("IMAGE", kind.shown.replace("\n", "\\n"))
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in kind.tokens.items()}
+    settings = json.loads(json.dumps(CLASSES[name])) | kind.config
+    settings["text_config"] |= {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "eos_token_id": 2}
+    if name.startswith("qwen"):
+        settings |= {f"{key}_id": found for key, found in ids.items()}
+    else:
+        settings["image_token_index"] = ids["image_token"]
+    save_nf4(random_model(config_of(name, **settings)), folder)
+    tokenizer.save_pretrained(folder)
+    add = {"extra_special_tokens": kind.tokens} if "boi_token" in kind.tokens else {}
+    change_json(folder, lambda found: found.update(add), "tokenizer_config.json")
+    (folder / "preprocessor_config.json").write_text(json.dumps(kind.processor))
+    (folder / "processor_config.json").write_text(json.dumps(kind.settings))
+    return folder
+
+
+def _tokenizer(special: list[str]) -> PreTrainedTokenizerFast:
+    """One whose tokens are bytes."""
+    names = ["<pad>", "<s>", "</s>"]
+    vocabulary = {token: i for i, token in enumerate([*names, *sorted(ByteLevel.alphabet())])}
+    backend = TokenizerBackend(BPE(vocabulary, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *special]})
+    return tokenizer
+
+
+def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+    """A random image of large patches, which survive scaling."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
+
+
+def encoded(image: Image.Image, form: str = "PNG") -> bytes:
+    """An image in a file's bytes."""
+    buffer = io.BytesIO()
+    image.save(buffer, form)
+    return buffer.getvalue()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    """A data: URL."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def image_part(data: bytes, **fields: Any) -> dict[str, Any]:
+    """A part of a message's content."""
+    return {"type": "image_url", "image_url": {"url": data_url(data), **fields}}

@@ -1,0 +1,156 @@
+"""Images in requests: prompts and answers as transformers makes them, refusals that name what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, PreTrainedModel
+
+from tests.api.image_models import encoded, image_part, picture, write_image_model
+from tests.checkpoint.layouts import reference_model
+from tests.conftest import RunningServer, start_server
+
+MODEL = "shown"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server, and its model in transformers."""
+
+    server: RunningServer
+    folder: Path
+    model: PreTrainedModel
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.server.base_url}{path}", json={"model": MODEL, **body}, timeout=60)
+
+    def ask(self, content: Any, **options: Any) -> httpx.Response:
+        """A chat of one message."""
+        options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": True, **options}
+        return self.post("/v1/chat/completions", messages=[{"role": "user", "content": content}], **options)
+
+    def expected(self, content: list[str | Image.Image]) -> tuple[int, list[str]]:
+        """(tokens of the prompt, the answer's tokens) by transformers' own processor and generate()."""
+        processor = AutoProcessor.from_pretrained(self.folder, backend="pil")
+        parts = [{"type": "image"} if isinstance(p, Image.Image) else {"type": "text", "text": p} for p in content]
+        text = processor.tokenizer.apply_chat_template(
+            [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+        )
+        images = [part for part in content if isinstance(part, Image.Image)]
+        given = processor(images=images or None, text=text, return_tensors="pt", add_special_tokens=False)
+        self.model.generation_config.eos_token_id = None
+        with torch.inference_mode():
+            output = self.model.generate(**given, max_new_tokens=8, do_sample=False)
+        count = given["input_ids"].shape[1]
+        return count, [processor.tokenizer.decode([token]) for token in output[0, count:]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("images")
+    model = write_image_model(folder / "model")
+    reference = reference_model(model, folder / "reference")
+    settings = {
+        "model": str(model),
+        "served_model_name": MODEL,
+        "http": {"max_images": 3, "max_image_pixels": 1_000_000, "max_image_bytes": 200_000},
+        "engine": {"enforce_eager": True, "kv_cache_bytes": 4_000_000, "max_model_len": 512, "threads": 1},
+    }
+    (folder / "serve.yaml").write_text(json.dumps(settings))
+    with start_server(folder / "log", "--config", str(folder / "serve.yaml")) as server:
+        yield Served(server, model, reference)
+
+
+def answer(response: httpx.Response) -> tuple[int, list[str]]:
+    """(tokens of the prompt, the answer's tokens)."""
+    assert response.status_code == 200, response.text
+    document = response.json()
+    return document["usage"]["prompt_tokens"], [e["token"] for e in document["choices"][0]["logprobs"]["content"]]
+
+
+def test_an_image_as_transformers_sees_it(served: Served) -> None:
+    image = picture(1)
+    assert answer(served.ask([{"type": "text", "text": "What is it?"}, image_part(encoded(image))])) == served.expected(
+        ["What is it?", image]
+    )
+    assert answer(served.ask([{"type": "text", "text": "Hello"}])) == served.expected(["Hello"])
+
+
+def test_several_images_of_several_sizes_and_formats(served: Served) -> None:
+    images = [picture(1, 64, 28), picture(2, 21, 90), picture(3)]
+    forms = [encoded(images[0], "PNG"), encoded(images[1], "WEBP"), encoded(images[2], "GIF")]
+    decoded = [Image.open(io.BytesIO(form)).convert("RGB") for form in forms]
+    content = ["First:", decoded[0], "then", decoded[1], decoded[2], "?"]
+    found = iter(forms)
+    parts = [{"type": "text", "text": c} if isinstance(c, str) else image_part(next(found)) for c in content]
+    wanted = served.expected(content)
+    assert answer(served.ask(parts)) == wanted
+    # Again, now from the prefix cache.
+    again = served.ask(parts)
+    assert answer(again) == wanted
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_clients_text_makes_no_image(served: Served) -> None:
+    """Neither the placeholder nor the mark that stands for it on the way."""
+    text = "<image> \U000ffff2 "
+    assert served.ask([{"type": "text", "text": text}]).status_code == 200
+    assert served.ask(text).status_code == 200
+    response = served.ask([{"type": "text", "text": text}, image_part(encoded(picture(1)))])
+    assert response.status_code == 200, response.text
+
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "four images": ([image_part(encoded(picture(1)))] * 4, "messages[0].content[3]", "http.max_images"),
+    "no URL": ([{"type": "image_url"}], "messages[0].content[0].image_url", "expected an object"),
+    "an unknown detail": ([image_part(b"x", detail="huge")], "messages[0].content[0].image_url.detail", "'auto'"),
+    "a URL to fetch": (
+        [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+        "messages[0].content[0].image_url",
+        "http.image_hosts",
+    ),
+    "a file": (
+        [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+        "messages[0].content[0].image_url",
+        "data:",
+    ),
+    "text as an image": ([image_part(b"no image at all")], "messages[0].content[0].image_url", "formats"),
+    "another type": (
+        [{"type": "image_url", "image_url": {"url": "data:text/html;base64,aGk="}}],
+        "messages[0].content[0].image_url",
+        "type",
+    ),
+    "no base64": (
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,***"}}],
+        "messages[0].content[0].image_url",
+        "base64",
+    ),
+    "too many pixels": ([image_part(encoded(picture(1, 2000, 600)))], "messages[0].content[0].image_url", "1000000"),
+    "a video": ([{"type": "video_url", "video_url": {"url": "data:,"}}], "messages[0].content[0].type", "video_url"),
+    "a sound": ([{"type": "input_audio", "input_audio": {}}], "messages[0].content[0].type", "input_audio"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(served: Served, name: str) -> None:
+    content, param, said = REFUSED[name]
+    response = served.ask(content)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+def test_the_second_of_two_images_is_named(served: Served) -> None:
+    response = served.ask([image_part(encoded(picture(1))), image_part(encoded(picture(2))[:60])])
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[0].content[1].image_url"
