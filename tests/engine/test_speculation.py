@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
@@ -77,18 +78,35 @@ def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> LoraModule:
     return LoraModule(name="a", path=folder)
 
 
+def draft_model(model: Any) -> Any:
+    """A model that mostly agrees with another one."""
+    made = copy.deepcopy(model)
+    torch.manual_seed(7)
+    for layer in made.model.layers:
+        layer.self_attn.o_proj.weight += 0.01 * torch.randn_like(layer.self_attn.o_proj.weight)
+    made.lm_head.weight[:24] += 0.2 * torch.randn_like(made.lm_head.weight[:24])
+    return made
+
+
 def make_engine(
-    model: Any, adapter: LoraModule, folder: Path, kind: type[ModelRunner] = ModelRunner, **changes: Any
+    model: Any,
+    adapter: LoraModule,
+    folder: Path,
+    kind: type[ModelRunner] = ModelRunner,
+    blocks: int = 240,
+    **changes: Any,
 ) -> Engine:
+    drafts = changes.get("speculation") == "draft"
     config = EngineConfig(
         device="cpu", block_size=4, max_num_batched_tokens=40, max_num_seqs=6, max_model_len=160, enforce_eager=True,
         lora_modules=(adapter,),
-    ).model_copy(update={"kv_cache_bytes": BYTES_PER_TOKEN * 4 * 240, **changes})  # fmt: skip
-    runner = build_runner(copy.deepcopy(model), config)
+    ).model_copy(update={"kv_cache_bytes": (1 + drafts) * BYTES_PER_TOKEN * 4 * blocks, **changes})  # fmt: skip
+    runner = build_runner(copy.deepcopy(model), config, draft=draft_model(model) if drafts else None)
     if kind is not ModelRunner:
-        costs, adapters = runner.step_costs, runner.adapters
+        kept = {name: getattr(runner, name) for name in ("step_costs", "adapters", "draft_model")}
         runner = kind(runner._paged, runner.limits)
-        runner.step_costs, runner.adapters = costs, adapters
+        for name, value in kept.items():
+            setattr(runner, name, value)
     engine = Engine(runner, config, Grammars(folder, VOCABULARY, 2))
     if engine._speculator is not None:
         engine._speculator.costs = CHEAP if kind is ModelRunner else DEAR
@@ -177,16 +195,16 @@ def joined(outputs: list[RequestOutput]) -> RequestOutput:
 
 
 # 41 blocks hold two or so of the sequences, so many are preempted.
+@pytest.mark.parametrize("method", ["lookup", "draft"])
 @pytest.mark.parametrize(
     ("kind", "blocks"), [(ModelRunner, 240), (ModelRunner, 41), (LaunchingRunner, 41)], ids=["wide", "tight", "async"]
 )
 def test_answers_are_the_same_with_and_without(
-    kind: type[ModelRunner], blocks: int, model: Any, adapter: LoraModule, embedded_folder: Path
+    kind: type[ModelRunner], blocks: int, method: str, model: Any, adapter: LoraModule, embedded_folder: Path
 ) -> None:
     chance = random.Random(f"{kind.__name__} {blocks}")
     plain = make_engine(model, adapter, embedded_folder)
-    room = {"kv_cache_bytes": BYTES_PER_TOKEN * 4 * blocks}
-    guessing = make_engine(model, adapter, embedded_folder, kind, speculation="lookup", **room)
+    guessing = make_engine(model, adapter, embedded_folder, kind, blocks, speculation=method)
     others: list[list[int]] = []
     checked = 0
     for wave in range(-(-COUNT // WAVE)):
