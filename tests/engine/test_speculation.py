@@ -83,8 +83,8 @@ def draft_model(model: Any) -> Any:
     made = copy.deepcopy(model)
     torch.manual_seed(7)
     for layer in made.model.layers:
-        layer.self_attn.o_proj.weight += 0.01 * torch.randn_like(layer.self_attn.o_proj.weight)
-    made.lm_head.weight[:24] += 0.2 * torch.randn_like(made.lm_head.weight[:24])
+        layer.self_attn.o_proj.weight += 0.002 * torch.randn_like(layer.self_attn.o_proj.weight)
+    made.lm_head.weight[:24] += 0.03 * torch.randn_like(made.lm_head.weight[:24])
     return made
 
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from server.engine.runtime.batch import Batch, StepInput, batch_of
+from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
-from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
+from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion, sampling_table
 from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import SequenceAhead
-from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from server.engine.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
@@ -34,15 +38,25 @@ class _Part:
     ids: list[int]
 
 
+@dataclass(frozen=True)
+class DraftGraphs:
+    """The CUDA graphs that a draft model is replayed from."""
+
+    decode: DecodeGraphs
+    verify: VerifyGraphs | None
+    """For its first guess, where it lacks more than the newest token."""
+
+
 class DraftModel:
     """A prepared model that guesses for another model's sequences, greedy or with their own temperatures and filters.
 
     It knows neither adapters nor biases: these make its guesses worse, and no answer wrong.
     """
 
-    def __init__(self, paged: PagedModel, vocabulary: int, longest: int) -> None:
+    def __init__(self, paged: PagedModel, vocabulary: int, longest: int, graphs: DraftGraphs | None = None) -> None:
         """vocabulary: the other model's. longest: tokens of a sequence that this one is made for."""
         self._paged = paged
+        self._graphs = graphs
         self._vocabulary = vocabulary
         self._has_failed = False
         self.longest = longest
@@ -94,24 +108,41 @@ class DraftModel:
         self._has_failed = True
 
     def _guesses(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
-        """That many guesses for each sequence; counts do not rise."""
+        """That many guesses for each sequence; counts do not rise. The host waits for the device once, at the end."""
         parts = [_Part(s, s.num_drafted, s.tokens[s.num_drafted :]) for s in sequences]
+        newest = self._next(parts, 0, None)
+        columns = [newest]
+        for place in range(1, counts[0]):
+            going = sum(count > place for count in counts)
+            parts = [_Part(s, len(s.tokens) + place - 1, [PLACEHOLDER]) for s in sequences[:going]]
+            newest = self._next(parts, place, newest)
+            columns.append(newest)
         found: list[list[int]] = [[] for _ in sequences]
-        for place in range(counts[0]):
-            tokens = self._sampled(self._paged.run(self._batch(parts)), [part.sequence for part in parts], place)
-            for own, token in zip(found, tokens.tolist(), strict=False):
-                own.append(token)
-            going = sum(count > place + 1 for count in counts)
-            parts = [
-                _Part(s, len(s.tokens) + place, own[-1:])
-                for s, own in zip(sequences[:going], found[:going], strict=True)
-            ]
+        tokens = iter(torch.cat(columns).tolist())
+        for column in columns:
+            for own in found[: len(column)]:
+                # A token beyond the other model's vocabulary stands for one that is not right.
+                own.append(min(next(tokens), self._vocabulary - 1))
         return found
 
-    def _sampled(self, logits: torch.Tensor, sequences: list[Sequence], place: int) -> torch.Tensor:
-        """int64 [sequences]: the guess behind place guesses of each sequence, from logits [sequences, vocabulary]."""
-        logits = logits[:, : self._vocabulary]
-        ahead: list[Sequence] = [SequenceAhead(sequence, place) for sequence in sequences]
+    def _next(self, parts: list[_Part], place: int, newest: torch.Tensor | None) -> torch.Tensor:
+        """int64 [parts]: the token behind each part, the guess behind place guesses of its sequence.
+
+        newest: the guesses before, of these sequences and perhaps of others behind them, which stand for the parts' ids.
+        """
+        count, graphs = len(parts), self._graphs
+        ahead: list[Sequence] = [SequenceAhead(part.sequence, place) for part in parts]
+        batch = self._batch(parts)
+        if graphs is not None and graphs.decode.fits(batch):
+            source = None if newest is None or len(newest) == count else list(range(count))
+            launch = Launch(newest is not None, source, partial(sampling_table, ahead, self._paged.vocab_size))
+            return graphs.decode.launch(batch, launch, newest)[1]
+        if newest is not None:
+            batch = replace(batch, ids=newest[:count])
+        if graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
+            logits = graphs.verify.run(batch)[batch.sampled_rows]
+        else:
+            logits = self._paged.run(batch)
         return sample_by_inversion(logits, ahead, logits.argmax(dim=-1))
 
     def _batch(self, parts: list[_Part]) -> Batch:

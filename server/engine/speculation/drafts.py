@@ -19,7 +19,7 @@ SHORT_LAG = 32
 _FIRST_RATE = 0.7
 _LEARNING_RATE = 1 / 12
 # All sequences together: by that a new one begins.
-_COMMON_LEARNING_RATE = 1 / 64
+_COMMON_LEARNING_RATE = 1 / 32
 # Each step without guesses brings the rate nearer to what it was at first, so that guesses are tried again some time.
 _FORGETTING_RATE = 1 / 512
 

@@ -81,7 +81,7 @@ def build_runner(
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
-        draft_model, draft_times = drafting.finish(limits, progress) if drafting else (None, None)
+        draft_model, draft_times = drafting.finish(limits, graphs, progress) if drafting else (None, None)
         costs = measure_steps(paged, limits, graphs, draft_times) if config.speculation != "off" else None
     sampler = _device_sampler(paged, limits) if config.speculation == "off" and sharded is None else None
     return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers, draft_model)
@@ -101,7 +101,8 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
         return StepGraphs()
     # Decode graphs first: they compile the model's own code, for each of their sizes.
     decode = capture_decode(paged, backend, limits, config, progress)
-    verify = capture_verify(paged, backend, limits, config, decode, progress) if verify_sizes(config) else None
+    sizes = verify_sizes(config)
+    verify = capture_verify(paged, backend, limits, sizes, decode, progress) if sizes else None
     compiled = backend.runs_compiled_layers and compile_with_trials(paged, progress)
     mixed = None
     if compiled and not config.batch_invariant:
