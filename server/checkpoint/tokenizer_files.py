@@ -42,7 +42,7 @@ def check_same_vocabulary(folder: Path, other: Path) -> None:
     if mine == theirs:
         return
     different = {text for text, _ in mine.items() ^ theirs.items()}
-    example = min(different, key=lambda text: min(mine.get(text, 1 << 62), theirs.get(text, 1 << 62)))
+    example = min(different, key=lambda text: (min(mine.get(text, 1 << 62), theirs.get(text, 1 << 62)), text))
     raise CheckpointError(
         f"{other}: its tokenizer is not that of {folder}, which a draft model needs: {len(different)} tokens differ, among"
         f" them {example!r} ({mine.get(example, 'none')} there, {theirs.get(example, 'none')} here)"
