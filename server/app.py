@@ -34,7 +34,7 @@ from server.api.routes import (
     stored_responses,
     tokens,
 )
-from server.checkpoint.base import CheckpointError
+from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.embedding import embedding_kind
 from server.checkpoint.images import without_images
 from server.checkpoint.source import resolve_checkpoint
@@ -150,7 +150,7 @@ async def _start(service: Service, on_status: StatusListener) -> None:
 
     try:
         folder = await _in_thread(lambda: resolve_checkpoint(config.model, config.cache_dir, progress))
-        engine = EngineClient(config, folder)
+        engine = EngineClient(await _with_draft_model(config, progress), folder)
         engine.add_step_listener(service.metrics.step_done)
         engine.add_status_listener(engine_changed)
         service.metrics.watch_engine(lambda: (service.status.state, engine.restarts))
@@ -184,6 +184,15 @@ async def _start_images(service: Service, images: Images) -> None:
         logger.warning("prompts may have no images: %s", e)
         await images.close()
         service.images = str(e)
+
+
+async def _with_draft_model(config: Config, progress: Progress) -> Config:
+    """The configuration with the folder of its draft model, if it has one. Raises CheckpointError."""
+    wanted = config.engine.draft_model
+    if wanted is None:
+        return config
+    folder = await _in_thread(lambda: resolve_checkpoint(wanted, config.cache_dir, progress))
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"draft_model": str(folder)})})
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

@@ -174,7 +174,10 @@ class EngineConfig(_Section):
     images: bool | None = None
     """Whether prompts may have images, for which the model's image tower is loaded. None: where that can be."""
     speculation: Literal["off", "lookup", "draft"] = "off"
-    """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer."""
+    """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer, draft from
+    draft_model."""
+    draft_model: str | None = None
+    """With speculation draft: a smaller model with the same tokenizer; a folder, a hub id or the embedded model's name."""
     lora_modules: tuple[LoraModule, ...] = ()
     """Adapters that are served from the start."""
     max_loras: int | None = Field(default=None, ge=1, le=256)
@@ -198,12 +201,13 @@ class EngineConfig(_Section):
         pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
         return tuple({"name": name, "path": path} for name, _, path in pairs)
 
-    @field_validator("speculation")
-    @classmethod
-    def _offered_speculation(cls, value: str) -> str:
-        if value == "draft":
-            raise ValueError("draft models are not offered yet; speculation is off or lookup")
-        return value
+    @model_validator(mode="after")
+    def _drafts_have_a_model(self) -> EngineConfig:
+        if self.speculation == "draft" and self.draft_model is None:
+            raise ValueError("speculation is draft, and draft_model does not say which model guesses")
+        if self.draft_model is not None and self.speculation != "draft":
+            raise ValueError(f"draft_model is set, and speculation is {self.speculation}; it has to be draft")
+        return self
 
     @model_validator(mode="after")
     def _embeddings_vary(self) -> EngineConfig:

@@ -1,11 +1,14 @@
 """What steps with guesses cost on a GPU, and what they gain with a drafter that is right so often. Dummy NF4 weights.
 
 python -m bench.speculation.drafter --model qwen3-32b
+python -m bench.speculation.drafter --model qwen3-32b --draft qwen3-0.6b
 
 Prints, for one model: seconds of a step of one sequence with 0, 3, 7 and 15 guesses; tokens per second with a drafter whose
-guesses are each right with a probability, by that speculation chooses how many it checks (which guesses are accepted is
-drawn, not compared, because dummy weights have near ties; a draft model's own time is not in it); and tokens per second of
-random text, on which lookup finds nothing, with speculation on and off. What is compared is interleaved.
+guesses are each right with a probability, by that speculation chooses how many it checks; and tokens per second of random
+text, on which lookup finds nothing, with speculation on and off. With --draft a draft model computes the guesses: its time
+is in the figures, and how many there are is learned from how many are right. Which guesses are accepted is always drawn, not
+compared, because dummy weights have near ties and agree on nothing. What is compared is interleaved. All but the steps
+becomes rows of bench/results/speculation-<device>.json.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
+from bench.speculation.results import Row, default_path, write
 from server.config import EngineConfig
 from server.engine import core
 from server.engine.core import Engine
@@ -31,9 +36,10 @@ from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
+from server.engine.speculation.drafts import DraftSpeculator
 from server.engine.start import load_runner
 from server.engine.supervisor.process import ENVIRONMENT
-from server.types import GenerateRequest, SamplingParams
+from server.types import EngineStats, GenerateRequest, SamplingParams
 
 MODELS = Path(__file__).parents[1] / "models"
 ROUNDS = 3
@@ -63,11 +69,30 @@ class Drafter:
         return list(range(5, 5 + count))
 
 
+def _drawn(right: float, step: Step, results: list[Sampled]) -> tuple[list[Sampled], dict[str, list[Sampled]]]:
+    """verification.accepted() by chance: each guess behind right ones is right with that probability."""
+    firsts: list[Sampled] = []
+    others: dict[str, list[Sampled]] = {}
+    rows = iter(results)
+    for chunk in step.chunks:
+        count = len(step.guesses.get(chunk.sequence.request_id, ()))
+        firsts.append(next(rows))
+        following = list(itertools.islice(rows, count))
+        if count:
+            wrong = (place for place in range(count) if _chance.random() >= right)
+            others[chunk.sequence.request_id] = following[: next(wrong, count)]
+    return firsts, others
+
+
 @contextmanager
 def drafting(engine: Engine, right: float, guesses: int | None = None) -> Iterator[None]:
     """Let an engine's sequences have a Drafter while entered; with guesses, one sequence has that many in every step."""
     speculator = engine._speculator
     assert speculator is not None
+    if isinstance(speculator, DraftSpeculator):
+        with patch.object(core, "accepted", partial(_drawn, right)):
+            yield
+        return
     costs, plan = speculator.costs, speculator.plan
     if guesses is not None:
         speculator.costs = StepCosts({1 + guesses: 1e-9}, {1: 1.0})
@@ -78,20 +103,7 @@ def drafting(engine: Engine, right: float, guesses: int | None = None) -> Iterat
                 chunk.sequence.guesser = Drafter(right)
         return plan(step)
 
-    def drawn(step: Step, results: list[Sampled]) -> tuple[list[Sampled], dict[str, list[Sampled]]]:
-        firsts: list[Sampled] = []
-        others: dict[str, list[Sampled]] = {}
-        rows = iter(results)
-        for chunk in step.chunks:
-            count = len(step.guesses.get(chunk.sequence.request_id, ()))
-            firsts.append(next(rows))
-            following = list(itertools.islice(rows, count))
-            if count:
-                wrong = (place for place in range(count) if _chance.random() >= right)
-                others[chunk.sequence.request_id] = following[: next(wrong, count)]
-        return firsts, others
-
-    with patch.object(speculator, "plan", planned), patch.object(core, "accepted", drawn):
+    with patch.object(speculator, "plan", planned), patch.object(core, "accepted", partial(_drawn, right)):
         yield
     speculator.costs = costs
 
@@ -139,40 +151,65 @@ def step_times(off: Engine, on: Engine, contexts: list[int]) -> None:
         print(f"context {context}: {', '.join(shown)}", flush=True)
 
 
-def drafted(off: Engine, on: Engine, batches: list[int]) -> None:
+def drafted(off: Engine, on: Engine, batches: list[int], model: str, method: str) -> list[Row]:
     """Print what a drafter gains by how often it is right."""
+    rows = []
     for batch, right in itertools.product(batches, (0.6, 0.7, 0.8)):
-        prompts, ratios, rates, before = random_prompts(batch, 500), [], [], on.stats()
+        prompts, pairs, before = random_prompts(batch, 500), [], on.stats()
         for _ in range(ROUNDS):
             plain = run(off, prompts, 200)[0]
             with drafting(on, right):
-                rates.append(run(on, prompts, 200)[0])
-            ratios.append(rates[-1] / plain)
-        after = on.stats()
-        checked = after.draft_tokens - before.draft_tokens
-        each = checked / max(1, after.drafts - before.drafts)
-        print(
-            f"batch {batch}, right {right}: {statistics.median(rates):.1f} tokens/s, {statistics.median(ratios):.3f} x,"
-            f" {each:.1f} guesses",
-            flush=True,
-        )
+                pairs.append((run(on, prompts, 200)[0], plain))
+        rows.append(_row(model, method, f"{right} of guesses right", batch, pairs, before, on.stats()))
+    return rows
 
 
-def nothing_to_guess(off: Engine, on: Engine, batches: list[int]) -> None:
-    """Print how much slower random text is with lookup."""
+def nothing_to_guess(off: Engine, on: Engine, batches: list[int], model: str, method: str) -> list[Row]:
+    """Print how much slower random text is, on which no guess is right."""
+    rows = []
     for batch in batches:
-        prompts, ratios = random_prompts(batch, 300), []
+        prompts, pairs, before = random_prompts(batch, 300), [], on.stats()
         for number in range(2 * ROUNDS):
             pair = {engine: run(engine, prompts, 120)[0] for engine in ((off, on) if number % 2 else (on, off))}
-            ratios.append(pair[on] / pair[off])
-        print(
-            f"random text, batch {batch}: {pair[off]:.1f} tokens/s without, {statistics.median(ratios):.3f} x with"
-            f" ({min(ratios):.3f} to {max(ratios):.3f})",
-            flush=True,
-        )
+            pairs.append((pair[on], pair[off]))
+        rows.append(_row(model, method, "random text", batch, pairs, before, on.stats()))
+    return rows
+
+
+def _row(
+    model: str,
+    method: str,
+    task: str,
+    batch: int,
+    pairs: list[tuple[float, float]],
+    before: EngineStats,
+    after: EngineStats,
+) -> Row:
+    """Print and give a row; pairs: tokens per second with speculation and without, of each round."""
+    checked, drafts = after.draft_tokens - before.draft_tokens, after.drafts - before.drafts
+    right = sum(after.accepted_by_place) - sum(before.accepted_by_place)
+    row = Row(
+        model,
+        method,
+        task,
+        batch,
+        round(checked / drafts, 2) if drafts else 0.0,
+        round(right / checked, 3) if checked else 0.0,
+        round(statistics.median(on for on, _ in pairs), 1),
+        round(statistics.median(off for _, off in pairs), 1),
+        round(statistics.median(on / off for on, off in pairs), 3),
+    )
+    ratios = [on / off for on, off in pairs]
+    print(
+        f"{method}, {task}, batch {batch}: {row.tok_s} tokens/s, {row.off_tok_s} without, {row.ratio:.3f} x"
+        f" ({min(ratios):.3f} to {max(ratios):.3f}), {row.guesses} guesses, {row.accept_rate} right",
+        flush=True,
+    )
+    return row
 
 
 def _engines(runner: ModelRunner, config: EngineConfig) -> tuple[Engine, Engine]:
+    """Without speculation and with it, on one model; they never run at the same time."""
     return Engine(runner, config.model_copy(update={"speculation": "off"})), Engine(runner, config)
 
 
@@ -184,25 +221,30 @@ def main() -> int:
     """Measure one model and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.speculation.drafter", description=__doc__)
     parser.add_argument("--model", default="qwen3-32b", help="a folder of bench/models")
+    parser.add_argument("--draft", help="the draft model, a folder of bench/models")
     parser.add_argument("--contexts", type=_numbers_of, default=[500, 4000])
     parser.add_argument("--batches", type=_numbers_of, default=[1, 8])
     parser.add_argument("--random", type=_numbers_of, default=[1, 8, 32, 128], help="batches of random text")
     parser.add_argument("--kv-gib", type=int, default=24)
+    parser.add_argument("--out", type=Path, help="default: bench/results/speculation-<device>.json")
     asked = parser.parse_args()
     if ENVIRONMENT.keys() - os.environ:
         # As in bench.e2e: C libraries and torch read these variables when they are loaded.
         command = [sys.executable, "-m", "bench.speculation.drafter", *sys.argv[1:]]
         os.execve(sys.executable, command, {**ENVIRONMENT, **os.environ})
     config = EngineConfig(
-        device="cuda", load_format="dummy", speculation="lookup", enable_prefix_caching=False, max_model_len=8448,
+        device="cuda", load_format="dummy", speculation="draft" if asked.draft else "lookup", enable_prefix_caching=False,
+        draft_model=str(MODELS / asked.draft) if asked.draft else None, max_model_len=8448,
         kv_cache_bytes=asked.kv_gib * 2**30,
     )  # fmt: skip
     runner = load_runner(MODELS / asked.model, config, lambda *_: None)
     print(f"{asked.model} on {torch.cuda.get_device_name()}; {runner.step_costs}", flush=True)
     off, on = _engines(runner, config)
-    step_times(off, on, asked.contexts)
-    drafted(off, on, asked.batches)
-    nothing_to_guess(off, on, asked.random)
+    if not asked.draft:
+        step_times(off, on, asked.contexts)
+    rows = drafted(off, on, asked.batches, asked.model, f"draft by {asked.draft}" if asked.draft else "free drafter")
+    rows += nothing_to_guess(off, on, asked.random, asked.model, f"draft by {asked.draft}" if asked.draft else "lookup")
+    write(asked.out or default_path(True), rows, True, rounds=ROUNDS)
     return 0
 
 

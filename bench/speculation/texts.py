@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
-from bench.machine import cores, cpu_name, versions
+from bench.speculation.results import Row, default_path, write
 from server.checkpoint.source import resolve_checkpoint
 from server.config import EMBEDDED_MODEL, EngineConfig, default_cache_dir
 from server.engine.core import Engine
@@ -32,7 +30,6 @@ from server.engine.start import load_runner
 from server.types import GenerateRequest, SamplingParams
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench" / "results"
 _numbers = itertools.count()
 
 
@@ -116,24 +113,6 @@ TASKS = (
 
 
 @dataclass
-class Row:
-    """One task at one batch size."""
-
-    model: str
-    method: str
-    task: str
-    copies: bool
-    batch: int
-    guesses: float
-    """Guesses checked for a sequence in a step that checked some, mean."""
-    accept_rate: float
-    """Share of the guesses that were right."""
-    tok_s: float
-    off_tok_s: float
-    ratio: float
-
-
-@dataclass
 class Run:
     """One run of a batch."""
 
@@ -202,8 +181,7 @@ def measure(
     return Row(
         EMBEDDED_MODEL,
         "lookup",
-        task.name,
-        task.copies,
+        task.name + (", copies" if task.copies else ""),
         batch,
         round(checked / drafts, 2) if drafts else 0.0,
         round(accepted / checked, 3) if checked else 0.0,
@@ -244,7 +222,6 @@ def main() -> int:
     runner = load_runner(folder, config, lambda *_: None)
     engines = _engines(runner, config)
     on_gpu = runner.device.type == "cuda"
-    device = torch.cuda.get_device_name().lower().replace(" ", "-") if on_gpu else f"cpu-{cores()}-cores"
     rows = []
     for task, batch in itertools.product(TASKS, asked.batches):
         prompts = [
@@ -256,20 +233,15 @@ def main() -> int:
         rows.append(measure(task, batch, prompts, engines, asked.tokens, asked.rounds, clock))
         row = rows[-1]
         print(
-            f"{row.task:9} batch {row.batch:3}: {row.tok_s:8.1f} tokens/s, {row.off_tok_s:8.1f} without, {row.ratio:.2f} x;"
+            f"{row.task:16} batch {row.batch:3}: {row.tok_s:8.1f} tokens/s, {row.off_tok_s:8.1f} without, {row.ratio:.2f} x;"
             f" {row.guesses:.1f} guesses, {row.accept_rate:.2f} right",
             flush=True,
         )
-    path = asked.out or RESULTS / f"speculation-{device}.json"
-    machine = {"device": torch.cuda.get_device_name() if on_gpu else cpu_name(), "cores": cores(), **versions()}
-    found = {
-        "machine": machine,
-        "tokens": asked.tokens,
-        "rounds": asked.rounds,
-        "processor_time": asked.processor_time,
-        "rows": [asdict(row) for row in rows],
-    }
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path = asked.out or default_path(on_gpu)
+    write(
+        path, rows, on_gpu, tokens=asked.tokens, rounds=asked.rounds, threads=asked.threads,
+        processor_time=asked.processor_time,
+    )  # fmt: skip
     print(path)
     return 0
 

@@ -36,6 +36,19 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def check_same_vocabulary(folder: Path, other: Path) -> None:
+    """Raise CheckpointError where the tokens of two checkpoint folders are not the same: another text, or another id."""
+    mine, theirs = load_tokenizer(folder).get_vocab(), load_tokenizer(other).get_vocab()
+    if mine == theirs:
+        return
+    different = {text for text, _ in mine.items() ^ theirs.items()}
+    example = min(different, key=lambda text: (min(mine.get(text, 1 << 62), theirs.get(text, 1 << 62)), text))
+    raise CheckpointError(
+        f"{other}: its tokenizer is not that of {folder}, which a draft model needs: {len(different)} tokens differ, among"
+        f" them {example!r} ({mine.get(example, 'none')} there, {theirs.get(example, 'none')} here)"
+    )
+
+
 def _check_files(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).exists():

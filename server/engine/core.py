@@ -26,6 +26,7 @@ from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
 from server.engine.scheduling.step import Step
+from server.engine.speculation.drafts import DraftSpeculator
 from server.engine.speculation.speculator import Speculator
 from server.logs import concerning
 from server.types import (
@@ -71,9 +72,23 @@ class Engine:
         self._rejected: list[RequestOutput] = []
         self._pending: LaunchedStep | None = None
         self._random = random.SystemRandom()
-        self._speculator: Speculator | None = None
-        if config.speculation == "lookup" and runner.step_costs is not None:
-            self._speculator = Speculator(runner.step_costs, limits.max_model_len)
+        self._speculator = self._make_speculator(config)
+
+    def _make_speculator(self, config: EngineConfig) -> Speculator | None:
+        costs, longest, draft_model = (
+            self._runner.step_costs,
+            self._runner.limits.max_model_len,
+            self._runner.draft_model,
+        )
+        if config.speculation == "off" or costs is None:
+            return None
+        if config.speculation == "lookup":
+            return Speculator(costs, longest)
+        assert draft_model is not None
+        budget = token_budget(config, self._runner.device)
+        pace = self._pace
+        most = (lambda: budget) if pace is None else (lambda: min(budget, pace.tokens))
+        return DraftSpeculator(costs, longest, draft_model, self._blocks, most)
 
     @property
     def has_work(self) -> bool:
@@ -157,6 +172,8 @@ class Engine:
             outputs += self._compute(step)
         if self._speculator is not None and (pending is None) == (launched is None):
             self._speculator.note_time(step, time.perf_counter() - begun)
+        if self._speculator is not None:
+            self._speculator.catch_up(step)
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
 
     def stats(self, step: Step | None = None) -> EngineStats:
@@ -205,8 +222,11 @@ class Engine:
 
         planned: whether the tokens were known already when the step was planned.
         """
-        if planned or (self._speculator is not None and self._speculator.plan(step)):
+        speculator = self._speculator
+        if speculator is not None and (planned or speculator.plan(step)):
             self._scheduler.reserve(step)
+            if step.guesses:
+                speculator.draft(step)
         return bool(step.guesses)
 
     def _account_guesses(self, step: Step, results: list[Sampled]) -> list[RequestOutput]:
@@ -222,7 +242,7 @@ class Engine:
                 continue
             added = self._scheduler.follow(chunk.sequence, [result.token for result in found])
             checked = len(step.guesses[request_id])
-            speculator.note_guesses(checked, added)
+            speculator.note_guesses(chunk.sequence, checked, added)
             self._outputs.note_guesses(request_id, checked, added)  # ignored if its first token ended it
             if added:
                 more = self._outputs.tokens(chunk.sequence, found[:added])

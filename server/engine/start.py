@@ -15,6 +15,7 @@ from server.checkpoint.images import without_images
 from server.checkpoint.loading import load_model
 from server.checkpoint.sharding.sharded import ShardedModel, load_shard
 from server.checkpoint.sharding.shards import Shard
+from server.checkpoint.tokenizer_files import check_same_vocabulary
 from server.config import EngineConfig, default_cache_dir
 from server.engine.runtime.exchange import Membership, join
 from server.engine.runtime.limits import resolve_device, usable_threads
@@ -55,8 +56,9 @@ def load_runner(
         if reason is not None:
             logger.info("%s: prompts may have no images: %s", folder.name, reason)
         model = load_model(folder, device, dtype, progress, towers=reason is None)
+    draft = _load_draft(folder, config, device, dtype, progress) if config.speculation == "draft" else None
     progress("preparing the model", 0.0)
-    runner = build_runner(model, config, progress, followers)
+    runner = build_runner(model, config, progress, followers, draft)
     limits = runner.limits
     logger.info(
         "%s on %s in %s: contexts to %d tokens, %d cache blocks of %d",
@@ -68,3 +70,15 @@ def load_runner(
         config.block_size,
     )
     return runner
+
+
+def _load_draft(
+    folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> PreTrainedModel:
+    """The draft model of the model in folder. Raises CheckpointError, also where their tokenizers differ."""
+    assert config.draft_model is not None
+    chosen = Path(config.draft_model)
+    if config.load_format == "dummy":
+        return dummy_model(chosen, device, dtype, progress, seed=1)
+    check_same_vocabulary(folder, chosen)
+    return load_model(chosen, device, dtype, lambda stage, fraction: progress(f"draft model: {stage}", fraction))

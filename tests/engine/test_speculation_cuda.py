@@ -89,3 +89,65 @@ def test_with_batch_invariant_answers_are_equal(tmp_path: Path) -> None:
     got, engine = answers(runner, config, "lookup")
     assert got == expected
     assert sum(engine.stats().accepted_by_place) > 0
+
+
+def drafting_runner(folder: Path, **options: Any) -> tuple[ModelRunner, EngineConfig]:
+    """A model of one shape, and a draft model that is the same but for its last layers, which it lacks."""
+    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL | {"vocab_size": VOCABULARY}
+    (folder / "config.json").write_text(json.dumps(settings))
+    device = torch.device("cuda", 0)
+    model, draft = (dummy_model(folder, device, torch.bfloat16, lambda *_: None, seed=0) for _ in range(2))
+    draft.model.layers = draft.model.layers[:1]
+    draft.config.num_hidden_layers = 1
+    # Later layers of the model say little, so that both mostly agree.
+    for layer in model.model.layers[1:]:
+        layer.self_attn.o_proj.weight.quant_state.offset *= 0.02
+        layer.self_attn.o_proj.weight.quant_state.state2.absmax *= 0.02
+        layer.mlp.down_proj.weight.quant_state.offset *= 0.02
+        layer.mlp.down_proj.weight.quant_state.state2.absmax *= 0.02
+    config = EngineConfig(
+        device="cuda", max_model_len=512, max_num_seqs=8, kv_cache_bytes=1 << 28, speculation="draft", draft_model="-",
+        **options,
+    )  # fmt: skip
+    return build_runner(model, config, draft=draft), config
+
+
+def drafted(runner: ModelRunner, config: EngineConfig) -> tuple[list[list[int]], list[list[int]], Engine]:
+    expected, _ = answers(runner, config, "off")
+    got, engine = answers(runner, config, "draft")
+    return expected, got, engine
+
+
+def test_a_draft_model_has_graphs_and_guesses_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner, config = drafting_runner(tmp_path)
+    model = runner.draft_model
+    assert model is not None
+    assert model._graphs is not None
+    assert model._graphs.verify is not None
+    assert model._graphs.decode.sizes == [1, *SIZES[:-1]]
+    expected, got, engine = drafted(runner, config)
+    stats = engine.stats()
+    assert 0.5 * stats.draft_tokens < sum(stats.accepted_by_place)
+    same = [sum(a == b for a, b in zip(one, other, strict=False)) for one, other in zip(expected, got, strict=True)]
+    assert sum(same) > 0.3 * sum(map(len, expected)), same
+    assert not [record for record in caplog.records if "draft model fails" in record.message]
+
+
+def test_guesses_in_graphs_are_those_without(tmp_path: Path) -> None:
+    runner, config = drafting_runner(tmp_path)
+    model = runner.draft_model
+    assert model is not None
+    found = []
+    for graphs in (model._graphs, None):
+        model._graphs = graphs
+        _, engine = answers(runner, config, "draft")
+        stats = engine.stats()
+        found.append(sum(stats.accepted_by_place) / stats.draft_tokens)
+    assert abs(found[0] - found[1]) < 0.1, found
+
+
+def test_a_draft_model_with_batch_invariant(tmp_path: Path) -> None:
+    runner, config = drafting_runner(tmp_path, batch_invariant=True)
+    expected, got, engine = drafted(runner, config)
+    assert got == expected
+    assert sum(engine.stats().accepted_by_place) > 0

@@ -122,13 +122,18 @@ def test_with_more_sequences_guesses_get_fewer_and_end() -> None:
 
 def test_accepted_guesses_are_counted_by_place() -> None:
     speculator = Speculator(StepCosts(FLAT), 400)
+    sequence = make_sequence([1, 2, 3])
     for checked, accepted in ((3, 2), (1, 0), (2, 2)):
-        speculator.note_guesses(checked, accepted)
+        speculator.note_guesses(sequence, checked, accepted)
     assert (speculator.drafts, speculator.draft_tokens) == (3, 6)
     assert speculator.accepted == [2, 2, *[0] * (MOST_GUESSES - 2)]
 
 
-def test_a_draft_model_is_refused_by_name() -> None:
+def test_a_draft_model_and_its_method_belong_together() -> None:
     assert EngineConfig().speculation == "off"
-    with pytest.raises(ConfigError, match=r"engine\.speculation: .*draft models are not offered yet"):
+    with pytest.raises(ConfigError, match=r"draft_model does not say which model guesses"):
         load_config(None, {"engine.speculation": "draft"})
+    for speculation in ("off", "lookup"):
+        with pytest.raises(ConfigError, match=f"draft_model is set, and speculation is {speculation}"):
+            load_config(None, {"engine.speculation": speculation, "engine.draft_model": "a/b"})
+    assert load_config(None, {"engine.speculation": "draft", "engine.draft_model": "a/b"}).engine.draft_model == "a/b"

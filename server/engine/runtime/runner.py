@@ -13,6 +13,7 @@ import torch
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
+from server.engine.runtime.drafting import DraftModel
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
@@ -77,6 +78,7 @@ class ModelRunner:
         step_costs: StepCosts | None = None,
         sampler: DeviceSampler | None = None,
         followers: Followers | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """sampler: samples with all options on the device; without one, those need the host between two steps."""
         self._paged = paged
@@ -85,6 +87,8 @@ class ModelRunner:
         self._graphs = graphs or StepGraphs()
         self.step_costs = step_costs
         """What decode steps cost by their tokens, where the configuration has speculation."""
+        self.draft_model = draft_model
+        """What guesses tokens, where the configuration has a draft model."""
         self._sampler = sampler
         self.limits = limits
         """What the model and the cache allow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
@@ -28,6 +29,7 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
+        self._marked = bytearray(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -55,6 +57,7 @@ class BlockManager:
         for _ in range(missing):
             block = self._free.popleft() if self._free else self._evict()
             self._references[block] = 1
+            self._marked[block] = False
             blocks.append(block)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -97,6 +100,15 @@ class BlockManager:
                 break
             found.append(block)
         return found
+
+    def mark(self, blocks: Iterable[int]) -> None:
+        """Say of held blocks that they have a draft model's keys and values, too, until they are handed out anew."""
+        for block in blocks:
+            self._marked[block] = True
+
+    def num_marked(self, blocks: Iterable[int]) -> int:
+        """How many of the first blocks are marked, up to the first that is not."""
+        return sum(1 for _ in itertools.takewhile(self._marked.__getitem__, blocks))
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of blocks share() would take from the free ones."""

@@ -229,6 +229,7 @@ class Scheduler:
         # A preempted sequence finds its own blocks again, which would count as a hit of its prompt.
         looked_up = self._prefix_caching and not sequence.was_admitted and sequence.sampling.prompt_logprobs is None
         sequence.start_with(found, len(found) * self._blocks.block_size)
+        sequence.num_drafted = self._blocks.num_marked(found) * self._blocks.block_size
         if looked_up:
             self.prefix_queries += sequence.num_prompt
             self.prefix_hits += sequence.num_cached
@@ -280,7 +281,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._blocks.release(sequence.blocks)
         sequence.give_row_back()
-        sequence.num_computed = sequence.num_named = 0
+        sequence.num_computed = sequence.num_named = sequence.num_drafted = 0
         sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1

@@ -112,6 +112,10 @@ class Sequence:
         """What the prompt has of images, if any."""
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
+        self.num_drafted = 0
+        """Tokens whose keys and values of the draft model are in the cache (speculation)."""
+        self.acceptance: float | None = None
+        """The share of the draft model's guesses that were right lately."""
         self.num_cached = 0
         """Prompt tokens that were found in the cache when the sequence was admitted first."""
         self.blocks: list[int] = []

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 _LEARNING_RATE = 1 / 16
 # Guesses are checked where they promise so many times the tokens per second: costs are not known better.
 _LEAST_GAIN = 1.1
+# Guesses for each sequence, with one of which a draft model must pay if it pays at all.
+_TRIED = (1, 3, 7)
 
 
 class _Times:
@@ -45,15 +47,23 @@ class _Times:
 class StepCosts:
     """Costs of decode steps with guesses and without."""
 
-    def __init__(self, checking: Mapping[int, float], plain: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        checking: Mapping[int, float],
+        plain: Mapping[int, float] | None = None,
+        drafting: Mapping[int, float] | None = None,
+    ) -> None:
         """checking: seconds of a step with guesses by its tokens; plain: of one without; the same if None.
 
-        Raises ValueError where there are none.
+        drafting: seconds of a draft model's step by its sequences; None: guesses cost nothing. Raises ValueError where
+        there are none.
         """
         self._checking, self._plain = _Times(checking), _Times(checking if plain is None else plain)
+        self._drafting = None if drafting is None else _Times(drafting)
 
     def __repr__(self) -> str:
-        return f"StepCosts(without guesses: {self._plain}; with: {self._checking})"
+        drafting = "" if self._drafting is None else f"; of the draft model: {self._drafting}"
+        return f"StepCosts(without guesses: {self._plain}; with: {self._checking}{drafting})"
 
     @property
     def most_tokens(self) -> int:
@@ -69,9 +79,24 @@ class StepCosts:
 
         A guess's survival is how likely it yields a token. The best number gives the most tokens per second.
         """
+        return self.fastest(sequences, survivals)[0]
+
+    def drafting(self, sequences: int, guesses: int) -> float:
+        """Seconds in which a draft model makes that many guesses for each of some sequences."""
+        if self._drafting is None or not sequences:
+            return 0.0
+        seconds = self._drafting.of(min(sequences, self._drafting.sizes[-1]))
+        assert seconds is not None
+        return guesses * seconds
+
+    def fastest(self, sequences: int, survivals: Sequence[float], before: float = 0.0) -> tuple[int, float]:
+        """best(), and the tokens per second that it gives; before: seconds that it takes to make guesses.
+
+        Without a number that pays, 0 guesses and 0 tokens per second.
+        """
         plain, checking = self._plain.of(sequences), self._checking
         if plain is None or not survivals:
-            return 0
+            return 0, 0.0
         best, most = 0, _LEAST_GAIN * sequences / plain
         gained, taken = 0.0, 0
         for size, seconds in zip(checking.sizes, checking.seconds, strict=True):
@@ -80,11 +105,15 @@ class StepCosts:
                 continue
             gained += sum(survivals[taken:room])
             taken = room
-            rate = (sequences + gained) / (seconds + checking.extra)
+            rate = (sequences + gained) / (seconds + checking.extra + before)
             if rate > most:
                 best, most = taken, rate
-        return best
+        return best, most if best else 0.0
 
     def may_pay(self, sequences: int) -> bool:
         """Whether guesses could pay for a step of that many sequences if every one of them were right."""
-        return self.best(sequences, [1.0] * max(0, self.most_tokens - sequences)) > 0
+        room = max(0, self.most_tokens - sequences)
+        if self._drafting is None:
+            return self.best(sequences, [1.0] * room) > 0
+        each = [count for count in _TRIED if count * sequences <= room]
+        return any(self.fastest(sequences, [1.0] * (n * sequences), self.drafting(sequences, n))[0] for n in each)

@@ -16,7 +16,7 @@ MOST_GUESSES = 15
 
 
 class Speculator:
-    """Plans the guesses of steps, and counts how they fared."""
+    """Plans the guesses of steps by lookup, and counts how they fared."""
 
     def __init__(self, costs: StepCosts, max_model_len: int) -> None:
         self.costs = costs
@@ -35,11 +35,7 @@ class Speculator:
         """
         step.guesses = {}
         chunks = step.chunks
-        if not 0 < len(chunks) < self.costs.most_tokens or not all(
-            chunk.samples and chunk.is_decode for chunk in chunks
-        ):
-            return False
-        if not self.costs.may_pay(len(chunks)):
+        if not self.may_have_guesses(step):
             return False
         budget, found = FOLLOWED_PER_STEP, list[tuple[float, Sequence]]()
         # Some sequences get more guesses than others, but not all of them.
@@ -69,8 +65,23 @@ class Speculator:
             step.guesses[sequence.request_id] = sequence.guesser.guesses(count)
         return bool(counts)
 
-    def note_guesses(self, checked: int, accepted: int) -> None:
-        """Count one sequence's guesses in one step."""
+    def may_have_guesses(self, step: Step) -> bool:
+        """Whether the step decodes only, with few enough sequences for right guesses to pay."""
+        chunks = step.chunks
+        return (
+            0 < len(chunks) < self.costs.most_tokens
+            and all(chunk.samples and chunk.is_decode for chunk in chunks)
+            and self.costs.may_pay(len(chunks))
+        )
+
+    def draft(self, step: Step) -> None:
+        """Put guesses in the places that plan() has left for them; their KV blocks are taken."""
+
+    def catch_up(self, step: Step) -> None:
+        """Prepare for guesses of sequences of a step that has run."""
+
+    def note_guesses(self, sequence: Sequence, checked: int, accepted: int) -> None:
+        """Count one sequence's guesses in one step; all that were accepted are among its tokens."""
         self.drafts += 1
         self.draft_tokens += checked
         for place in range(accepted):

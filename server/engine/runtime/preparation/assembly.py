@@ -23,6 +23,7 @@ from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec, cache_budget
 from server.engine.runtime.preparation.compilation import compile_with_trials
+from server.engine.runtime.preparation.drafting import DraftPreparation
 from server.engine.runtime.preparation.expansion import expansion_budget
 from server.engine.runtime.preparation.graph_capture import (
     capture_decode,
@@ -42,10 +43,12 @@ def build_runner(
     config: EngineConfig,
     progress: Progress = lambda *_: None,
     followers: Followers | None = None,
+    draft: PreTrainedModel | None = None,
 ) -> ModelRunner:
     """A runner of what was loaded, which is changed in place and is the runner's from here on.
 
-    Of a shard, all ranks must build their runners at the same time; followers are rank 0's.
+    Of a shard, all ranks must build their runners at the same time; followers are rank 0's. draft: the draft model, on the
+    same device, where the configuration has one.
 
     Layers are compiled, and on CUDA steps captured as graphs, unless engine.enforce_eager leaves that out. Raises
     EngineConfigError, UnsupportedModelError, or CheckpointError for an adapter that cannot be served.
@@ -72,14 +75,16 @@ def build_runner(
         slots = adapters.slots if adapters else 0
         return PagedModel(model, spec.backend(num_blocks), config.block_size, clock, slots, tower)
 
+    drafting = None if draft is None else DraftPreparation(draft, config, clock)
     budget = least(cache_budget(model, paged_with, spec.bytes_per_block, config))
-    limits = model_limits(model, spec.bytes_per_block, config, budget)
+    limits = model_limits(model, spec.bytes_per_block + (drafting.bytes_per_block if drafting else 0), config, budget)
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
-        costs = measure_steps(paged, limits, graphs) if config.speculation != "off" else None
+        draft_model, draft_times = drafting.finish(limits, graphs, progress) if drafting else (None, None)
+        costs = measure_steps(paged, limits, graphs, draft_times) if config.speculation != "off" else None
     sampler = _device_sampler(paged, limits) if config.speculation == "off" and sharded is None else None
-    return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers)
+    return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers, draft_model)
 
 
 def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:
@@ -96,7 +101,8 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
         return StepGraphs()
     # Decode graphs first: they compile the model's own code, for each of their sizes.
     decode = capture_decode(paged, backend, limits, config, progress)
-    verify = capture_verify(paged, backend, limits, config, decode, progress) if verify_sizes(config) else None
+    sizes = verify_sizes(config)
+    verify = capture_verify(paged, backend, limits, sizes, decode, progress) if sizes else None
     compiled = backend.runs_compiled_layers and compile_with_trials(paged, progress)
     mixed = None
     if compiled and not config.batch_invariant:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
@@ -49,11 +50,11 @@ def capture_verify(
     paged: PagedModel,
     backend: GraphBackend,
     limits: ModelLimits,
-    config: EngineConfig,
+    sizes: Sequence[int],
     decode: DecodeGraphs,
     progress: Progress,
 ) -> VerifyGraphs | None:
-    """Capture steps with guesses; None, with a warning, where that fails or the logits differ.
+    """Capture steps with guesses of so many tokens; None, with a warning, where that fails or the logits differ.
 
     Call in inference mode, before compilation.
     """
@@ -61,8 +62,8 @@ def capture_verify(
     steps = TrialSteps(paged)
 
     def attempt() -> None:
-        graphs.capture(verify_sizes(config), progress)
-        for size in verify_sizes(config):
+        graphs.capture(list(sizes), progress)
+        for size in sizes:
             if size <= limits.max_model_len:
                 batch = steps.first_chunk(size)
                 expected = paged.run(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,20 +22,35 @@ _REPEATS = 4
 _REPLAYS = 8
 
 
-def measure_steps(paged: PagedModel, limits: ModelLimits, graphs: StepGraphs) -> StepCosts:
-    """The least seconds of some runs of steps of few tokens. Call in inference mode, before the engine serves."""
+def measure_steps(
+    paged: PagedModel, limits: ModelLimits, graphs: StepGraphs, drafting: Mapping[int, float] | None = None
+) -> StepCosts:
+    """The least seconds of some runs of steps of few tokens. Call in inference mode, before the engine serves.
+
+    drafting: draft_times() of the draft model, where there is one.
+    """
     steps = TrialSteps(paged)
     if graphs.decode is not None and graphs.batch_invariant:
-        return StepCosts({INVARIANT_ROWS: _of_groups(graphs.decode, steps, paged.block_size, INVARIANT_ROWS)})
+        groups = {INVARIANT_ROWS: _of_groups(graphs.decode, steps, paged.block_size, INVARIANT_ROWS)}
+        return StepCosts(groups, drafting=drafting)
     if graphs.decode is not None and graphs.verify is not None:
-        return _of_graphs(graphs.decode, graphs.verify, steps, paged.block_size, limits)
+        checking, plain = _of_graphs(graphs.decode, graphs.verify, steps, paged.block_size, limits)
+        return StepCosts(checking, plain, drafting)
     sizes = [size for size in _SIZES if size <= limits.max_model_len]
-    return StepCosts(_least(steps.run, sizes, _REPEATS))
+    return StepCosts(_least(steps.run, sizes, _REPEATS), drafting=drafting)
+
+
+def draft_times(paged: PagedModel, limits: ModelLimits, decode: DecodeGraphs | None) -> dict[int, float]:
+    """Seconds of a draft model's steps by their number of tokens, one for each sequence. Call in inference mode."""
+    steps = TrialSteps(paged)
+    if decode is not None:
+        return {size: _of_groups(decode, steps, paged.block_size, size) for size in decode.sizes}
+    return _least(steps.run, [size for size in _SIZES if size <= limits.max_model_len], _REPEATS)
 
 
 def _of_graphs(
     decode: DecodeGraphs, verify: VerifyGraphs, steps: TrialSteps, block_size: int, limits: ModelLimits
-) -> StepCosts:
+) -> tuple[dict[int, float], dict[int, float]]:
     """Of steps with guesses the time until their tokens are read; of others, scheduled asynchronously, the device's."""
     sizes = [size for size in SIZES if size <= limits.max_model_len]
 
@@ -44,7 +59,7 @@ def _of_graphs(
 
     checking = _least(checked, sizes, _REPLAYS)
     plain_sizes = [size for size in decode.sizes if size <= sizes[-1]]
-    return StepCosts(checking, {size: _of_groups(decode, steps, block_size, size) for size in plain_sizes})
+    return checking, {size: _of_groups(decode, steps, block_size, size) for size in plain_sizes}
 
 
 def _of_groups(decode: DecodeGraphs, steps: TrialSteps, block_size: int, size: int) -> float:

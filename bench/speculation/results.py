@@ -1,0 +1,67 @@
+"""Results of speculation, in bench/results/speculation-<device>.json, whose rows a later run replaces by their place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.machine import cores, cpu_name, versions
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One task at one batch size, with speculation and without, in one run."""
+
+    model: str
+    method: str
+    """lookup; or draft, with the draft model's name where it is one."""
+    task: str
+    """The text; for a drafter that errs on purpose how many of its guesses are right."""
+    batch: int
+    guesses: float
+    """Guesses checked for a sequence in a step that checked some, mean."""
+    accept_rate: float
+    """Share of the guesses that were right."""
+    tok_s: float
+    off_tok_s: float
+    ratio: float
+    """The median of the rounds' ratios."""
+
+    @property
+    def place(self) -> tuple[str, str, str, int]:
+        """What the row is of."""
+        return self.model, self.method, self.task, self.batch
+
+
+def device_name(on_gpu: bool) -> str:
+    """The device as the file's name has it."""
+    return torch.cuda.get_device_name().lower().replace(" ", "-") if on_gpu else f"cpu-{cores()}-cores"
+
+
+def default_path(on_gpu: bool) -> Path:
+    """The file of this machine's results."""
+    return RESULTS / f"speculation-{device_name(on_gpu)}.json"
+
+
+def write(path: Path, rows: list[Row], on_gpu: bool, **about: Any) -> None:
+    """Put rows in a file in the places of those of the same model, method, task and batch.
+
+    about: how these rows were measured, which each of them gets; the machine's entry is that of the newest run.
+    """
+    kept: list[dict[str, Any]] = []
+    if path.exists():
+        places = {row.place for row in rows}
+        kept = [
+            row
+            for row in json.loads(path.read_text())["rows"]
+            if (row["model"], row["method"], row["task"], row["batch"]) not in places
+        ]
+    machine = {"device": torch.cuda.get_device_name() if on_gpu else cpu_name(), "cores": cores(), **versions()}
+    found = {"machine": machine, "rows": kept + [asdict(row) | about for row in rows]}
+    path.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,0 +1,168 @@
+"""The draft model: a second, smaller model that guesses the next tokens of the first one's sequences (speculation).
+
+Its keys and values lie in the sequences' own KV blocks, in a cache of its own that has as many: block 7 of a sequence
+holds the same tokens for both models. A guess is sampled as the model itself would sample that token, with the same
+uniform number, so that two models which agree on a distribution agree on the token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from server.engine.runtime.batch import Batch, StepInput, batch_of
+from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.verify import VerifyGraphs
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion, sampling_table
+from server.engine.runtime.trials import first_line
+from server.engine.runtime.verification import SequenceAhead
+from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
+from server.engine.scheduling.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of a sequence that the draft model computes: its tokens [start, start + len(ids))."""
+
+    sequence: Sequence
+    start: int
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class DraftGraphs:
+    """The CUDA graphs that a draft model is replayed from."""
+
+    decode: DecodeGraphs
+    verify: VerifyGraphs | None
+    """For its first guess, where it lacks more than the newest token."""
+
+
+class DraftModel:
+    """A prepared model that guesses for another model's sequences, greedy or with their own temperatures and filters.
+
+    It knows neither adapters nor biases: these make its guesses worse, and no answer wrong.
+    """
+
+    def __init__(self, paged: PagedModel, vocabulary: int, longest: int, graphs: DraftGraphs | None = None) -> None:
+        """vocabulary: the other model's. longest: tokens of a sequence that this one is made for."""
+        self._paged = paged
+        self._graphs = graphs
+        self._vocabulary = vocabulary
+        self._has_failed = False
+        self.longest = longest
+        """Tokens that it can compute of one sequence."""
+
+    @torch.inference_mode()
+    def follow(self, parts: Items[tuple[Sequence, int]]) -> None:
+        """Compute that many more known tokens of each sequence, which their num_drafted says then."""
+        chosen = [_Part(s, s.num_drafted, s.tokens[s.num_drafted : s.num_drafted + count]) for s, count in parts]
+        try:
+            self._paged.hidden_states(self._batch(chosen))
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception as e:
+            self._note_failure(e)
+            return
+        for part in chosen:
+            part.sequence.num_drafted = part.start + len(part.ids)
+
+    @torch.inference_mode()
+    def guess(self, step: Step) -> None:
+        """Put guesses in the places that step.guesses has for them, or empty it where that fails.
+
+        The sequences' num_drafted says then that all their known tokens are computed.
+        """
+        counts = {
+            chunk.sequence: len(step.guesses[chunk.sequence.request_id])
+            for chunk in step.chunks
+            if chunk.sequence.request_id in step.guesses
+        }
+        # Those with the most guesses first, so that the others drop out at the end.
+        asked = sorted(counts, key=lambda sequence: -counts[sequence])
+        try:
+            found = self._guesses(asked, [counts[sequence] for sequence in asked])
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception as e:
+            self._note_failure(e)
+            step.guesses = {}
+            return
+        for sequence, tokens in zip(asked, found, strict=True):
+            sequence.num_drafted = len(sequence.tokens)
+            step.guesses[sequence.request_id] = tokens
+
+    def _note_failure(self, error: Exception) -> None:
+        # It may be asked again in every step.
+        level = logging.DEBUG if self._has_failed else logging.WARNING
+        logger.log(level, "the draft model fails, and has no guesses: %s: %s", type(error).__name__, first_line(error))
+        self._has_failed = True
+
+    def _guesses(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        """That many guesses for each sequence; counts do not rise. The host waits for the device once, at the end."""
+        parts = [_Part(s, s.num_drafted, s.tokens[s.num_drafted :]) for s in sequences]
+        newest = self._next(parts, 0, None)
+        columns = [newest]
+        for place in range(1, counts[0]):
+            going = sum(count > place for count in counts)
+            parts = [_Part(s, len(s.tokens) + place - 1, [PLACEHOLDER]) for s in sequences[:going]]
+            newest = self._next(parts, place, newest)
+            columns.append(newest)
+        found: list[list[int]] = [[] for _ in sequences]
+        tokens = iter(torch.cat(columns).tolist())
+        for column in columns:
+            for own in found[: len(column)]:
+                # A token beyond the other model's vocabulary stands for one that is not right.
+                own.append(min(next(tokens), self._vocabulary - 1))
+        return found
+
+    def _next(self, parts: list[_Part], place: int, newest: torch.Tensor | None) -> torch.Tensor:
+        """int64 [parts]: the token behind each part, the guess behind place guesses of its sequence.
+
+        newest: the guesses before, of these sequences and perhaps of others behind them, which stand for the parts' ids.
+        """
+        count, graphs = len(parts), self._graphs
+        ahead: list[Sequence] = [SequenceAhead(part.sequence, place) for part in parts]
+        batch = self._batch(parts)
+        if graphs is not None and graphs.decode.fits(batch):
+            source = None if newest is None or len(newest) == count else list(range(count))
+            launch = Launch(newest is not None, source, partial(sampling_table, ahead, self._paged.vocab_size))
+            return graphs.decode.launch(batch, launch, newest)[1]
+        if newest is not None:
+            batch = replace(batch, ids=newest[:count])
+        if graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
+            logits = graphs.verify.run(batch)[batch.sampled_rows]
+        else:
+            logits = self._paged.run(batch)
+        return sample_by_inversion(logits, ahead, logits.argmax(dim=-1))
+
+    def _batch(self, parts: list[_Part]) -> Batch:
+        """What computes some tokens, of which the last of each part is wanted, in the order of parts."""
+        order = sorted(range(len(parts)), key=lambda index: len(parts[index].ids) > 1)
+        ordered = [parts[index] for index in order]
+        lengths = np.array([len(part.ids) for part in ordered], np.int64)
+        last = np.empty(len(parts), np.int64)
+        last[order] = lengths.cumsum() - 1
+        tables = parts[0].sequence.tables
+        assert tables is not None
+        # Where the other model's vocabulary is larger, the tokens beyond are padding that no text has.
+        highest = self._paged.vocab_size - 1
+        given = StepInput(
+            tables,
+            np.array([part.sequence.row for part in ordered], np.int64),
+            np.array([part.start for part in ordered], np.int64),
+            lengths,
+            [min(token, highest) for part in ordered for token in part.ids],
+            last,
+            [None] * len(parts),
+        )
+        return batch_of(given, self._paged.block_size, self._paged.device)

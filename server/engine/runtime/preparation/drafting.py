@@ -1,0 +1,78 @@
+"""Makes a draft model ready: its projections and attention, a cache with the model's KV blocks, compiled layers, graphs."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from nf4_kernels.device_clock import DeviceClock
+from server.checkpoint.base import Progress
+from server.config import EngineConfig
+from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.drafting import DraftGraphs, DraftModel
+from server.engine.runtime.graphs.decode import DecodeGraphs
+from server.engine.runtime.graphs.pool import GraphPool
+from server.engine.runtime.graphs.verify import SIZES
+from server.engine.runtime.limits import ModelLimits, own_limit, sequence_limit
+from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.projections import replace_projections
+from server.engine.runtime.model.weight_order import set_weight_order
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation.cache import CacheSpec
+from server.engine.runtime.preparation.compilation import compile_with_trials
+from server.engine.runtime.preparation.graph_capture import capture_verify
+from server.engine.runtime.preparation.step_costs import draft_times
+from server.engine.runtime.preparation.trial_steps import TrialSteps
+from server.engine.runtime.runner import StepGraphs
+from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
+
+
+class DraftPreparation:
+    """What is known of a draft model before the number of KV blocks is."""
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, clock: DeviceClock | None) -> None:
+        """The model is changed in place. Raises UnsupportedModelError where its attention cannot be computed."""
+        replace_projections(model)
+        if model.device.type == "cpu":
+            use_cpu_kernels(model)
+        else:
+            use_device_sampling(model.device, model.dtype, model.config.get_text_config().vocab_size)
+        self._model = model
+        self._config = config
+        self._clock = clock
+        self._spec = CacheSpec.of(model, config)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of its keys and values in one KV block."""
+        return self._spec.bytes_per_block
+
+    def finish(
+        self, limits: ModelLimits, graphs: StepGraphs, progress: Progress
+    ) -> tuple[DraftModel, dict[int, float]]:
+        """The draft model of a model with these limits and graphs, and seconds of its steps by their sequences.
+
+        Call in inference mode.
+        """
+        config, model = self._config, self._model
+        paged = PagedModel(model, self._spec.backend(limits.num_blocks), config.block_size, self._clock)
+        captured: DraftGraphs | None = None
+        if graphs.decode is not None and isinstance(paged.backend, GraphBackend):
+            # Graphs first: they compile the model's own code, for each of their sizes.
+            captured = self._capture(paged, paged.backend, limits, graphs.decode.pool, progress)
+        if not config.enforce_eager and paged.backend.runs_compiled_layers:
+            compile_with_trials(paged, progress)
+        longest = own_limit(model.config.get_text_config()) or limits.max_model_len
+        times = draft_times(paged, limits, None if captured is None else captured.decode)
+        return DraftModel(paged, limits.vocab_size, min(longest, limits.max_model_len), captured), times
+
+    def _capture(
+        self, paged: PagedModel, backend: GraphBackend, limits: ModelLimits, pool: GraphPool, progress: Progress
+    ) -> DraftGraphs:
+        """Capture steps of as many sequences as may have guesses together."""
+        set_weight_order(paged.model, TrialSteps(paged).run)
+        # The device's copy of the block tables has a row for each running sequence.
+        rows = sequence_limit(self._config, paged.device, limits.num_blocks * self._config.block_size)
+        backend.set_up_graphs(limits.max_model_len, max(rows, *SIZES), True)
+        decode = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, 0, pool)
+        decode.capture([1, *(size for size in SIZES if size < max(SIZES))], progress)
+        return DraftGraphs(decode, capture_verify(paged, backend, limits, SIZES, decode, progress))

@@ -1,0 +1,168 @@
+"""Guesses by a draft model: how many each sequence has, and which tokens the draft model has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
+from server.engine.scheduling.step import Step
+from server.engine.speculation.costs import StepCosts
+from server.engine.speculation.speculator import Speculator, can_guess
+
+MOST_DRAFTED = 8
+"""Guesses for one sequence in one step at most: each takes a step of the draft model."""
+SHORT_LAG = 32
+"""Tokens that the draft model may lack when it begins to guess; where it lacks more, it computes these first."""
+_FIRST_RATE = 0.7
+_LEARNING_RATE = 1 / 12
+# All sequences together: by that a new one begins.
+_COMMON_LEARNING_RATE = 1 / 32
+# Each step without guesses brings the rate nearer to what it was at first, so that guesses are tried again some time.
+_FORGETTING_RATE = 1 / 512
+
+
+class DraftModel(Protocol):
+    """The second model; see server.engine.runtime.drafting."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it can compute of one sequence."""
+        ...
+
+    def follow(self, parts: Items[tuple[Sequence, int]]) -> None:
+        """Compute that many more known tokens of each sequence, which their num_drafted says then."""
+        ...
+
+    def guess(self, step: Step) -> None:
+        """Put guesses in the places that step.guesses has for them, or empty it where that fails.
+
+        The sequences' num_drafted says then that all their known tokens are computed.
+        """
+        ...
+
+
+class DraftSpeculator(Speculator):
+    """Plans how many guesses a draft model makes, has them made, and keeps account of what it has computed.
+
+    The draft model's keys and values are in the sequences' own KV blocks, beside the model's. It computes tokens when
+    it is about to guess, so a sequence that has no guesses costs it nothing.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        max_model_len: int,
+        model: DraftModel,
+        blocks: BlockManager,
+        token_budget: Callable[[], int],
+    ) -> None:
+        """blocks: those that sequences hold. token_budget: tokens that the draft model may catch up with now."""
+        super().__init__(costs, min(max_model_len, model.longest))
+        self._model = model
+        self._blocks = blocks
+        self._token_budget = token_budget
+        self._rate = _FIRST_RATE
+
+    def plan(self, step: Step) -> bool:
+        """As Speculator; step.guesses gets places for guesses, which draft() fills."""
+        step.guesses = {}
+        chunks = step.chunks
+        if not self.may_have_guesses(step):
+            return False
+        reach = min(MOST_DRAFTED, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
+        rates: list[tuple[float, int, Sequence]] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            most = min(reach, sequence.most_new_tokens(self._max_model_len) - 1)
+            if most < 1 or not can_guess(sequence) or _lag(sequence) > SHORT_LAG:
+                continue
+            if sequence.acceptance is None:
+                sequence.acceptance = self._rate
+            rates.append((sequence.acceptance, most, sequence))
+        chosen = self._chosen(len(chunks), rates)
+        for sequence in chosen:
+            guesses = step.guesses.setdefault(sequence.request_id, [])
+            guesses.append(PLACEHOLDER)
+        for rate, _, sequence in rates:
+            if sequence.request_id not in step.guesses:
+                sequence.acceptance = rate + (_FIRST_RATE - rate) * _FORGETTING_RATE
+        if not chosen:
+            self._rate += (_FIRST_RATE - self._rate) * _FORGETTING_RATE
+        return bool(chosen)
+
+    def _chosen(self, sequences: int, rates: list[tuple[float, int, Sequence]]) -> list[Sequence]:
+        """The sequences of the guesses that give the most tokens per second, one entry a guess.
+
+        All guesses up to a depth cost as many steps of the draft model as the depth is.
+        """
+        found: list[tuple[float, Sequence]] = []
+        best: list[Sequence] = []
+        highest = 0.0
+        for place in range(max((most for _, most, _ in rates), default=0)):
+            found += [(rate ** (place + 1), sequence) for rate, most, sequence in rates if most > place]
+            found.sort(key=lambda pair: -pair[0])
+            room = found[: self.costs.most_tokens - sequences]
+            drafted = self.costs.drafting(len(rates), place + 1)
+            count, speed = self.costs.fastest(sequences, [likely for likely, _ in room], drafted)
+            if count and speed > highest:
+                best, highest = [sequence for _, sequence in room[:count]], speed
+        return best
+
+    def draft(self, step: Step) -> None:
+        before = {chunk.sequence: chunk.sequence.num_drafted for chunk in step.chunks}
+        self._model.guess(step)
+        self._name(before)
+
+    def note_guesses(self, sequence: Sequence, checked: int, accepted: int) -> None:
+        super().note_guesses(sequence, checked, accepted)
+        for place in range(min(accepted + 1, checked)):
+            right = place < accepted
+            if sequence.acceptance is not None:
+                sequence.acceptance += (right - sequence.acceptance) * _LEARNING_RATE
+            self._rate += (right - self._rate) * _COMMON_LEARNING_RATE
+        if sequence.phase is Phase.RUNNING:
+            # The last guess has not been computed.
+            before = sequence.num_drafted
+            sequence.num_drafted += min(accepted, checked - 1)
+            self._name({sequence: before})
+
+    def catch_up(self, step: Step) -> None:
+        """Have known tokens computed of sequences of a step that has run, where guesses could pay.
+
+        They are as many as a step may have, so that prompts are computed in chunks here, too.
+        """
+        if not self.may_have_guesses(step):
+            return
+        left, parts, before = self._token_budget(), list[tuple[Sequence, int]](), dict[Sequence, int]()
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            lag = _lag(sequence)
+            if sequence.phase is Phase.RUNNING and lag > SHORT_LAG and left > 0 and self._may_go_on(sequence):
+                parts.append((sequence, min(lag, left)))
+                before[sequence] = sequence.num_drafted
+                left -= parts[-1][1]
+        if parts:
+            self._model.follow(parts)
+            self._name(before)
+
+    def note_time(self, step: Step, seconds: float) -> None:
+        if step.guesses:
+            seconds -= self.costs.drafting(len(step.guesses), max(map(len, step.guesses.values())))
+        super().note_time(step, seconds)
+
+    def _may_go_on(self, sequence: Sequence) -> bool:
+        return can_guess(sequence) and sequence.most_new_tokens(self._max_model_len) > 1
+
+    def _name(self, before: dict[Sequence, int]) -> None:
+        """Let later sequences know which full KV blocks the draft model has computed, too."""
+        size = self._blocks.block_size
+        for sequence, drafted in before.items():
+            self._blocks.mark(sequence.blocks[drafted // size : sequence.num_drafted // size])
+
+
+def _lag(sequence: Sequence) -> int:
+    """Known tokens that the draft model has not computed."""
+    return len(sequence.tokens) - sequence.has_placeholder - sequence.num_drafted

@@ -1,0 +1,59 @@
+"""A server with a draft model of its own checkpoint folder: the same answers, and one line where the folder does not fit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.api.conftest import MODEL, user
+from tests.conftest import start_server
+
+
+@pytest.fixture(scope="module")
+def draft_folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model in 16 bit, with the embedded model's tokenizer."""
+    folder: Path = tmp_path_factory.mktemp("draft")
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, tie_word_embeddings=True, eos_token_id=2, bos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).half().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded_folder / name, folder)
+    return folder
+
+
+def configuration(folder: Path, draft: Path) -> tuple[str, str]:
+    path = folder / "config.yaml"
+    path.write_text(f"engine: {{speculation: draft, draft_model: {draft}, enforce_eager: true}}\n")
+    return "--config", str(path)
+
+
+def test_answers_are_those_without(http: httpx.Client, draft_folder: Path, tmp_path: Path) -> None:
+    options = {"model": MODEL, "messages": user("What is the capital of France?"), "max_tokens": 24, "temperature": 0}
+    expected = http.post("/v1/chat/completions", json=options).json()["choices"][0]
+    arguments = configuration(tmp_path, draft_folder)
+    with start_server(tmp_path / "log", *arguments) as running:
+        answer = httpx.post(f"{running.base_url}/v1/chat/completions", json=options | {"timings": True}, timeout=60)
+        got = answer.json()["choices"][0]
+        metrics = httpx.get(f"{running.base_url}/metrics", timeout=60).text
+    assert (got["message"], got["finish_reason"]) == (expected["message"], expected["finish_reason"])
+    (counted,) = re.findall(r"^nf4_spec_decode_num_draft_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
+    assert float(counted) == got["timings"]["draft_tokens"] > 0
+
+
+def test_another_tokenizer_ends_the_start_with_its_reason(draft_folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(draft_folder, other)
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace('"<|im_start|>"', '"<|begin|>"'))
+    with (
+        pytest.raises(RuntimeError, match=r"its tokenizer is not that of .*<\|begin\|>' \(none there, 1 here"),
+        start_server(tmp_path / "log", *configuration(tmp_path, other)),
+    ):
+        pass
