@@ -1,4 +1,4 @@
-"""What steps cost by their number of tokens, measured at the start: by that guesses are planned (speculation)."""
+"""What steps cost by their number of tokens, measured at the start: guesses are planned by it (speculation)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure_steps(paged: PagedModel, limits: ModelLimits, graphs: StepGraphs) ->
 def _of_graphs(
     decode: DecodeGraphs, verify: VerifyGraphs, steps: TrialSteps, block_size: int, limits: ModelLimits
 ) -> StepCosts:
-    """Of steps with guesses the time until their tokens are read; of others, scheduled asynchronously, the device's."""
+    """For steps with guesses, the time until their tokens are read; for others, scheduled asynchronously, device time."""
     sizes = [size for size in SIZES if size <= limits.max_model_len]
 
     def checked(size: int) -> torch.Tensor:
