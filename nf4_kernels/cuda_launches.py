@@ -53,7 +53,7 @@ def can_norm(dtype: torch.dtype, k: int) -> bool:
 
 
 def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
-    """Whether linear_wgmma makes a gated activation of n sums, in tiles of that many tokens where not 0."""
+    """Whether linear_wgmma makes a gated activation of n sums; tile: tokens of a tile of the result, 0 for rows."""
     tiled = tile == 0 or (tile >= 8 and tile % 8 == 0 and n % 512 == 0)
     return dtype == torch.bfloat16 and n % 16 == 0 and tiled
 
@@ -189,7 +189,7 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
     runs, halves = choice.grid // choice.cluster, -(-n // HALF_ROWS)
     run_halves, longer_runs = divmod(halves, runs)
     half_bytes = HALF_ROWS * k // 2
-    # Of the last run, too, which fewer rows may end.
+    # The last run may have fewer rows, and what it prefetches must fit, too.
     last = n * k // 2 - (halves - run_halves) * half_bytes
     share = min(PREFETCH_BYTES // runs, last) & ~15
     codes_per_scale = following.blocksize // 2 // (1 if following.nested else 4)

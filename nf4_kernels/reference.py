@@ -10,7 +10,7 @@ from nf4_kernels.format import CODEBOOK, Weight, block_scales, check, check_expe
 from nf4_kernels.params import ACTIVATIONS, EXPERT_ACTIVATIONS
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
-"""Of swiglu_oai, from gpt-oss: where gates and ups are clamped, and how steep its sigmoid is."""
+"""Constants of swiglu_oai (gpt-oss): where gates and ups are clamped, and how steep its sigmoid is."""
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ class KernelTimes:
     dequant: float = 0.0
     linear: float = 0.0
     by_kernel: dict[str, float] = field(default_factory=dict)
-    """Of linear layers by what runs them, and of dequantization."""
+    """Seconds in linear layers by the kernel that runs them, and in dequantization."""
 
 
 def read_cpu() -> KernelTimes:

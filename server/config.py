@@ -40,19 +40,19 @@ class HttpConfig(_Section):
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     """Of a request; beyond it, 413. Where prompts may have images, chats may be longer: see body_bytes_with_images."""
     max_queue: int = Field(default=256, ge=1)
-    """Requests accepted and not yet finished; beyond it, 429."""
+    """Sequences accepted and not yet finished; beyond it, 429."""
     max_queue_tokens: int = Field(default=1_000_000, ge=1)
-    """Tokens of their prompts, together; beyond it, 429."""
+    """Tokens of the prompts of all accepted requests; beyond it, 429."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running requests may go on after SIGTERM or SIGINT."""
     api_keys: tuple[str, ...] = ()
-    """Keys of which every request has to show one; none: everybody may ask."""
+    """API keys, one of which every request has to show; none: no key is needed."""
     api_keys_file: Path | None = None
     """A file with more keys, one a line; empty lines and lines that begin with # do not count."""
     max_requests_per_key: int | None = Field(default=None, ge=1)
-    """Requests one key may have under way."""
+    """Requests that one key may have under way at a time."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask from a browser; "*" for all."""
+    """Origins whose pages may send requests from a browser; "*" for all."""
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     request_timeout_s: float | None = Field(default=None, gt=0)
@@ -64,13 +64,13 @@ class HttpConfig(_Section):
     body_timeout_s: float | None = Field(default=30.0, gt=0)
     """How long a request's body may make no progress; then 408."""
     max_header_bytes: int = Field(default=64 * 2**10, ge=1024)
-    """Of a request's target and headers together; beyond it, 431."""
+    """Bytes of a request's target and headers together; beyond it, 431."""
     max_headers: int = Field(default=128, ge=8)
-    """Beyond it, 431."""
+    """Headers of a request; beyond it, 431."""
     max_connections: int | None = Field(default=4096, ge=1)
-    """Beyond it idle ones are closed, then new ones get 503."""
+    """Connections at a time; beyond it idle ones are closed, then new ones get 503."""
     metrics_names: MetricsNames = "nf4"
-    """Under which names /metrics gives what vLLM has, too."""
+    """Names under which /metrics gives the metrics that vLLM has, too."""
     unknown_options: Literal["warn", "refuse"] = "warn"
     """Fields of a request that the server does not know: named in X-Ignored-Options, or answered with 400."""
     response_store: int = Field(default=0, ge=0)
@@ -146,8 +146,10 @@ class EngineConfig(_Section):
     max_num_batched_tokens: int | None = Field(default=None, ge=16)
     """Token budget of one step; longer prompts are prefilled in chunks. None: 256 on CPU, 4096 on CUDA."""
     max_prefill_ms: float | None = Field(default=None, gt=0)
-    """How long a step may take that computes prompts while others decode: chunks become as short as the measured speed
-    asks for, and streams have no longer gaps. None: chunks are as long as max_num_batched_tokens."""
+    """Most milliseconds of a step that computes prompts while other sequences decode, which bounds the gaps in streams.
+
+    Chunks of prompts are made short enough for it, by the measured speed. None: only max_num_batched_tokens bounds them.
+    """
     block_size: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
@@ -162,7 +164,7 @@ class EngineConfig(_Section):
     auto: up to a quarter of what the weights leave free of the memory, or of what kv_cache_bytes leaves of that.
     """
     enable_prefix_caching: bool = True
-    """Prompts begin with what the KV cache holds of them already."""
+    """Whether the beginnings of prompts that the KV cache already holds are not computed again."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None takes all cores this process may use."""
     enforce_eager: bool = False
@@ -185,7 +187,7 @@ class EngineConfig(_Section):
     max_lora_rank: int | None = Field(default=None, ge=1, le=1024)
     """Largest rank of an adapter; None: the largest among lora_modules, at least 16 with allow_runtime_lora."""
     allow_runtime_lora: bool = False
-    """Whether /v1/load_lora_adapter and /v1/unload_lora_adapter do something."""
+    """Whether /v1/load_lora_adapter and /v1/unload_lora_adapter are offered."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random NF4 weights for the folder's config.json, for benchmarks."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
@@ -257,7 +259,7 @@ class Config(_Section):
     """Names that clients may use for the model; the first is the one that metrics and the log have."""
     cache_dir: Path = Field(default_factory=default_cache_dir)
     generation_config: Literal["auto", "none"] = "auto"
-    """Sampling parameters of requests that say nothing: those of the model's generation_config.json, or OpenAI's."""
+    """Where sampling parameters that a request leaves out come from: the model's generation_config.json, or OpenAI's API."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     otlp_traces_endpoint: str | None = None

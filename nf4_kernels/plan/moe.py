@@ -3,8 +3,7 @@
     >>> print(plan_moe(1, 8, 128, 1536, 2048, 90, 132, gated=True))
     moe_rows: 1 x 16 warps x 2 blocks, groups of 8, 7 stages, grid 132
 
-A choice is one of a token's top_k experts; a group is up to so many choices of one expert, whose weight is read once for
-them.
+A choice is one of a token's top_k experts; a group is several choices of one expert, whose weight is read once for them.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def plan_moe(
     gated: bool = False,
     routed: bool = False,
 ) -> MoePlan | None:
-    """The choice for x of so many tokens and experts' weights [n, k] in 16-bit types; None where no kernel fits.
+    """The launches for `tokens` tokens and experts' weights [n, k] in 16-bit types; None where no kernel fits.
 
     Thresholds are estimates from linear_rows and linear_wgmma: these launches have not run on a GPU yet.
     """

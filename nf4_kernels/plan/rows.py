@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Of a row group, and of its halves, at which a block's share of a weight may end.
+# Rows of a row group, and of its halves; a thread block's share of a weight may end at a half.
 GROUP_ROWS = 16
 HALF_ROWS = 8
 MAX_ROWS_TOKENS = 32
@@ -35,7 +35,7 @@ _TWO_TILES_LONG_LAUNCH_US = 2.5
 """More where there are two, in several passes of warps with _LONG_BLOCKS k blocks or more."""
 _LONG_BLOCKS = 4
 _CLUSTER_US = {1: 0.0, 2: 0.28, 4: 0.39}
-"""More for partial sums that go through a cluster of so many blocks."""
+"""Added by the size of the cluster, in thread blocks, through which partial sums go."""
 _GROUP_US = 0.215
 """A row group in one pass."""
 _GROUP_BLOCK_US = 0.237

@@ -36,7 +36,7 @@ class Wgmma:
     groups: int
     grid: int
     first_split_steps: int = 0
-    """0: stream-K. Else every tile is split alike, and the block that has its first k steps has so many of them."""
+    """0: stream-K. Else every tile is split alike, and this is the number of k steps of the block that has its first one."""
 
     def workspace_bytes(self, m: int, n: int, k: int) -> int:
         """Tiled activations and partial sums of split tiles: WgmmaSizes of csrc/cuda/wgmma_sm90/launch.cuh."""
@@ -94,7 +94,7 @@ WGMMA_COSTS = {
 def wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Wgmma]:
     """The instances, on all multiprocessors, or on as many as split every tile evenly (split-K).
 
-    Of the instances that make as many tiles of these tokens, only the smallest is one.
+    Where several instances make the same number of tiles of these tokens, only the smallest is a candidate.
     """
     steps = -(-k // K_STEP)
     seen = set()

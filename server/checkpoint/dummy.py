@@ -169,7 +169,7 @@ def _random_part(part: Part, biased: bool, device: torch.device, dtype: torch.dt
 
 
 def _random_state(n: int, k: int, groups: int, device: torch.device, dtype: torch.dtype) -> QuantState:
-    """Nested scales of n * k weights in so many groups."""
+    """Nested scales of n * k weights, in `groups` groups."""
     blocks = -(-n * k // BLOCKSIZE)
     nested = QuantState(
         absmax=torch.full((groups,), MEAN_ABSMAX / 2, device=device),

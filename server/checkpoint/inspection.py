@@ -104,7 +104,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
 
 
 def packed_tensors(tensors: Iterable[str]) -> dict[str, str]:
-    """Of a checkpoint's names of tensors those that are packed to 4 bits, each with its table: nf4 or fp4."""
+    """Those names among a checkpoint's tensors that are packed to 4 bits, each with its table: nf4 or fp4."""
     found = {}
     for name in tensors:
         packed, mark, table = name.partition(".quant_state.bitsandbytes__")

@@ -118,7 +118,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, shards: int = 1) -> None:
-    """Raise CheckpointError where the weights, or one of so many shards of them, do not fit into the device's memory."""
+    """Raise CheckpointError where the weights, or one of `shards` equal shards, do not fit into the device's memory."""
     needed = info.loaded_bytes(dtype.itemsize) / shards
     free = available_bytes(device)
     if needed > free:

@@ -73,7 +73,7 @@ class EngineCollector(Collector):
             yield family
 
     def _memory(self, stats: EngineStats) -> Iterator[Metric]:
-        """A series for each rank of tensor parallelism; without it one, as ever without that label."""
+        """A series for each rank of tensor parallelism; a single series without that label where there is one rank."""
         ranks = [(stats.device_memory_used, stats.device_memory_total), *stats.other_device_memory]
         for index, (name, text) in enumerate(
             (

@@ -30,7 +30,7 @@ WITHOUT_ENGINE = frozenset({"lora_requests_info"})
 
 
 class VllmNames(Collector):
-    """What a collector collects, with SHARED metrics under vLLM's names: instead of ours, or beside them.
+    """A collector's metrics, with those of SHARED under vLLM's names, either instead of ours or beside them.
 
     vLLM numbers its engines in the label engine; there is one here, "0". Its cache_config_info and lora_requests_info lack
     the model's name, and the latter the engine.

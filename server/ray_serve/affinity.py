@@ -54,7 +54,7 @@ class Beginnings:
             self._replicas.popitem(last=False)
 
     def find(self, blocks: Sequence[bytes], replicas: Collection[str]) -> tuple[str | None, int]:
-        """Of replicas the one that got the longest of these beginnings, and how many blocks that is."""
+        """The one of replicas that got the longest of these beginnings, and how many blocks that is."""
         for count in range(len(blocks), 0, -1):
             replica = self._replicas.get(blocks[count - 1])
             if replica is not None and replica in replicas:

@@ -33,10 +33,10 @@ class Options(BaseModel):
     cpus: float = Field(default=1, gt=0)
     """Cores of a replica; on CPU also its threads, unless engine.threads says otherwise."""
     replicas: int = Field(default=1, ge=1)
-    """Without max_replicas there are always so many, with it at least so many."""
+    """How many replicas there are; with max_replicas, how many there are at least."""
     max_replicas: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float = Field(default=24, gt=0)
-    """Of a replica; what autoscaling aims at."""
+    """Requests under way in each replica that autoscaling aims at."""
     router: Literal["prefix_affinity", "power_of_two"] = "prefix_affinity"
     """power_of_two: the less busy of two at random, whatever the prompt."""
     imbalance: int = Field(default=16, ge=0)

@@ -43,6 +43,7 @@ CLIENTS = {
     "openai3": Client("openai_client.py", "openai>=3,<4"),
     "anthropic": Client("anthropic_client.py", "anthropic"),
     "langchain": Client("langchain_client.py", "langchain-openai"),
+    "llama-index": Client("llama_index_client.py", "llama-index-llms-openai-like"),
     "litellm": Client("litellm_client.py", "litellm"),
     "instructor": Client("instructor_client.py", "instructor"),
     "pydantic-ai": Client("pydantic_ai_client.py", "pydantic-ai-slim[openai]"),

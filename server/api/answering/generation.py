@@ -97,7 +97,7 @@ class SequenceRun:
             metrics.sequence_finished(timeline)
 
     async def _outputs(self, engine: EngineClient) -> AsyncIterator[RequestOutput]:
-        """The engine's outputs; a request of which nothing had come when the engine died is asked once more.
+        """The engine's outputs; a request that had no output when the engine died is sent once more to the next one.
 
         Only once: it may be the one that kills the engine.
         """

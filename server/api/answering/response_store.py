@@ -11,7 +11,7 @@ import msgspec
 from server.api.http.errors import ApiError
 
 MAX_BYTES = 256 * 2**20
-"""Of all kept responses together, as JSON."""
+"""Bytes that all kept responses may take together, as JSON."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Admission:
         self._releases.extend([now] * count)
 
     def _retry_after_s(self, missing: int) -> int:
-        """Seconds until that many sequences will have ended, going by the latest ones."""
+        """Seconds until `missing` sequences will have ended, judged by how fast the latest ones ended."""
         if len(self._releases) < 2:
             return 1
         each = (time.monotonic() - self._releases[0]) / len(self._releases)

@@ -44,7 +44,7 @@ class UnloadAdapterRequest(BaseModel):
 
     lora_name: _Name
     lora_int_id: int | None = None
-    """Accepted, as vLLM does, and of no meaning."""
+    """Accepted, as by vLLM, without effect."""
 
 
 @router.post("/v1/load_lora_adapter", summary="Serve a LoRA adapter from a folder of the server's machine")

@@ -33,7 +33,7 @@ from server.types import TokenLogprob
 router = APIRouter()
 
 DEFAULT_TOKENS = 16
-"""OpenAI's default for max_tokens here."""
+"""OpenAI's default for max_tokens of /v1/completions."""
 
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "suffix": ("",),

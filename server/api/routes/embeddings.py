@@ -27,7 +27,7 @@ from server.checkpoint.embedding import EmbeddingModel
 router = APIRouter()
 
 MOST_INPUTS = 2048
-"""As OpenAI has it."""
+"""Inputs of one request at most, as in OpenAI's API."""
 MOST_TOGETHER = 32
 """Inputs of one request that are in the engine at a time, and count in its queue."""
 

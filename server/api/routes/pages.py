@@ -130,7 +130,7 @@ async def docs_page(request: Request) -> Response:
 
 @router.api_route("/static/{digest}/{name:path}", methods=["GET", "HEAD"])
 async def asset(request: Request, digest: str, name: str) -> Response:
-    """A script, a style or a drawing of the pages. Its address changes with its content, so that it may be kept for ever."""
+    """A script, a style or a drawing of the pages. Its address changes with its content, so it may be cached for ever."""
     current, known = _assets()
     if digest != current or name not in known:
         raise ApiError(404, f"There is no {request.url.path} here.", code="unknown_url")

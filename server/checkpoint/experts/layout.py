@@ -40,7 +40,7 @@ class ExpertsLayout:
 
 
 def experts_layouts(model: nn.Module) -> Iterator[ExpertsLayout]:
-    """Of every module in model that stacks the gates, ups and downs of a layer's experts."""
+    """The layout of every module in model that stacks the gates, ups and downs of a layer's experts."""
     for name, module in model.named_modules():
         found = _LAYER.match(name)
         gate_up, down = (module._parameters.get(part) for part in ("gate_up_proj", "down_proj"))

@@ -37,7 +37,7 @@ class CheckpointTensors:
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return set(self._file_of)
 
     def error(self, name: str, what: str) -> CheckpointError:
@@ -64,7 +64,7 @@ class CheckpointTensors:
         return tensor
 
     def shape(self, name: str) -> list[int]:
-        """Of a tensor."""
+        """A tensor's shape."""
         shape: list[int] = self._file_of[name].get_slice(name).get_shape()
         return shape
 

@@ -25,7 +25,7 @@ from server.checkpoint.sharding.slices import cut_linear
 logger = logging.getLogger(__name__)
 
 BLOCKSIZE = 64
-"""Of weights that are quantized while they are loaded."""
+"""Weights under one scale where weights are quantized while they are loaded."""
 _STATE = "quant_state.bitsandbytes__nf4"
 _STATE_TENSORS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE)
 

@@ -50,7 +50,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the shard's own weight."""
+        """The shape [n, k] of the shard's own weight."""
         return sum(len(rows) for rows in self.rows), len(self.columns)
 
     @property

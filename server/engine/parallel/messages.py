@@ -34,7 +34,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """A Launch; table is None or the bytes of a float64 [rows, 6]."""
+    """A Launch as a message; table is None or the bytes of a float64 [rows, 6]."""
 
     follows: bool
     source: list[int] | None

@@ -53,7 +53,7 @@ def load_ranks(
 
 
 def _check(folder: Path, config: EngineConfig, count: int, device: torch.device) -> None:
-    """Raise EngineConfigError or CheckpointError where so many ranks cannot compute the model."""
+    """Raise EngineConfigError or CheckpointError where count ranks cannot compute the model."""
     if config.batch_invariant:
         raise EngineConfigError(
             f"engine.batch_invariant does not work with engine.tensor_parallel_size {count}:"
@@ -71,7 +71,7 @@ def _blocksize(folder: Path, config: EngineConfig) -> int:
 
 
 def fewest(possible: list[int], needed: int, usable: float) -> int:
-    """The least of possible with which each of so many devices holds its part of needed bytes in usable; else the most."""
+    """The least number of devices, of those possible, whose usable bytes hold a part of needed each; else the largest."""
     return next((count for count in possible if needed / count <= usable), possible[-1])
 
 

@@ -55,7 +55,7 @@ Failed = Callable[[str, bool], None]
 
 
 class Workers:
-    """Use from the engine's thread; start() makes them."""
+    """The processes of ranks 1 to N - 1; start_workers() makes them. Use from the engine's thread only."""
 
     def __init__(self, folder: Path, processes: list[subprocess.Popen[bytes]], failed: Failed, device: str) -> None:
         self._folder = folder

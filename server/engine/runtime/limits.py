@@ -18,7 +18,7 @@ TOKEN_BUDGETS = {"cpu": 256, "cuda": 4096}
 # On a GPU 128 sequences decode twice as many tokens a second as 32; on CPU a step of 32 takes long enough.
 SEQUENCE_LIMITS = {"cpu": 32, "cuda": 128}
 AUTO_SEQUENCES = ((112 * 2**30, 1024), (60 * 2**30, 512), (36 * 2**30, 256))
-"""Bytes of a GPU's memory from which on engine.max_num_seqs auto is so many sequences at most."""
+"""(bytes of a GPU's memory, the most sequences of engine.max_num_seqs auto from that size on)."""
 LEAST_CACHED = 256
 
 
@@ -56,7 +56,7 @@ def sequence_limit(config: EngineConfig, device: torch.device, cached_tokens: in
 
 
 def auto_sequences(memory: int, cached_tokens: int | None) -> int:
-    """Sequences that are worth graphs and room for their logits on a GPU of so many bytes, in multiples of 64.
+    """Sequences that are worth graphs and room for their logits on a GPU with `memory` bytes, in multiples of 64.
 
     Every one should find LEAST_CACHED tokens in the KV cache, or they would only preempt one another.
     """

@@ -120,7 +120,7 @@ class ModelRunner:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it gains from grammars' look_ahead(): where a GPU computes and nothing finds masks of many at once."""
+        """Whether grammars' look_ahead() saves time: on a GPU, unless the masks of all sequences are found at once."""
         return self.device.type != "cpu" and self._sampler is None
 
     @property

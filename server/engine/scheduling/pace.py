@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 FIRST_TOKENS = 256
-"""Before any step has been timed."""
+"""Tokens of prompts in a step before any step has been timed."""
 LEAST_TOKENS = 16
-"""However slow the model is, prompts go on."""
+"""Tokens of prompts that a step may always have, so that prompts go on however slow the model is."""
 _STEP = 16
 # A step's speed depends on its context, so later chunks of a prompt are slower: what is slower counts at once.
 _FASTER = 0.3

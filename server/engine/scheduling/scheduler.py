@@ -140,7 +140,7 @@ class Scheduler:
     def follow(self, sequence: Sequence, tokens: list[int]) -> int:
         """Add accepted guesses, and the token behind them, to a sequence behind the token that resolve() has put there.
 
-        Gives how many of tokens were added: none follows the one that ends the sequence, which is finished then.
+        Returns how many of tokens were added. None is added after the one that ends the sequence, which is finished then.
         """
         added = 0
         if sequence.phase is not Phase.RUNNING:

@@ -58,7 +58,7 @@ class GuessSource(Protocol):
         ...
 
     def follow(self, tokens: list[int], known: int, most: int) -> int:
-        """Follow tokens[:known], at most that many more; gives how many it were."""
+        """Follow tokens[:known], at most `most` tokens more than so far; returns how many were followed."""
         ...
 
     def survival(self, count: int) -> list[float]:

@@ -75,7 +75,7 @@ class StepCosts:
         (self._checking if guessed else self._plain).note(tokens, seconds)
 
     def best(self, sequences: int, survivals: Sequence[float]) -> int:
-        """How many guesses a step of that many sequences should check; survivals: all there are, the likeliest first.
+        """How many guesses a step of `sequences` sequences should check; survivals: of all guesses, likeliest first.
 
         A guess's survival is how likely it yields a token. The best number gives the most tokens per second.
         """
@@ -111,7 +111,7 @@ class StepCosts:
         return best, most if best else 0.0
 
     def may_pay(self, sequences: int) -> bool:
-        """Whether guesses could pay for a step of that many sequences if every one of them were right."""
+        """Whether guesses could pay in a step of `sequences` sequences if every one of them were right."""
         room = max(0, self.most_tokens - sequences)
         if self._drafting is None:
             return self.best(sequences, [1.0] * room) > 0

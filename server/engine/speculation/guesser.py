@@ -29,7 +29,7 @@ class Guesser:
         return len(self._index.tokens)
 
     def follow(self, tokens: list[int], known: int, most: int) -> int:
-        """Follow tokens[:known], at most that many more; gives how many it were."""
+        """Follow tokens[:known], at most `most` tokens more than so far; returns how many were followed."""
         index, rates = self._index, self._rates
         begin = len(index.tokens)
         for token in tokens[begin : min(known, begin + most)]:

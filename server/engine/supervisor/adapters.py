@@ -53,7 +53,7 @@ class AdapterList:
             loading.set_result(result)
 
     def engine_ended(self, error: str) -> None:
-        """End the waiting of those who load; the adapters are still wanted of the next engine."""
+        """Let those who wait for a load go on; the next engine is still to load their adapters."""
         for name in self._loading:
             self.answered(AdapterResult(name, error))
 
@@ -62,6 +62,6 @@ class AdapterList:
         return self._loaded.pop(name, None) is not None
 
     def engine_began(self, names: Collection[str]) -> set[str]:
-        """A new engine has adapters of these names: it may have lost some. Returns those that nobody wants any more."""
+        """A new engine has adapters of these names; some may be lost. Returns those that nobody wants any more."""
         self._loaded = {name: adapter for name, adapter in self._loaded.items() if name in names}
         return set(names) - set(self._loaded)

@@ -145,7 +145,7 @@ class GraphBackend(AttentionBackend):
 
     @abstractmethod
     def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> Any:
-        """Lay out a step for the graph of size tokens and of that many sequences; gives begin_mixed_graph()'s plan.
+        """Lay out a step for the graph of `size` tokens and `sequences` sequences; returns begin_mixed_graph()'s plan.
 
         The first plan of a size must have size tokens. No sequence may be longer than longest_in_mixed_graph.
         """

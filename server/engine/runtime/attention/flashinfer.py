@@ -203,7 +203,7 @@ class FlashInferBackend(GraphBackend):
             self._plan(kind, wrapper, (tables.starts, tables.blocks, tables.last), self._split_keys)
 
     def _padded_tables(self, spans: Spans, sequences: int, tokens: int) -> PageTables:
-        """The tables of spans, filled up to that many sequences by ones of that many tokens in the scratch block."""
+        """The tables of spans, padded to `sequences` sequences by ones of `tokens` tokens in the scratch block."""
         padding = Padding(sequences - len(spans), tokens, self.scratch_block)
         tables = page_tables(spans, self._block_size, padding=padding)
         # Copies from memory that is not pinned, which FlashInfer would make, wait for the step that is running.

@@ -97,7 +97,7 @@ class TritonBackend(GraphBackend):
         }
 
     def _decode_for(self, sequences: int, blocks: int) -> DecodeAttention:
-        """The decode kernel's tables with room for that many sequences of that many KV blocks each."""
+        """The decode kernel's tables with room for `sequences` sequences of `blocks` KV blocks each."""
         if self._decode is None or self._room[0] < sequences or self._room[1] < blocks:
             least = -(-_LEAST_TOKENS // self._block_size)
             self._room = max(self._room[0], sequences), max(self._room[1], blocks, least)

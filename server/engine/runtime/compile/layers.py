@@ -133,7 +133,7 @@ def _recorded(layers: list[nn.Module]) -> Iterator[dict[int, _Signature]]:
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
-    """Of a call with these arguments, with the sizes as they are. Raises CompileError."""
+    """The signature of a call with these arguments, with the sizes as they are. Raises CompileError."""
     leaves = [
         *(leaf for i, value in enumerate(args) for leaf in _leaves((i,), value)),
         *(leaf for name, value in kwargs.items() for leaf in _leaves((name,), value)),

@@ -55,7 +55,7 @@ class GraphPool:
         self.replays += 1
 
     def capture(self, forward: Callable[[], _Results], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, _Results]:
-        """A graph of forward(), after that many runs without a graph; see unowned() for its results."""
+        """A graph of forward(), captured after `warm_ups` runs without one; see unowned() for its results."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(warm_ups):

@@ -1,4 +1,4 @@
-"""16-bit copies of NF4 weights, for steps of so many tokens that cuBLAS multiplies them faster than NF4 kernels do."""
+"""16-bit copies of NF4 weights, for steps with enough tokens that cuBLAS is faster than the NF4 kernels."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class NF4Linear(nn.Module):
         state: QuantState = layer.weight.quant_state
         self.out_features, self.in_features = (int(size) for size in state.shape)
         self.blocksize = int(state.blocksize)
-        # Of a shard (server.checkpoint.sharding.slices): where its blocks lie in the whole weight's groups.
+        # In a shard (server.checkpoint.sharding.slices): where its blocks lie in the whole weight's groups.
         self.group_offset, self.group_skip = _geometry(layer)
         self.register_buffer("packed", layer.weight.data.view(torch.uint8).reshape(-1), persistent=False)
         nested = state.state2 if state.nested else None

@@ -47,8 +47,8 @@ def build_runner(
 ) -> ModelRunner:
     """A runner of what was loaded, which is changed in place and is the runner's from here on.
 
-    Of a shard, all ranks must build their runners at the same time; followers are rank 0's. draft: the draft model, on the
-    same device, where the configuration has one.
+    The ranks of a divided model must build their runners at the same time; followers: the other ranks, for rank 0. draft:
+    the draft model, on the same device, where the configuration has one.
 
     Layers are compiled, and on CUDA steps captured as graphs, unless engine.enforce_eager leaves that out. Raises
     EngineConfigError, UnsupportedModelError, or CheckpointError for an adapter that cannot be served.

@@ -37,10 +37,10 @@ class CacheSpec:
     sinks: dict[int, torch.Tensor]
     block_size: int
     dtype: torch.dtype
-    """Of the activations."""
+    """The activations' dtype."""
     device: torch.device
     cache_dtype: torch.dtype
-    """Of the keys and values."""
+    """The dtype in which the cache keeps keys and values."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: EngineConfig) -> CacheSpec:

@@ -1,4 +1,4 @@
-"""What steps cost by their number of tokens, measured at the start: by that guesses are planned (speculation)."""
+"""What steps cost by their number of tokens, measured at the start: guesses are planned by it (speculation)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draft_times(paged: PagedModel, limits: ModelLimits, decode: DecodeGraphs | N
 def _of_graphs(
     decode: DecodeGraphs, verify: VerifyGraphs, steps: TrialSteps, block_size: int, limits: ModelLimits
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Of steps with guesses the time until their tokens are read; of others, scheduled asynchronously, the device's."""
+    """For steps with guesses, the time until their tokens are read; for others, scheduled asynchronously, device time."""
     sizes = [size for size in SIZES if size <= limits.max_model_len]
 
     def checked(size: int) -> torch.Tensor:

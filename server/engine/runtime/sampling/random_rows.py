@@ -11,7 +11,7 @@ from server.engine.scheduling.sequence import Sequence
 
 
 class RandomRows:
-    """Those of a temperature above 0 among some sequences."""
+    """Those rows, among some sequences', whose temperature is above 0."""
 
     def __init__(self, sequences: list[Sequence], vocabulary: int, rows: list[int] | None = None) -> None:
         """rows: the sequences' rows of the logits; None: 0, 1, ..."""

@@ -11,7 +11,7 @@ _Numbers = npt.NDArray[np.int64]
 
 
 def most_items(tokens: int, sequences: int, tokens_per_item: int) -> int:
-    """The most items that chunks of that many tokens and sequences together can have."""
+    """The most items that chunks of `sequences` sequences with `tokens` tokens in all can have."""
     return tokens // tokens_per_item + min(tokens, sequences)
 
 

@@ -46,7 +46,7 @@ class Room:
 
     @classmethod
     def of(cls, processors: int, kv_heads: int) -> Room:
-        """On a device of that many multiprocessors; every item has a thread block for each of kv_heads."""
+        """The room on a device with `processors` multiprocessors; every item has a thread block for each of kv_heads."""
         programs = _PROGRAMS_PER_PROCESSOR * processors
         return cls(max(1, programs // kv_heads), -(-programs // kv_heads))
 
@@ -118,7 +118,7 @@ def _least_length(seen: _Numbers, limit: int, total: int, longest: int) -> int:
 
 
 def _parts(seen: _Numbers, most: int) -> tuple[_Numbers, _Numbers]:
-    """Each sequence's number of parts and the keys of one, where parts should have at most that many keys."""
+    """Each sequence's number of parts and the keys of one, where parts should have at most `most` keys."""
     # A sequence is split only if it is longer than a part by more than a quarter.
     own = np.where(4 * seen > 5 * most, _rounded(-(-seen // -(-seen // most))), seen)
     return -(-seen // own), own
@@ -166,7 +166,7 @@ def layout(
 
 
 def item_places(sequences: int, rooms: Sequence[Room]) -> list[int]:
-    """Where each window's items begin in the layout of a step of that many sequences."""
+    """Where each window's items begin in the layout of a step that has room for `sequences` sequences."""
     sizes = [(sequences + room.spare) * FIELDS for room in rooms]
     return [HEADER + sum(sizes[:window]) for window in range(len(sizes))]
 
@@ -219,7 +219,7 @@ class DecodeAttention:
         self.tables.update(spans)
 
     def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
-        """Lay out the first singles of a step's spans, one token each, for a launch with room for that many sequences."""
+        """Lay out a step's first `singles` spans, one token each, for a launch that has room for `sequences` sequences."""
         self._write(layout(spans.ends[:singles], spans.rows[:singles], self._windows, self._rooms, sequences))
         self.tables.update(spans)
 

@@ -17,7 +17,7 @@ class DeviceTables:
         self.blocks = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         self.blocks[rows] = scratch_block
         self.padding_row = rows
-        # Of which tables the rows are copies, up to which block, and whose.
+        # Which tables the rows are copies of, up to which block, and which sequences hold them.
         self._source: BlockTables | None = None
         self._counts = np.zeros(rows, np.int64)
         self._holders = np.zeros(rows, np.int64)

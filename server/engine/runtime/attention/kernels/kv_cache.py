@@ -36,7 +36,7 @@ class LayerCache:
     def zeros(
         cls, shape: LayerShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        """An empty cache of that many KV blocks; dtype is 16 bits, int8 or float8_e4m3fn."""
+        """An empty cache of `blocks` KV blocks; dtype has 16 bits or is int8 or float8_e4m3fn."""
         size = blocks, 2, block_size, shape.kv_heads
         data = torch.zeros(*size, shape.key_dim, dtype=dtype, device=device)
         scales = torch.zeros(size, dtype=torch.float32, device=device) if dtype.itemsize == 1 else None
