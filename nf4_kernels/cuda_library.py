@@ -63,6 +63,18 @@ class WgmmaPlan(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "first_split_steps"))
 
 
+class AllReduce(ctypes.Structure):
+    """Nf4AllReduce of params.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "residual", "out")),
+        ("count", ctypes.c_int64),
+        ("inboxes", ctypes.c_void_p * 8),
+        *((name, ctypes.c_int32) for name in ("dtype", "rank", "ranks", "fatal")),
+        ("stream", ctypes.c_void_p),
+    )
+
+
 class Moe(ctypes.Structure):
     """Nf4Moe of params.h."""
 
@@ -100,6 +112,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Nf4Clocks": Clocks,
     "RowsPlan": RowsPlan,
     "WgmmaPlan": WgmmaPlan,
+    "Nf4AllReduce": AllReduce,
     "Nf4Moe": Moe,
     "MoeRowsPlan": MoeRowsPlan,
     "MoeWgmmaPlan": MoeWgmmaPlan,
@@ -132,6 +145,13 @@ def library() -> ctypes.CDLL | str:
             ctypes.c_void_p,
             ctypes.c_void_p,
         )
+        loaded.nf4_cuda_all_reduce.argtypes = (ctypes.POINTER(AllReduce),)
+        loaded.nf4_cuda_inbox_create.argtypes = (ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p)
+        loaded.nf4_cuda_inbox_open.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
+        loaded.nf4_cuda_inbox_close.argtypes = (ctypes.c_void_p,)
+        loaded.nf4_cuda_inbox_free.argtypes = (ctypes.c_void_p,)
+        loaded.nf4_cuda_inbox_patience.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+        loaded.nf4_cuda_inbox_silent_rank.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))
         loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
         loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)

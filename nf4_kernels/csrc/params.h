@@ -113,6 +113,24 @@ typedef struct {
                                 this many of its k steps (256 k), and the tile's other blocks share the others evenly */
 } WgmmaPlan;
 
+/* One-shot all-reduce: out = residual + the sum over the ranks of their x, all of count elements of dtype, 16-byte aligned,
+ * a multiple of 16 bytes and NF4_ALL_REDUCE_BYTES at most. residual may be null, out may be x. Every rank makes the same
+ * calls in the same order. inboxes: this process's addresses of all ranks' inboxes, its own among them. Where a rank does
+ * not come within the inbox's patience, the launch traps (fatal), or leaves anything in out and says which rank it was. */
+enum { NF4_MOST_RANKS = 8, NF4_ALL_REDUCE_BYTES = 262144, NF4_INBOX_HANDLE_BYTES = 64 };
+typedef struct {
+  const void* x;
+  const void* residual;
+  void* out;
+  int64_t count;
+  void* inboxes[NF4_MOST_RANKS];
+  int32_t dtype;
+  int32_t rank;
+  int32_t ranks;
+  int32_t fatal;
+  void* stream;
+} Nf4AllReduce;
+
 enum { NF4_SWIGLU_OAI = 3 };
 
 /* GEMMs of a mixture of experts. weight holds num_experts weights of weight.n rows, one after another. Choice c of

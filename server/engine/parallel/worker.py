@@ -33,7 +33,7 @@ from server.engine.parallel.messages import (
     WriteAdapter,
 )
 from server.engine.permanence import is_refusal
-from server.engine.runtime.exchange import Membership
+from server.engine.runtime.exchange import EXCHANGE_S, Membership, bound_waiting
 from server.engine.runtime.limits import sequence_limit
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.start import load_runner
@@ -93,6 +93,7 @@ class _Worker:
         runner = load_runner(Path(setup.checkpoint_folder), config, lambda *_: None, membership)
         width = -(-runner.limits.max_model_len // config.block_size)
         reader = StepReader(sequence_limit(config, runner.device), width)
+        bound_waiting(EXCHANGE_S)
         self._wire.send(WorkerReady(setup.rank))
         self.is_ready = True
         beat = threading.Thread(target=_beat, args=(setup.rank, runner.memory, self._wire), name="beat", daemon=True)

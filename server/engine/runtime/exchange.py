@@ -2,7 +2,8 @@
 
 A process belongs to one group at most, which join() makes; where there is none, a rank is alone and exchanges nothing.
 The operations are torch's own collectives behind ops that torch.compile keeps and CUDA graphs capture: NCCL on CUDA, gloo
-on CPU. Every rank must make the same calls in the same order.
+on CPU. Small tensors are summed by one launch of our own where GPUs reach one another (peers.py). Every rank must make the
+same calls in the same order.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from nf4_kernels.peers import PeerReducer
+from server.engine.runtime.peers import meet_peers, one_launch_bytes
+
 # Ranks reach their trials at the same time but for what they compile or load.
 TIMEOUT = timedelta(minutes=10)
+EXCHANGE_S = 8.0
+"""How long our own launches wait for a rank once requests are served; workers.STEP_S is a second more."""
 ENVIRONMENT = {
     # Hosts with many users lack the resources of NVLink multicast, and what takes them can fail at any moment.
     "NCCL_NVLS_ENABLE": "0",
@@ -44,6 +50,7 @@ class _Process:
     """This process's group; None: it is alone."""
 
     membership: Membership | None = None
+    peers: PeerReducer | None = None
 
 
 def join(membership: Membership, device: torch.device) -> None:
@@ -66,13 +73,30 @@ def join(membership: Membership, device: torch.device) -> None:
         device_id=device if cuda else None,
     )
     _Process.membership = membership
+    if cuda:
+        _Process.peers = meet_peers(device, rank, count)
+        bound_waiting(TIMEOUT.total_seconds())
 
 
 def leave() -> None:
     """Belong to no group any more."""
     if _Process.membership is not None:
-        _Process.membership = None
+        if _Process.peers is not None:
+            agreed(True)
+            _Process.peers.close()
+        _Process.membership = _Process.peers = None
         dist.destroy_process_group()
+
+
+def bound_waiting(seconds: float) -> None:
+    """How long our own launches wait for a rank from here on. Beyond it they fail, and this process's GPU work with them."""
+    if _Process.peers is not None:
+        _Process.peers.set_patience(seconds)
+
+
+def one_launch() -> int:
+    """Bytes up to which a tensor is summed, with a residual, by one launch; 0 where there is no such launch."""
+    return 0 if _Process.peers is None else one_launch_bytes(_Process.peers.ranks)
 
 
 def is_alone() -> bool:
@@ -99,7 +123,28 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 def _all_reduce(x: torch.Tensor) -> None:
-    dist.all_reduce(x)
+    if not _reduced_by_peers(x, None):
+        dist.all_reduce(x)
+
+
+def _all_reduce_add(x: torch.Tensor, residual: torch.Tensor) -> None:
+    if not _reduced_by_peers(x, residual):
+        dist.all_reduce(x)
+        x += residual
+
+
+def _reduced_by_peers(x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """Whether one launch has summed x. That depends on its size alone, which is the same on all ranks."""
+    peers = _Process.peers
+    if peers is None or not x.is_cuda or not 0 < x.nbytes <= one_launch() or x.nbytes % 16:
+        return False
+    dense = x if peers.takes(x) else x.clone(memory_format=torch.contiguous_format)
+    if residual is not None and not peers.takes(residual):
+        residual = residual.clone(memory_format=torch.contiguous_format)
+    peers.all_reduce(dense, residual)
+    if dense is not x:
+        x.copy_(dense)
+    return True
 
 
 def _all_gather(x: torch.Tensor) -> torch.Tensor:
@@ -111,14 +156,21 @@ def _all_gather(x: torch.Tensor) -> torch.Tensor:
 
 _library = torch.library.Library("nf4_server_exchange", "DEF")
 _library.define("all_reduce(Tensor(a!) x) -> ()")
+_library.define("all_reduce_add(Tensor(a!) x, Tensor residual) -> ()")
 _library.define("all_gather(Tensor x) -> Tensor")
 for _key in ("CPU", "CUDA"):
     _library.impl("all_reduce", _all_reduce, _key)
+    _library.impl("all_reduce_add", _all_reduce_add, _key)
     _library.impl("all_gather", _all_gather, _key)
 
 
 @torch.library.register_fake("nf4_server_exchange::all_reduce")  # type: ignore[untyped-decorator]
 def _(x: torch.Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("nf4_server_exchange::all_reduce_add")  # type: ignore[untyped-decorator]
+def _(x: torch.Tensor, residual: torch.Tensor) -> None:
     return None
 
 

@@ -46,6 +46,8 @@ bool build_args(const Nf4Linear& linear, const WgmmaPlan& plan, const WgmmaSizes
   args->n = static_cast<int>(w.n);
   args->k_blocks = static_cast<int>(w.k / 64);
   args->scale_shift = log2_of(w.blocksize / 64);
+  args->place_first = w.group_offset << args->scale_shift;
+  args->place_pitch = args->k_blocks + (w.group_skip << args->scale_shift);
   args->steps = static_cast<int>(sizes.steps);
   args->token_tiles = static_cast<int>(sizes.token_tiles);
   args->own_scales = w.blocksize == 64;

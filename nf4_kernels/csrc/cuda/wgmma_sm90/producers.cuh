@@ -94,7 +94,7 @@ struct RawScales<true, kSteps> {
   __device__ __forceinline__ void load(const WgmmaArgs& args, int row, int step, int last) {
     const Nf4Weight& w = args.weight;
     unsigned first = static_cast<unsigned>(row) * args.k_blocks + step * 4;
-    place = first + w.group_offset + static_cast<unsigned>(row) * w.group_skip;
+    place = static_cast<unsigned>(row) * args.place_pitch + step * 4 + args.place_first;
     int count = min((min(kSteps - 1, last - step) + 1) * 4, args.k_blocks - step * 4);
     const uint8_t* from = w.absmax_8bit + first;
     shift = 0;
@@ -142,14 +142,16 @@ struct RawScales<true, kSteps> {
 template <typename Traits>
 __device__ __forceinline__ float4 any_scales(const WgmmaArgs& args, const float* code, int row, int step) {
   const Nf4Weight& w = args.weight;
-  int64_t weight_row = args.weight_row<Traits::kGates>(row), first = weight_row * args.k_blocks + step * 4;
+  int weight_row = args.weight_row<Traits::kGates>(row);
+  int64_t first = int64_t{weight_row} * args.k_blocks + step * 4;
+  unsigned place = static_cast<unsigned>(weight_row) * args.place_pitch + step * 4 + args.place_first;
   float scales[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int64_t at = (first + i) >> args.scale_shift;
     scales[i] = 0.0f;
     if (row >= args.n || step * 4 + i >= args.k_blocks) continue;
-    int64_t group = (at + w.group_offset + weight_row * w.group_skip) >> 8;
+    unsigned group = (place + i) >> (args.scale_shift + 8);
     scales[i] = Traits::kNested ? nested_scale(code[__ldg(w.absmax_8bit + at)], __ldg(w.absmax + group),
                                                __ldg(w.absmax_offset + group * w.offset_stride))
                                 : __ldg(w.absmax + at);

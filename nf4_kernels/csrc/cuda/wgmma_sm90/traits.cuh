@@ -75,6 +75,9 @@ struct WgmmaArgs {
   bool wide_scales;                // and those of a row and k step (nested ones: of four k steps) are 16 aligned bytes
   uint64_t* clock;
   Gate gate;
+  // Where k blocks lie in the groups of 256 nested scales, which in a shard are the whole weight's: the first k block of all,
+  // and how far one row's lie behind those of the row before.
+  int place_first, place_pitch;
 
   // The weight's row behind a row of the tiles, in which gates and ups alternate where the epilogue gates.
   template <bool kGates>

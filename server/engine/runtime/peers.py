@@ -1,0 +1,91 @@
+"""How ranks come to sum small tensors in one launch of our own (nf4_kernels.peers), where their GPUs reach one another."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+
+from nf4_kernels import cuda
+from nf4_kernels.cuda_library import KernelError
+from nf4_kernels.peers import MOST_BYTES, MOST_RANKS, PeerReducer
+
+logger = logging.getLogger(__name__)
+
+TRIAL_S = 20.0
+
+
+def one_launch_bytes(ranks: int) -> int:
+    """The largest tensor that one launch sums: what a rank writes grows with the ranks. Estimates, not measured yet."""
+    return MOST_BYTES // (1 if ranks <= 2 else 2 if ranks <= 4 else 4)
+
+
+def meet_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | None:
+    """This rank's side of the launches, tried once; None for all ranks where they do not work between all of them.
+
+    All ranks of the process group call it at the same time. NCCL_P2P_DISABLE=1 switches peer access off here, too.
+    """
+    why = _unusable(ranks)
+    peers: PeerReducer | None = None
+    if why is None:
+        try:
+            peers = PeerReducer(device, rank, ranks)
+        except KernelError as e:
+            why = str(e)
+    handles = _gathered(peers.handle if peers is not None else bytes(64), ranks)
+    if _all(why is None) and peers is not None:
+        try:
+            peers.open(handles)
+        except KernelError as e:
+            why = str(e)
+        if _all(why is None):
+            why = _tried(peers)
+            if _all(why is None):
+                return peers
+    if why is not None:
+        logger.info("rank %d: small tensors are exchanged by NCCL as all others are: %s", rank, why)
+    if peers is not None:
+        # Nobody writes to an inbox that has gone.
+        _all(True)
+        peers.close()
+    return None
+
+
+def _unusable(ranks: int) -> str | None:
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE is 1"
+    if ranks > MOST_RANKS:
+        return f"{ranks} ranks, of {MOST_RANKS} at most"
+    return cuda.load_error()
+
+
+def _tried(peers: PeerReducer) -> str | None:
+    """What is wrong with sums over the ranks; None where they are right."""
+    count = one_launch_bytes(peers.ranks) // 2
+    given = torch.arange(count, device=peers.device, dtype=torch.int32) % 64
+    peers.set_patience(TRIAL_S)
+    for _ in range(3):
+        x = (given + peers.rank).to(torch.bfloat16)
+        peers.all_reduce(x, given.to(torch.bfloat16), fatal=False)
+        silent = peers.silent_rank()
+        if silent is not None:
+            return f"nothing came from rank {silent}"
+        # Whole numbers up to 256 are exact in bfloat16, those up to 1024 are rounded as here.
+        right = (given * (peers.ranks + 1) + peers.ranks * (peers.ranks - 1) // 2).to(torch.bfloat16)
+        if not torch.equal(x, right):
+            return "sums are wrong"
+    return None
+
+
+def _gathered(own: bytes, ranks: int) -> list[bytes]:
+    tensors = [torch.empty(len(own), dtype=torch.uint8) for _ in range(ranks)]
+    dist.all_gather(tensors, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    return [bytes(tensor.tolist()) for tensor in tensors]
+
+
+def _all(success: bool) -> bool:
+    found = torch.tensor([int(success)])
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return bool(found)

@@ -1,0 +1,44 @@
+"""One rank of test_meeting.py: `python -m tests.parallel.meeting_rank RANK RANKS STORE` prints what it has found."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from server.engine.runtime import exchange
+from server.engine.runtime.peers import meet_peers, one_launch_bytes
+
+
+def main() -> None:
+    """The process group is gloo's alone: NCCL takes no two ranks with one GPU."""
+    rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store = torch._C._distributed_c10d.FileStore(sys.argv[3], ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    peers = meet_peers(device, rank, ranks)
+    if peers is None:
+        print("alone")
+        return
+    exchange._Process.membership = exchange.Membership(rank, ranks, sys.argv[3])
+    exchange._Process.peers = peers
+    assert exchange.one_launch() == one_launch_bytes(ranks)
+    exchange.bound_waiting(60.0)
+    ops = torch.ops.nf4_server_exchange
+    with torch.inference_mode():
+        for tokens in (1, 7, 24):
+            # Dense and aligned, a view that is not dense, one that is not aligned.
+            wide = torch.full((tokens, 5128), float(rank + 1), device=device, dtype=torch.bfloat16)
+            for x in (wide[:, :5120].contiguous(), wide[:, :5120], wide.view(-1)[1 : 1 + 4096]):
+                residual = torch.full_like(x, 0.5)
+                ops.all_reduce_add(x, residual)
+                assert bool((x == ranks * (ranks + 1) / 2 + 0.5).all())
+                ops.all_reduce(residual)
+                assert bool((residual == 0.5 * ranks).all())
+    print("together")
+
+
+if __name__ == "__main__":
+    main()
