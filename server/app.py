@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -34,40 +32,46 @@ from server.api.routes import (
     stored_responses,
     tokens,
 )
+from server.api_processes.alone import Alone, in_thread
+from server.api_processes.member import Member
+from server.api_processes.relay import RelayLayer
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.embedding import embedding_kind
-from server.checkpoint.source import resolve_checkpoint
 from server.config import Config, ConfigError
 from server.engine.grammar import Grammars
-from server.engine.supervisor.client import EngineClient, EngineStatus
+from server.engine.supervisor.base import EngineStatus
+from server.engine.supervisor.client import EngineClient
 from server.observability.tracing import Tracing, TracingError
 from server.text.errors import TokenizerError
 from server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 StatusListener = Callable[[EngineStatus], None]
 
 
-def create_app(config: Config, on_status: StatusListener | None = None) -> FastAPI:
+def create_app(config: Config, on_status: StatusListener | None = None, part: Alone | None = None) -> FastAPI:
     """The application. Its lifespan starts the model in the background, so /health answers 503 while it loads.
 
-    on_status is called in the event loop with every change of the server's status.
+    on_status is called in the event loop with every change of the server's status. part: this process' among several.
     """
-    service = Service(config)
+    part = part or Alone(config)
+    service = Service(config, part.counts, part.processes)
     tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        starter = asyncio.create_task(_start(service, on_status or (lambda status: None)), name="start-model")
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await part.begin(service, app)
+        starter = asyncio.create_task(_start(service, part, on_status or (lambda status: None)), name="start-model")
+        if isinstance(part, Member):
+            await starter  # until then connections go to others
         try:
             yield
         finally:
             service.draining = True
             starter.cancel()
             await asyncio.gather(starter, return_exceptions=True)
+            await part.end()
             if service.engine is not None:
                 await service.engine.stop()
             if service.tokenizer is not None:
@@ -97,7 +101,9 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
     # The layer that is added last is the outermost.
-    app.add_middleware(AccessLayer, keys=config.http.keys(), most_per_key=config.http.max_requests_per_key)
+    app.add_middleware(
+        AccessLayer, keys=config.http.keys(), most_per_key=config.http.max_requests_per_key, counts=service.counts
+    )
     if config.http.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -109,6 +115,8 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
     app.add_middleware(
         RequestLayer, metrics=service.metrics, tracing=tracing, unknown_options=config.http.unknown_options
     )
+    if isinstance(part, Member):
+        app.add_middleware(RelayLayer, ask=part.ask, max_body_bytes=config.http.max_body_bytes)
     return app
 
 
@@ -121,7 +129,7 @@ def _tracing(config: Config) -> Tracing | None:
         raise ConfigError(str(e)) from e
 
 
-async def _start(service: Service, on_status: StatusListener) -> None:
+async def _start(service: Service, part: Alone, on_status: StatusListener) -> None:
     """Bring the model up; what goes wrong becomes the service's status."""
     config = service.config
     loop = asyncio.get_running_loop()
@@ -139,26 +147,29 @@ async def _start(service: Service, on_status: StatusListener) -> None:
             service.metrics.engine_ended()
         if status.state == "ready" and status.ready is not None:
             service.metrics.engine_ready(status.ready, prefix_caching=config.engine.enable_prefix_caching)
-        # Ready is told once the tokenizer is there as well.
-        if status.state != "ready" or service.tokenizer is not None:
+        # Ready is told once everything else is there as well.
+        if status.state != "ready" or not service.settling:
             on_status(status)
 
     try:
-        folder = await _in_thread(lambda: resolve_checkpoint(config.model, config.cache_dir, progress))
-        engine = EngineClient(config, folder)
-        engine.add_step_listener(service.metrics.step_done)
+        folder, engine = await part.engine(progress)
+        if isinstance(engine, EngineClient):
+            engine.add_step_listener(service.metrics.step_done)
         engine.add_status_listener(engine_changed)
         service.metrics.watch_engine(lambda: (service.status.state, engine.restarts))
         service.engine = engine
-        await engine.start()
+        await part.start(engine)
         service.grammars = Grammars(folder)
         if config.generation_config == "auto":
             service.sampling_defaults = read_defaults(folder)
         service.embedding = embedding_kind(folder, config.engine)
-        service.tokenizer = await _in_thread(lambda: Tokenizer.load(folder))
+        service.tokenizer = await in_thread(lambda: Tokenizer.load(folder))
         # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
         gc.collect()
         gc.freeze()
+        service.settling = "starting the other API processes"
+        await part.settled()
+        service.settling = ""
         if engine.status.state == "ready":
             on_status(engine.status)
     except (CheckpointError, TokenizerError) as e:
@@ -166,29 +177,3 @@ async def _start(service: Service, on_status: StatusListener) -> None:
     except Exception as e:
         logger.exception("the start failed")
         prepare(EngineStatus("failed", message=f"unexpected {type(e).__name__} while starting (see the log): {e}"))
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Run call in a thread that does not keep the process from ending, as a download may take long."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = call()
-        except Exception as e:
-            error = e
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, daemon=True, name="start").start()
-    return await result

@@ -24,6 +24,7 @@ import zmq
 
 from server import PACKAGE
 from server.checkpoint.base import CheckpointError
+from server.engine.channel import Channel
 from server.engine.permanence import is_permanent, is_refusal
 from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
@@ -32,13 +33,12 @@ from server.types import (
     AdapterResult,
     EngineFailed,
     EngineReady,
-    FromEngine,
     GenerateRequest,
     LoadAdapter,
     LoadProgress,
+    RemoveClient,
     Shutdown,
     StepOutputs,
-    ToEngine,
     UnloadAdapter,
 )
 
@@ -71,45 +71,6 @@ class _Stop:
         self.requested = True
         time.sleep(ORPHAN_GRACE_S)
         os._exit(1)
-
-
-class Channel:
-    """The engine's two sockets."""
-
-    def __init__(self, setup: EngineSetup) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self._events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        for socket, address in ((self._commands, setup.to_engine), (self._events, setup.from_engine)):
-            socket.set_hwm(0)
-            socket.connect(address)
-        # The last message says why the engine ends. It gets a second to go out, as nobody may be left to read it.
-        self._events.linger = 1000
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self.said_ready = False
-        """Whether the API process knows that the engine takes requests."""
-
-    def send(self, message: FromEngine) -> None:
-        """Send; never blocks."""
-        self._events.send(self._encoder.encode(message), zmq.DONTWAIT)
-
-    def receive(self, wait_ms: int) -> list[ToEngine]:
-        """All messages that are there; waits up to wait_ms for the first."""
-        messages: list[ToEngine] = []
-        while self._commands.poll(0 if messages else wait_ms):
-            data = self._commands.recv()
-            try:
-                messages.append(self._decoder.decode(data))
-            except msgspec.DecodeError as e:
-                logger.error("message from the API not understood: %s", e)
-        return messages
-
-    def close(self) -> None:
-        """Send what is queued and close."""
-        self._commands.close(linger=0)
-        self._events.close()
-        zmq.Context.instance().term()
 
 
 def main() -> int:
@@ -271,6 +232,9 @@ def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, cha
                 case AbortRequest(request_ids):
                     engine.abort(request_ids)
                     aborted = True
+                case RemoveClient(client):
+                    engine.abort(channel.remove_client(client))
+                    aborted = True
                 case LoadAdapter():
                     _load_adapter(runner, message, channel)
                 case UnloadAdapter(name):
@@ -283,9 +247,9 @@ def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, cha
         if engine.has_work and not stop.requested:
             with nullcontext() if workers is None else workers.explained():
                 outputs = engine.step()
-            channel.send(outputs)
+            channel.send_step(outputs)
         elif aborted:
-            channel.send(StepOutputs([], engine.stats()))
+            channel.send_step(StepOutputs([], engine.stats()))
 
 
 def _load_adapter(runner: ModelRunner, request: LoadAdapter, channel: Channel) -> None:
