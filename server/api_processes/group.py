@@ -103,7 +103,6 @@ class Group(Alone):
     async def end(self) -> None:
         """Let the others answer what they have begun to, and end them."""
         self._ending = True
-        self._note_change()
         if self._service is None:
             return
         self.tell()
@@ -114,6 +113,7 @@ class Group(Alone):
 
     def tell(self) -> None:
         """Tell all others the present state."""
+        self._note_change()
         self._version += 1
         state = self._state()
         for other in self._running.values():
@@ -140,8 +140,12 @@ class Group(Alone):
             checkpoint_folder=None if self._checkpoint is None or engine is None else str(self._checkpoint),
             engine_folder=None if engine is None or engine.folder is None else str(engine.folder),
             adapters=service.adapters,
-            draining=service.draining or self._ending,
+            draining=self._drains,
         )
+
+    @property
+    def _drains(self) -> bool:
+        return self._ending or (self._service is not None and self._service.draining)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -155,7 +159,7 @@ class Group(Alone):
     async def _keep(self, row: int) -> None:
         """Have a process for this row, and another one when it dies."""
         failures = 0
-        while not self._ending:
+        while not self._drains:
             began = time.monotonic()
             try:
                 reason = await self._run(row)
@@ -163,14 +167,14 @@ class Group(Alone):
                 reason = f"it could not be started: {e}"
             self._once_up.add(row)
             self._note_change()
-            if self._ending:
+            if self._drains:
                 return
             failures = 0 if time.monotonic() - began > HEALTHY_S else failures + 1
             wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**failures)
             logger.error("API process %d ended: %s; starting another in %.1f s", row, reason, wait_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._until(lambda: self._ending)
+                    await self._until(lambda: self._drains)
 
     async def _run(self, row: int) -> str:
         """Run one process to its end, and say why it ended. Raises OSError when it cannot be started."""

@@ -107,6 +107,8 @@ class EngineClient(EngineBase):
 
     async def stop(self) -> None:
         """End the engine process and all requests (finish_reason "abort"). Idempotent."""
+        # At once: the process may take longer to end than the requests' clients are waited for.
+        self._finish_all("abort", None)
         if self._keeper is not None:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
