@@ -64,7 +64,7 @@ def create_app(config: Config, on_status: StatusListener | None = None, part: Al
         await part.begin(service, app)
         starter = asyncio.create_task(_start(service, part, on_status or (lambda status: None)), name="start-model")
         if isinstance(part, Member):
-            await starter  # until then connections go to others
+            await part.prepared()  # until then connections go to others
         try:
             yield
         finally:
@@ -148,7 +148,7 @@ async def _start(service: Service, part: Alone, on_status: StatusListener) -> No
         if status.state == "ready" and status.ready is not None:
             service.metrics.engine_ready(status.ready, prefix_caching=config.engine.enable_prefix_caching)
         # Ready is told once everything else is there as well.
-        if status.state != "ready" or not service.settling:
+        if status.state != "ready" or (service.tokenizer is not None and service.settled):
             on_status(status)
 
     try:
@@ -167,9 +167,7 @@ async def _start(service: Service, part: Alone, on_status: StatusListener) -> No
         # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
         gc.collect()
         gc.freeze()
-        service.settling = "starting the other API processes"
-        await part.settled()
-        service.settling = ""
+        await part.settle(service)
         if engine.status.state == "ready":
             on_status(engine.status)
     except (CheckpointError, TokenizerError) as e:

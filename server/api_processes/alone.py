@@ -50,8 +50,8 @@ class Alone:
         assert isinstance(engine, EngineClient)
         await engine.start()
 
-    async def settled(self) -> None:
-        """Wait until all processes take connections."""
+    async def settle(self, service: Service) -> None:
+        """Called when this process has all that it needs; waits until all processes take connections."""
 
     async def end(self) -> None:
         """Called when the application ends, before the engine is stopped."""

@@ -25,7 +25,7 @@ from server.api_processes.link import Applied, Ask, Link, Listening, Setup, Stat
 from server.api_processes.place import Place
 from server.api_processes.relay import answer
 from server.config import Config
-from server.engine.supervisor.base import EngineBase
+from server.engine.supervisor.base import EngineBase, EngineUnavailableError
 from server.engine.supervisor.client import EngineClient
 from server.observability.many_processes import Processes
 
@@ -72,6 +72,7 @@ class Group(Alone):
         self._app: FastAPI | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._asked: set[asyncio.Task[None]] = set()
+        self._settled = False
         self._ending = False
         self.processes = Processes(place.metrics, self._pids)
 
@@ -85,6 +86,7 @@ class Group(Alone):
     async def begin(self, service: Service, app: FastAPI) -> None:
         """Start the others."""
         self._service, self._app = service, app
+        service.settled = False
         service.spread = self.spread
         service.when_draining = self.tell
         for row in range(1, self._count):
@@ -96,9 +98,15 @@ class Group(Alone):
         engine.add_status_listener(lambda _: self.tell())
         return self._checkpoint, engine
 
-    async def settled(self) -> None:
-        """Wait until all have come up once, or failed to."""
-        await self._until(lambda: len(self._once_up) == self._count - 1)
+    async def settle(self, service: Service) -> None:
+        """Wait until the engine is ready and all others have come up once, or failed to."""
+        with contextlib.suppress(EngineUnavailableError):
+            assert service.engine is not None
+            await service.engine.wait_ready()
+            await self._until(lambda: len(self._once_up) == self._count - 1)
+            self._settled = True
+            await self.spread()
+            service.settled = True
 
     async def end(self) -> None:
         """Let the others answer what they have begun to, and end them."""
@@ -140,6 +148,7 @@ class Group(Alone):
             checkpoint_folder=None if self._checkpoint is None or engine is None else str(self._checkpoint),
             engine_folder=None if engine is None or engine.folder is None else str(engine.folder),
             adapters=service.adapters,
+            settled=self._settled,
             draining=self._drains,
         )
 

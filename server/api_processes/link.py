@@ -42,6 +42,8 @@ class State(msgspec.Struct, tag="state", frozen=True):
     engine_folder: str | None
     """Where the running engine's sockets are."""
     adapters: dict[str, str]
+    settled: bool
+    """Whether all processes have come up."""
     draining: bool
 
 

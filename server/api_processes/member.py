@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -34,6 +35,8 @@ class Member(Alone):
         self._end = end
         self._drain = drain
         self._draining = False
+        self._prepared = asyncio.Event()
+        self._service: Service | None = None
         self._link: Link[FromFirst] | None = None
         self._engine = AttachedEngine(setup.client)
         self._checkpoint: asyncio.Future[Path] | None = None
@@ -47,7 +50,9 @@ class Member(Alone):
 
     async def begin(self, service: Service, app: FastAPI) -> None:
         """Follow what the first process says."""
+        self._service = service
         service.created = self._setup.created
+        service.settled = False
         self._checkpoint = asyncio.get_running_loop().create_future()
         self._link = await Link.open(self._end, msgspec.msgpack.Decoder(FromFirst))
         self._reader = asyncio.create_task(self._read(), name="first-process-reader")
@@ -60,12 +65,15 @@ class Member(Alone):
     async def start(self, engine: EngineBase) -> None:
         """It is started by the first process."""
 
-    async def settled(self) -> None:
+    async def settle(self, service: Service) -> None:
         """Wait until the engine is ready; where it cannot be started, the first process ends this one."""
-        try:
+        with contextlib.suppress(EngineUnavailableError):
             await self._engine.wait_ready()
-        except EngineUnavailableError:
-            await asyncio.Future()
+            self._prepared.set()
+
+    async def prepared(self) -> None:
+        """Wait until requests could be answered."""
+        await self._prepared.wait()
 
     def listening(self) -> None:
         """Tell that this process takes connections."""
@@ -104,6 +112,8 @@ class Member(Alone):
         assert self._checkpoint is not None
         if state.checkpoint_folder is not None and not self._checkpoint.done():
             self._checkpoint.set_result(Path(state.checkpoint_folder))
+        assert self._service is not None
+        self._service.settled = state.settled
         if state.draining and not self._draining:
             self._draining = True
             self._drain()

@@ -57,8 +57,8 @@ class Service:
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
         """What is being done before there is an engine."""
-        self.settling = "loading the tokenizer"
-        """What is done beside the engine's start, in words; empty once that is over."""
+        self.settled = True
+        """Whether all API processes take connections; until then /health does not invite any."""
         self.spread: Callable[[], Awaitable[None]] = _nothing
         """Tells other API processes the adapters that there are, and waits until they go by that."""
         self.when_draining: Callable[[], None] = lambda: None
@@ -69,8 +69,16 @@ class Service:
         if self.engine is None or self.preparation.state == "failed":
             return self.preparation
         status = self.engine.status
-        if status.state == "ready" and self.settling:
-            return EngineStatus("loading", stage=self.settling, fraction=0.99)
+        if status.state == "ready" and self.tokenizer is None:
+            return EngineStatus("loading", stage="loading the tokenizer", fraction=0.99)
+        return status
+
+    @property
+    def health(self) -> EngineStatus:
+        """What /health tells: the status, and loading until all API processes are there."""
+        status = self.status
+        if status.state == "ready" and not self.settled:
+            return EngineStatus("loading", stage="starting the other API processes", fraction=0.99)
         return status
 
     def drain(self) -> None:
