@@ -50,7 +50,19 @@ def _configuration(arguments: Sequence[str] | None) -> Config:
     return load_config(parsed["config"], overrides)
 
 
-def _keep_torch_out() -> None:
+def _serve_in_processes(config: Config) -> int:
+    from server.api_processes.place import new_place
+
+    if sys.platform != "linux":
+        print("error: http.api_processes: more than 1 needs Linux, which divides connections evenly", file=sys.stderr)
+        return 1
+    with new_place() as place:
+        from server.serving import serve
+
+        return serve(config, place)
+
+
+def keep_torch_out() -> None:
     """This process only tokenizes; without torch it starts 1.2 s sooner and takes 200 MB less.
 
     transformers works without torch, but imports it wherever it is installed. The engine is a process of its own.
@@ -66,12 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    _keep_torch_out()
+    keep_torch_out()
     from server.logs import set_up_logging
-    from server.serving import serve
 
     set_up_logging(config.log_level, config.log_format)
-    return serve(config)
+    if config.http.api_processes == 1:
+        from server.serving import serve
+
+        return serve(config)
+    return _serve_in_processes(config)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -34,13 +32,16 @@ from server.api.routes import (
     stored_responses,
     tokens,
 )
-from server.checkpoint.base import CheckpointError, Progress
+from server.api_processes.alone import Alone, in_thread
+from server.api_processes.member import Member
+from server.api_processes.relay import RelayLayer
+from server.checkpoint.base import CheckpointError
 from server.checkpoint.embedding import embedding_kind
 from server.checkpoint.images import without_images
-from server.checkpoint.source import resolve_checkpoint
 from server.config import Config, ConfigError
 from server.engine.grammar import Grammars
-from server.engine.supervisor.client import EngineClient, EngineStatus
+from server.engine.supervisor.base import EngineStatus
+from server.engine.supervisor.client import EngineClient
 from server.images.client import ImagesUnavailableError
 from server.images.service import Images
 from server.observability.tracing import Tracing, TracingError
@@ -49,28 +50,31 @@ from server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 StatusListener = Callable[[EngineStatus], None]
 
 
-def create_app(config: Config, on_status: StatusListener | None = None) -> FastAPI:
+def create_app(config: Config, on_status: StatusListener | None = None, part: Alone | None = None) -> FastAPI:
     """The application. Its lifespan starts the model in the background, so /health answers 503 while it loads.
 
-    on_status is called in the event loop with every change of the server's status.
+    on_status is called in the event loop with every change of the server's status. part: this process' among several.
     """
-    service = Service(config)
+    part = part or Alone(config)
+    service = Service(config, part.counts, part.processes)
     tracing = _tracing(config)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        starter = asyncio.create_task(_start(service, on_status or (lambda status: None)), name="start-model")
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await part.begin(service, app)
+        starter = asyncio.create_task(_start(service, part, on_status or (lambda status: None)), name="start-model")
+        if isinstance(part, Member):
+            await part.prepared()  # until then connections go to others
         try:
             yield
         finally:
             service.draining = True
             starter.cancel()
             await asyncio.gather(starter, return_exceptions=True)
+            await part.end()
             if service.engine is not None:
                 await service.engine.stop()
             if service.tokenizer is not None:
@@ -102,7 +106,9 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
     # The layer that is added last is the outermost.
-    app.add_middleware(AccessLayer, keys=config.http.keys(), most_per_key=config.http.max_requests_per_key)
+    app.add_middleware(
+        AccessLayer, keys=config.http.keys(), most_per_key=config.http.max_requests_per_key, counts=service.counts
+    )
     if config.http.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -114,6 +120,8 @@ def create_app(config: Config, on_status: StatusListener | None = None) -> FastA
     app.add_middleware(
         RequestLayer, metrics=service.metrics, tracing=tracing, unknown_options=config.http.unknown_options
     )
+    if isinstance(part, Member):
+        app.add_middleware(RelayLayer, ask=part.ask, max_body_bytes=config.http.max_body_bytes)
     return app
 
 
@@ -126,7 +134,7 @@ def _tracing(config: Config) -> Tracing | None:
         raise ConfigError(str(e)) from e
 
 
-async def _start(service: Service, on_status: StatusListener) -> None:
+async def _start(service: Service, part: Alone, on_status: StatusListener) -> None:
     """Bring the model up; what goes wrong becomes the service's status."""
     config = service.config
     loop = asyncio.get_running_loop()
@@ -144,29 +152,30 @@ async def _start(service: Service, on_status: StatusListener) -> None:
             service.metrics.engine_ended()
         if status.state == "ready" and status.ready is not None:
             service.metrics.engine_ready(status.ready, prefix_caching=config.engine.enable_prefix_caching)
-        # Ready is told once the tokenizer is there as well.
-        if status.state != "ready" or service.tokenizer is not None:
+        # Ready is told once everything else is there as well.
+        if status.state != "ready" or (service.tokenizer is not None and service.settled):
             on_status(status)
 
     try:
-        folder = await _in_thread(lambda: resolve_checkpoint(config.model, config.cache_dir, progress))
-        engine = EngineClient(await _with_draft_model(config, progress), folder)
-        engine.add_step_listener(service.metrics.step_done)
+        folder, engine = await part.engine(progress)
+        if isinstance(engine, EngineClient):
+            engine.add_step_listener(service.metrics.step_done)
         engine.add_status_listener(engine_changed)
         service.metrics.watch_engine(lambda: (service.status.state, engine.restarts))
         service.engine = engine
-        await engine.start()
+        await part.start(engine)
         service.grammars = Grammars(folder)
         if config.generation_config == "auto":
             service.sampling_defaults = read_defaults(folder)
         service.embedding = embedding_kind(folder, config.engine)
         service.images = without_images(folder, config.engine) or Images(folder, config.http)
-        service.tokenizer = await _in_thread(lambda: Tokenizer.load(folder))
+        service.tokenizer = await in_thread(lambda: Tokenizer.load(folder))
         if not isinstance(service.images, str):
             await _start_images(service, service.images)
         # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
         gc.collect()
         gc.freeze()
+        await part.settle(service)
         if engine.status.state == "ready":
             on_status(engine.status)
     except (CheckpointError, TokenizerError) as e:
@@ -184,38 +193,3 @@ async def _start_images(service: Service, images: Images) -> None:
         logger.warning("prompts may have no images: %s", e)
         await images.close()
         service.images = str(e)
-
-
-async def _with_draft_model(config: Config, progress: Progress) -> Config:
-    """The configuration with the folder of its draft model, if it has one. Raises CheckpointError."""
-    wanted = config.engine.draft_model
-    if wanted is None:
-        return config
-    folder = await _in_thread(lambda: resolve_checkpoint(wanted, config.cache_dir, progress))
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"draft_model": str(folder)})})
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Run call in a thread that does not keep the process from ending, as a download may take long."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = call()
-        except Exception as e:
-            error = e
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, daemon=True, name="start").start()
-    return await result

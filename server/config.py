@@ -69,6 +69,8 @@ class HttpConfig(_Section):
     """Headers of a request; beyond it, 431."""
     max_connections: int | None = Field(default=4096, ge=1)
     """Connections at a time; beyond it idle ones are closed, then new ones get 503."""
+    api_processes: int = Field(default=1, ge=1, le=64)
+    """Processes that answer HTTP beside one engine; more than 1 needs Linux."""
     metrics_names: MetricsNames = "nf4"
     """Names under which /metrics gives the metrics that vLLM has, too."""
     unknown_options: Literal["warn", "refuse"] = "warn"
@@ -98,6 +100,12 @@ class HttpConfig(_Section):
     def _both_tls_files(self) -> HttpConfig:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together")
+        return self
+
+    @model_validator(mode="after")
+    def _kept_in_one_process(self) -> HttpConfig:
+        if self.api_processes > 1 and self.response_store:
+            raise ValueError("response_store keeps answers in one process; api_processes has to be 1 for it")
         return self
 
     @property

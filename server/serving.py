@@ -11,14 +11,18 @@ import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from server.api.answering.service import Service
 from server.api.http.connection import limited
+from server.api_processes.group import Group
+from server.api_processes.place import Place
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
-from server.engine.supervisor.client import EngineStatus
+from server.engine.supervisor.base import EngineStatus
 from server.logs import LogFormat
 
 logger = logging.getLogger(__name__)
@@ -28,19 +32,24 @@ KEEP_ALIVE_S = 75
 ABORT_GRACE_S = 5
 # Files that are open beside connections: sockets to the engine, its pipes, the log.
 OTHER_FILES = 256
+BACKLOG = 2048
 
 
-def serve(config: Config) -> int:
-    """Serve until a signal or a failure that starting again cannot mend; returns the exit status."""
+def serve(config: Config, place: Place | None = None) -> int:
+    """Serve until a signal or a failure that starting again cannot mend; returns the exit status.
+
+    place: what this process and those that it starts share; None: it is to answer HTTP alone.
+    """
     try:
         listening = _listen(config.http)
     except OSError as e:
         _complain(config, f"{config.http.host}:{config.http.port}: {e.strerror or e}")
         return 1
-    _allow_connections(config.http.max_connections)
+    allow_connections(config.http.max_connections)
     url = _url(listening, secure=config.http.tls_cert_file is not None)
     terminal = Terminal(config.model_name, url, config.log_format)
     server: Server | None = None
+    part = None if place is None else Group(config, place, (listening.family, listening.getsockname()))
 
     def on_status(status: EngineStatus) -> None:
         terminal.show(status)
@@ -48,26 +57,11 @@ def serve(config: Config) -> int:
             server.should_exit = True
 
     try:
-        app = create_app(config, on_status)
+        app = create_app(config, on_status, part)
     except ConfigError as e:
         _complain(config, str(e))
         return 1
-    server = Server(
-        uvicorn.Config(
-            app,
-            http=limited(config.http, app.state.service.metrics.rejected),
-            loop="auto",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_certfile=config.http.tls_cert_file,
-            ssl_keyfile=config.http.tls_key_file,
-            timeout_graceful_shutdown=int(config.http.drain_timeout_s) + ABORT_GRACE_S,
-        ),
-        app.state.service,
-    )
+    server = Server(uvicorn_config(config.http, app), app.state.service)
     try:
         server.config.load()
     except OSError as e:  # ssl.SSLError is one
@@ -80,6 +74,24 @@ def serve(config: Config) -> int:
     return 0
 
 
+def uvicorn_config(http: HttpConfig, app: FastAPI) -> uvicorn.Config:
+    """What uvicorn is told, in every API process."""
+    service = app.state.service
+    return uvicorn.Config(
+        app,
+        http=limited(http, service.counts, service.metrics.rejected),
+        loop="auto",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        ssl_certfile=http.tls_cert_file,
+        ssl_keyfile=http.tls_key_file,
+        timeout_graceful_shutdown=int(http.drain_timeout_s) + ABORT_GRACE_S,
+    )
+
+
 def _complain(config: Config, reason: str) -> None:
     """Say why the server ends, in the log's format."""
     if config.log_format == "json":
@@ -89,26 +101,48 @@ def _complain(config: Config, reason: str) -> None:
 
 
 def _listen(http: HttpConfig) -> socket.socket:
+    """A socket that takes connections. Raises OSError where there is none to be had, such as on a port that is in use."""
     family, _, _, _, address = socket.getaddrinfo(
         http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    alone = http.api_processes == 1
+    listening = bound(http, family, address, shared=False)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Inherited by connections: the kernel ends one whose client has stopped reading, or vanished, for so long.
-            timeout_ms = int(1000 * (http.stalled_client_timeout_s or 0))
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-        listening.bind(address)
         # Listening could wait until the application is there, but a second server on the same port must fail now.
-        listening.listen(2048)
+        listening.listen(BACKLOG)
+        if alone:
+            return listening
+        # Sockets that share a port would share it with another server's, too: so this one had to be refused first.
+        address = listening.getsockname()
+        listening.close()
+        listening = bound(http, family, address, shared=True)
+        listening.listen(BACKLOG)
     except OSError:
         listening.close()
         raise
     return listening
 
 
-def _allow_connections(count: int | None) -> None:
+def bound(http: HttpConfig, family: int, address: tuple[Any, ...], *, shared: bool) -> socket.socket:
+    """A socket with an address, which does not listen yet. shared: with other API processes. Raises OSError."""
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            # The kernel divides new connections evenly among the sockets that listen.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Inherited by connections: the kernel ends one whose client has stopped reading, or vanished, for so long.
+            timeout_ms = int(1000 * (http.stalled_client_timeout_s or 0))
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+        listening.bind(address)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def allow_connections(count: int | None) -> None:
     """Raise the limit on open files, often 1024, to what count connections and everything else take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if count is None else count + OTHER_FILES
@@ -220,9 +254,14 @@ class Server(uvicorn.Server):
         if not self.should_exit:
             drain_s = self._service.config.http.drain_timeout_s
             logger.info("%s: shutting down; running requests have %.0f s", signal.Signals(sig).name, drain_s)
-            self._service.draining = True
-            asyncio.get_running_loop().call_later(drain_s, self._abort_running)
+            self.drain()
         super().handle_exit(sig, frame)
+
+    def drain(self) -> None:
+        """Take nothing new, let running requests go on for the configured time, and end."""
+        self._service.drain()
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(self._service.config.http.drain_timeout_s, self._abort_running)
 
     def _abort_running(self) -> None:
         if self._service.engine is not None:

@@ -67,12 +67,20 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     """Id of the HTTP request that asked for it, for the engine's log."""
     images: list[ImageInput] = []
     """The prompt's images, in their order."""
+    client: int = 0
+    """The API process that it is of; 0 is the one that supervises the engine."""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
     """API to engine: forget these requests and free their blocks. Unknown ids are ignored; no output follows."""
 
     request_ids: list[str]
+
+
+class RemoveClient(msgspec.Struct, tag="remove_client", frozen=True):
+    """API to engine: this API process has ended; its requests are forgotten."""
+
+    client: int
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
@@ -216,6 +224,12 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True):
     stats: EngineStats
 
 
+class ClientOutputs(msgspec.Struct, frozen=True):
+    """Engine to another API process than the one that supervises it: what one step produced for its requests."""
+
+    outputs: list[RequestOutput]
+
+
 class LoadProgress(msgspec.Struct, tag="progress", frozen=True):
     """Engine to API while starting: what it is doing, and how far it is (0 to 1)."""
 
@@ -259,5 +273,5 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
     fatal: bool = False
 
 
-ToEngine = GenerateRequest | AbortRequest | LoadAdapter | UnloadAdapter | Shutdown
+ToEngine = GenerateRequest | AbortRequest | RemoveClient | LoadAdapter | UnloadAdapter | Shutdown
 FromEngine = StepOutputs | LoadProgress | EngineReady | AdapterResult | EngineFailed

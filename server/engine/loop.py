@@ -35,6 +35,7 @@ from server.types import (
     GenerateRequest,
     LoadAdapter,
     LoadProgress,
+    RemoveClient,
     Shutdown,
     StepOutputs,
     UnloadAdapter,
@@ -225,6 +226,9 @@ def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, cha
                 case AbortRequest(request_ids):
                     engine.abort(request_ids)
                     aborted = True
+                case RemoveClient(client):
+                    engine.abort(channel.remove_client(client))
+                    aborted = True
                 case LoadAdapter():
                     _load_adapter(runner, message, channel)
                 case UnloadAdapter(name):
@@ -237,9 +241,9 @@ def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, cha
         if engine.has_work and not stop.requested:
             with nullcontext() if workers is None else workers.explained():
                 outputs = engine.step()
-            channel.send(outputs)
+            channel.send_step(outputs)
         elif aborted:
-            channel.send(StepOutputs([], engine.stats()))
+            channel.send_step(StepOutputs([], engine.stats()))
 
 
 def _load_adapter(runner: ModelRunner, request: LoadAdapter, channel: Channel) -> None:

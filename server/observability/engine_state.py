@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from server.types import EngineStats
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Configuration of an engine's KV cache."""
+
+    block_size: int
+    num_blocks: int
+    prefix_caching: bool
 
 
 class EngineCollector(Collector):
@@ -17,10 +27,17 @@ class EngineCollector(Collector):
     The counters begin at zero with every engine, as Prometheus expects after a restart.
     """
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats], state: Callable[[], tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        state: Callable[[], tuple[str, int]],
+        cache: Callable[[], CacheConfig | None],
+    ) -> None:
         self._model = model_name
         self._stats = stats
         self._state = state
+        self._cache = cache
 
     def collect(self) -> Iterable[Metric]:
         """See Collector.collect."""
@@ -39,6 +56,8 @@ class EngineCollector(Collector):
             ("kv_cache_blocks", "Blocks of the KV cache.", stats.kv_blocks_total),
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
         )
+        if (cache := self._cache()) is not None:
+            yield self._cache_config(cache)
         yield from self._memory(stats)
         yield from self._counters(
             ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
@@ -71,6 +90,16 @@ class EngineCollector(Collector):
             family = GaugeMetricFamily(f"nf4_{name}", text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
+
+    def _cache_config(self, cache: CacheConfig) -> Metric:
+        family = GaugeMetricFamily(
+            "nf4_cache_config_info",
+            "Configuration of the KV cache, in the labels.",
+            labels=["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
+        )
+        labels = [self._model, str(cache.block_size), str(cache.num_blocks), str(cache.prefix_caching)]
+        family.add_metric(labels, 1)
+        return family
 
     def _memory(self, stats: EngineStats) -> Iterator[Metric]:
         """A series for each rank of tensor parallelism; a single series without that label where there is one rank."""

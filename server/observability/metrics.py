@@ -10,7 +10,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from server.config import MetricsNames
-from server.observability.engine_state import EngineCollector
+from server.observability.engine_state import CacheConfig, EngineCollector
+from server.observability.many_processes import Processes
 from server.observability.timeline import RequestTimeline
 from server.observability.vllm_names import VllmNames
 from server.types import EngineReady, EngineStats, RequestOutput, StepOutputs
@@ -44,16 +45,24 @@ N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, model_name: str, names: MetricsNames = "nf4") -> None:
+    def __init__(self, model_name: str, names: MetricsNames = "nf4", processes: Processes | None = None) -> None:
+        """processes: all that answer HTTP, with their files of values; None: this one is alone."""
         self.registry = CollectorRegistry()
-        self._exposed: Collector = self.registry
+        everything = self.registry
+        if processes is None:
+            ProcessCollector(registry=self.registry)
+        else:
+            everything = CollectorRegistry()
+            processes.collect_into(everything)
+        self._exposed: Collector = everything
         if names != "nf4":
-            self._exposed = VllmNames(self.registry, keep_ours=names == "both")
+            self._exposed = VllmNames(everything, keep_ours=names == "both")
+        self._plain_only = names != "nf4"
         self._model = model_name
         self._stats = EngineStats()
+        self._cache: CacheConfig | None = None
         self._state: Callable[[], tuple[str, int]] = lambda: ("loading", 0)
-        ProcessCollector(registry=self.registry)
-        self.registry.register(EngineCollector(model_name, self._latest_stats, self._latest_state))
+        everything.register(EngineCollector(model_name, self._latest_stats, self._latest_state, self._latest_cache))
         self._define_request_metrics()
         self._define_engine_metrics()
         self._define_http_metrics()
@@ -113,13 +122,6 @@ class Metrics:
         self._step_batch = self._histogram("engine_step_batch_size", "Sequences in one engine step.", BATCH_BUCKETS)
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens in one engine step.", BATCH_BUCKETS)
 
-        self._cache_config = Gauge(
-            "nf4_cache_config_info",
-            "Configuration of the KV cache, in the labels.",
-            ["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
-            registry=self.registry,
-        )
-
     def _define_http_metrics(self) -> None:
         self._http_requests = Counter(
             "nf4_http_requests", "HTTP answers.", ["method", "route", "status"], registry=self.registry
@@ -135,7 +137,10 @@ class Metrics:
             "nf4_request_rejections", "Requests answered with an error, by reason.", ["reason"], registry=self.registry
         )
         self.http_in_flight = Gauge(
-            "nf4_http_requests_in_flight", "HTTP requests being answered.", registry=self.registry
+            "nf4_http_requests_in_flight",
+            "HTTP requests being answered.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -158,6 +163,9 @@ class Metrics:
     def _latest_state(self) -> tuple[str, int]:
         return self._state()
 
+    def _latest_cache(self) -> CacheConfig | None:
+        return self._cache
+
     def watch_engine(self, state: Callable[[], tuple[str, int]]) -> None:
         """At every scrape call state for the engine's state, one word, and its number of restarts."""
         self._state = state
@@ -172,9 +180,7 @@ class Metrics:
 
     def engine_ready(self, ready: EngineReady, *, prefix_caching: bool) -> None:
         """Note the configuration of a new engine's KV cache."""
-        self._cache_config.clear()
-        labels = (self._model, str(ready.block_size), str(ready.num_blocks), str(prefix_caching))
-        self._cache_config.labels(*labels).set(1)
+        self._cache = CacheConfig(ready.block_size, ready.num_blocks, prefix_caching)
 
     def engine_ended(self) -> None:
         """Forget the state of an engine that is gone."""
@@ -253,5 +259,5 @@ class Metrics:
 
         vLLM's names come in the plain format only: prometheus_client replaces their colons in OpenMetrics' samples.
         """
-        encode, content_type = choose_encoder(accept if self._exposed is self.registry else "")
+        encode, content_type = choose_encoder("" if self._plain_only else accept)
         return encode(self._exposed), content_type

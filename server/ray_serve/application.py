@@ -51,6 +51,8 @@ def build(args: dict[str, Any]) -> Application:
         raise ConfigError(
             "args.config.engine.allow_runtime_lora: replicas serve the adapters of engine.lora_modules only"
         )
+    if config.http.api_processes > 1:
+        raise ConfigError("args.config.http.api_processes: a replica has one; have more replicas, or more ingresses")
     if options.max_replicas is not None and options.max_replicas < options.replicas:
         raise ConfigError(f"args.max_replicas: {options.max_replicas} is less than args.replicas ({options.replicas})")
     engines = _engines(options, config)

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from server.app import create_app
 from server.config import Config
-from server.engine.supervisor.client import EngineStatus
+from server.engine.supervisor.base import EngineStatus
 from server.logs import set_up_logging
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ import pytest
 
 from bench.processes import free_port
 from server.api.http.access import AccessLayer
+from server.api.http.counts import FIRST_KEY
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
 from server.config_sources import load_config
@@ -98,12 +99,12 @@ async def test_a_place_is_free_when_the_answer_has_been_read() -> None:
     async def tidies_up_slowly(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
-        assert layer._under_way[0] == 1
+        assert layer._counts.total(FIRST_KEY) == 1
         await send({"type": "http.response.body", "body": b""})
         await ended.wait()
 
     async def send(message: Any) -> None:
-        sent.append((message["type"], layer._under_way[0]))
+        sent.append((message["type"], layer._counts.total(FIRST_KEY)))
 
     layer = AccessLayer(tidies_up_slowly, ("a",), 1)
     scope = {"type": "http", "path": "/v1/x", "method": "POST", "headers": [(b"x-api-key", b"a")]}
@@ -115,7 +116,7 @@ async def test_a_place_is_free_when_the_answer_has_been_read() -> None:
     ended.set()
     await asyncio.gather(first, second)
     assert len(sent) == 6
-    assert layer._under_way[0] == 0
+    assert layer._counts.total(FIRST_KEY) == 0
 
 
 def test_keys_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,7 @@ def test_a_rolling_update(http: httpx.Client) -> None:
         ({"replicas": 0}, "args.replicas"),
         ({"replicas": 2, "max_replicas": 1}, "args.max_replicas"),
         ({"config": {"engine": {"device": "abacus"}}}, "args.config.engine.device"),
+        ({"config": {"http": {"api_processes": 2}}}, "args.config.http.api_processes"),
         ({"config": {"engine": {"allow_runtime_lora": True}}}, "args.config.engine.allow_runtime_lora"),
     ],
 )

@@ -13,7 +13,7 @@ from server.api.http.admission import Ticket
 from server.api.http.errors import SERVER_ERROR, ApiError, engine_failed, unavailable
 from server.api.http.streaming import closing
 from server.api.openai.protocol import Usage
-from server.engine.supervisor.client import EngineClient, EngineUnavailableError
+from server.engine.supervisor.base import EngineBase, EngineUnavailableError
 from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline, timelines
 from server.text.output import OutputText
@@ -70,7 +70,7 @@ class SequenceRun:
         if together is not None:
             together.append(timeline)
 
-    async def deltas(self, engine: EngineClient, metrics: Metrics) -> AsyncIterator[Delta]:
+    async def deltas(self, engine: EngineBase, metrics: Metrics) -> AsyncIterator[Delta]:
         """Deltas until the sequence ends. Closing it early aborts the engine's request.
 
         Raises ApiError when the engine cannot finish it.
@@ -96,7 +96,7 @@ class SequenceRun:
         finally:
             metrics.sequence_finished(timeline)
 
-    async def _outputs(self, engine: EngineClient) -> AsyncIterator[RequestOutput]:
+    async def _outputs(self, engine: EngineBase) -> AsyncIterator[RequestOutput]:
         """The engine's outputs; a request that had no output when the engine died is sent once more to the next one.
 
         Only once: it may be the one that kills the engine.
@@ -118,7 +118,7 @@ class SequenceRun:
             async for output in outputs:
                 yield output
 
-    async def _wait_ready(self, engine: EngineClient) -> bool:
+    async def _wait_ready(self, engine: EngineBase) -> bool:
         """Whether the engine was ready before this request's time was over. Raises EngineUnavailableError."""
         ready = asyncio.create_task(engine.wait_ready())
         expired = asyncio.create_task(self._expired.wait())
@@ -191,7 +191,7 @@ class Generation:
     def __init__(
         self,
         runs: Sequence[SequenceRun],
-        engine: EngineClient,
+        engine: EngineBase,
         metrics: Metrics,
         ticket: Ticket,
         timeout_s: float | None = None,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
 
 from server.api.answering.response_store import ResponseStore
 from server.api.http.admission import Admission
+from server.api.http.counts import Counts
 from server.api.http.errors import ApiError, model_not_found, unavailable
 from server.api.openai.options import SamplingDefaults
 from server.checkpoint.embedding import EmbeddingModel
 from server.config import Config
 from server.engine.grammar import Grammars
-from server.engine.supervisor.client import EngineClient, EngineStatus
+from server.engine.supervisor.base import EngineBase, EngineStatus
 from server.images.service import Images
+from server.observability.many_processes import Processes
 from server.observability.metrics import Metrics
 from server.text.tokenizer import Tokenizer
 from server.types import EngineReady
@@ -29,7 +32,7 @@ class Backend:
     """A model that can generate."""
 
     tokenizer: Tokenizer
-    engine: EngineClient
+    engine: EngineBase
     limits: EngineReady
     grammars: Grammars
 
@@ -37,15 +40,17 @@ class Backend:
 class Service:
     """State of one server, filled in while it starts (see server.app)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, counts: Counts | None = None, processes: Processes | None = None) -> None:
+        """counts, processes: those of all API processes together; None: this one is alone."""
         self.config = config
         self.model_name = config.model_name
         self.created = int(time.time())
-        self.metrics = Metrics(config.model_name, config.http.metrics_names)
-        self.admission = Admission(config.http.max_queue, config.http.max_queue_tokens)
+        self.metrics = Metrics(config.model_name, config.http.metrics_names, processes)
+        self.counts = counts or Counts(len(config.http.keys()))
+        self.admission = Admission(config.http.max_queue, config.http.max_queue_tokens, self.counts)
         self.tokenizer: Tokenizer | None = None
         self.grammars: Grammars | None = None
-        self.engine: EngineClient | None = None
+        self.engine: EngineBase | None = None
         self.sampling_defaults = SamplingDefaults()
         self.embedding: EmbeddingModel | str = "the model is loading"
         """How embeddings are made, or why there are none."""
@@ -55,6 +60,11 @@ class Service:
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
         """What is being done before there is an engine."""
+        self.settled = True
+        """Whether all API processes take connections; until then /health does not invite any."""
+        self.spread: Callable[[], Awaitable[None]] = _nothing
+        """Tells other API processes the adapters that there are, and waits until they go by that."""
+        self.when_draining: Callable[[], None] = lambda: None
 
     @property
     def status(self) -> EngineStatus:
@@ -71,6 +81,19 @@ class Service:
         """The longest body of a chat, which may have images."""
         http = self.config.http
         return http.max_body_bytes if isinstance(self.images, str) else http.body_bytes_with_images
+
+    @property
+    def health(self) -> EngineStatus:
+        """What /health tells: the status, and loading until all API processes are there."""
+        status = self.status
+        if status.state == "ready" and not self.settled:
+            return EngineStatus("loading", stage="starting the other API processes", fraction=0.99)
+        return status
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self.draining = True
+        self.when_draining()
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -117,6 +140,10 @@ class Service:
             case _:
                 percent = f"{100 * status.fraction:.0f} %"
                 return unavailable(f"The model is loading: {status.stage} ({percent}).", "model_loading", 5)
+
+
+async def _nothing() -> None:
+    pass
 
 
 def service_of(request: Request) -> Service:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-from collections import Counter
 from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.http.counts import FIRST_KEY, Counts
 from server.api.http.errors import ApiError, answer_api_error
 
 # Machines and people look at these before they have a key; none of them tells what others ask.
@@ -22,12 +22,15 @@ OPEN_FOLDER = "/static/"
 class AccessLayer:
     """ASGI middleware: 401 without a known key, 429 for a key with too many requests under way."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], most_per_key: int | None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], most_per_key: int | None, counts: Counts | None = None
+    ) -> None:
+        """counts: those of all API processes together; None: this one is alone."""
         self._app = app
         # Digests have one length, so that a comparison tells nothing about a key's.
         self._digests = [_digest(key.encode()) for key in keys]
         self._most = most_per_key
-        self._under_way: Counter[int] = Counter()
+        self._counts = counts or Counts(len(keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand one request on, or answer it."""
@@ -36,22 +39,14 @@ class AccessLayer:
             return
         try:
             key = self._known(scope)
-            if self._most is not None and self._under_way[key] >= self._most:
-                raise ApiError(
-                    429,
-                    f"This API key has {self._most} requests under way, which is its limit.",
-                    type="rate_limit_error",
-                    code="key_limit",
-                    headers={"Retry-After": "1"},
-                )
+            self._begin(key)
         except ApiError as e:
             response = await answer_api_error(Request(scope), e)
             await response(scope, receive, send)
             return
         scope.setdefault("state", {})["api_key"] = key
-        self._under_way[key] += 1
         place = contextlib.ExitStack()
-        place.callback(self._under_way.subtract, [key])
+        place.callback(self._counts.add, FIRST_KEY + key, -1)
 
         async def sending(message: Message) -> None:
             # Whoever has read the end of an answer may ask again at once, before the rest here has run.
@@ -61,6 +56,19 @@ class AccessLayer:
 
         with place:
             await self._app(scope, receive, sending)
+
+    def _begin(self, key: int) -> None:
+        """Count a request of a key. Raises ApiError where it has too many under way."""
+        with self._counts.locked():
+            if self._most is not None and self._counts.total(FIRST_KEY + key) >= self._most:
+                raise ApiError(
+                    429,
+                    f"This API key has {self._most} requests under way, which is its limit.",
+                    type="rate_limit_error",
+                    code="key_limit",
+                    headers={"Retry-After": "1"},
+                )
+            self._counts.add(FIRST_KEY + key, 1)
 
     def _known(self, scope: Scope) -> int:
         """The index of the key that the request shows. Raises ApiError."""

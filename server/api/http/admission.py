@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
 from collections.abc import Callable
 
+from server.api.http.counts import SEQUENCES, TOKENS, Counts
 from server.api.http.errors import queue_full
 
 MAX_RETRY_AFTER_S = 60
@@ -15,39 +14,50 @@ MAX_RETRY_AFTER_S = 60
 class Admission:
     """Counts sequences and their prompts' tokens from acceptance to end; refuses beyond limits."""
 
-    def __init__(self, limit: int, token_limit: int = 1_000_000) -> None:
+    def __init__(self, limit: int, token_limit: int = 1_000_000, counts: Counts | None = None) -> None:
+        """counts: those of all API processes together; None: this one is alone."""
         self.limit = limit
-        self.held = 0
         self.token_limit = token_limit
-        self.held_tokens = 0
-        self._releases: deque[float] = deque(maxlen=64)
+        self._counts = counts or Counts()
+
+    @property
+    def held(self) -> int:
+        """Sequences under way."""
+        return self._counts.total(SEQUENCES)
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of their prompts."""
+        return self._counts.total(TOKENS)
 
     def acquire(self, count: int) -> Ticket:
         """Room for count sequences until the ticket is released. Raises ApiError (429) when there is none."""
-        if self.held + count > self.limit:
-            raise queue_full(self._retry_after_s(self.held + count - self.limit))
-        self.held += count
+        with self._counts.locked():
+            missing = self.held + count - self.limit
+            if missing > 0:
+                raise queue_full(self._retry_after_s(missing))
+            self._counts.add(SEQUENCES, count)
         return Ticket(self, count)
 
     def hold_tokens(self, count: int) -> None:
         """Count a ticket's tokens. A prompt longer than the limit is admitted only alone. Raises ApiError (429)."""
-        if self.held_tokens and self.held_tokens + count > self.token_limit:
-            raise queue_full(self._retry_after_s(1))
-        self.held_tokens += count
+        with self._counts.locked():
+            held = self.held_tokens
+            if held and held + count > self.token_limit:
+                raise queue_full(self._retry_after_s(1))
+            self._counts.add(TOKENS, count)
 
     def released(self, count: int, tokens: int) -> None:
         """Take a released ticket's sequences and tokens off the counts."""
-        self.held -= count
-        self.held_tokens -= tokens
-        now = time.monotonic()
-        self._releases.extend([now] * count)
+        with self._counts.locked():
+            self._counts.add(SEQUENCES, -count)
+            self._counts.add(TOKENS, -tokens)
+            self._counts.ended(count)
 
     def _retry_after_s(self, missing: int) -> int:
         """Seconds until `missing` sequences will have ended, judged by how fast the latest ones ended."""
-        if len(self._releases) < 2:
-            return 1
-        each = (time.monotonic() - self._releases[0]) / len(self._releases)
-        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(each * missing)))
+        each = self._counts.seconds_per_end()
+        return 1 if each is None else min(MAX_RETRY_AFTER_S, max(1, math.ceil(each * missing)))
 
 
 class Ticket:

@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from server.api.http.counts import CONNECTIONS, Counts
 from server.api.http.errors import INVALID_REQUEST, ApiError, unavailable
 from server.config import HttpConfig
 
@@ -27,6 +28,7 @@ class Connection(HttpToolsProtocol):
     """uvicorn's protocol with limits; see limited()."""
 
     limits: HttpConfig
+    counts: Counts
     rejected: Callable[[str], None]
     """Called with the error's code for each request that is refused here."""
 
@@ -49,14 +51,16 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, or refuse it where there are too many and none of them is idle."""
         super().connection_made(transport)
+        self.counts.add(CONNECTIONS, 1)
         limit = self.limits.max_connections
-        if limit is not None and len(self.connections) > limit and not self._close_an_idle_one():
+        if limit is not None and self.counts.total(CONNECTIONS) > limit and not self._close_an_idle_one():
             self._refuse(unavailable("The server has too many connections; try again.", "too_many_connections"))
             return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
+        self.counts.add(CONNECTIONS, -1)
         self._stop_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
@@ -226,9 +230,12 @@ class Connection(HttpToolsProtocol):
         )
 
 
-def limited(limits: HttpConfig, rejected: Callable[[str], None]) -> type[Connection]:
-    """The protocol for uvicorn's http option; rejected is called with the code of every error given here."""
-    return type("Connection", (Connection,), {"limits": limits, "rejected": staticmethod(rejected)})
+def limited(limits: HttpConfig, counts: Counts, rejected: Callable[[str], None]) -> type[Connection]:
+    """The protocol for uvicorn's http option; rejected is called with the code of every error given here.
+
+    counts are those of all API processes; idle connections are closed in the one that has too many.
+    """
+    return type("Connection", (Connection,), {"limits": limits, "counts": counts, "rejected": staticmethod(rejected)})
 
 
 def _too_large(message: str) -> ApiError:

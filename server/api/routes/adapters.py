@@ -16,7 +16,8 @@ from server.api.answering.service import Service, service_of
 from server.api.http.errors import ApiError, bad_request, shown, unavailable
 from server.api.http.validation import read_json, validate
 from server.engine.supervisor.adapters import AdapterError
-from server.engine.supervisor.client import EngineClient, EngineUnavailableError
+from server.engine.supervisor.base import EngineUnavailableError
+from server.engine.supervisor.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ async def load_adapter(request: Request) -> Response:
         raise bad_request(f"The adapter cannot be loaded: {e}", "lora_path", "invalid_adapter") from e
     except EngineUnavailableError as e:
         raise unavailable(f"The adapter cannot be loaded now: {e}.", "engine_unavailable") from e
+    await service.spread()
     logger.info("adapter %s loaded from %s", name, path)
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
@@ -90,6 +92,7 @@ async def unload_adapter(request: Request) -> Response:
         raise ApiError(
             404, f"The lora adapter {shown(name)!r} cannot be found.", param="lora_name", code="adapter_not_found"
         )
+    await service.spread()
     logger.info("adapter %s unloaded", name)
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
@@ -102,7 +105,9 @@ def _engine(service: Service) -> EngineClient:
             "This server loads no adapters at run time; engine.allow_runtime_lora in its configuration says so.",
             code="runtime_lora_disabled",
         )
-    return service.backend().engine
+    engine = service.backend().engine
+    assert isinstance(engine, EngineClient)  # other API processes pass such requests on
+    return engine
 
 
 def _is_adapter(path: str) -> bool:

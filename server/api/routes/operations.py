@@ -24,7 +24,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 async def health(request: Request) -> Response:
     """200 when the server can generate; 503 while the model loads (stage, fraction), or when the engine is gone (error)."""
     service = service_of(request)
-    status = service.status
+    status = service.health
     document: dict[str, Any] = {"status": "draining" if service.draining else status.state, "model": service.model_name}
     if status.ready is not None:
         ready = status.ready
@@ -55,7 +55,7 @@ async def health(request: Request) -> Response:
 async def ping(request: Request) -> Response:
     """An empty 200 or 503, for load balancers that look at nothing else."""
     service = service_of(request)
-    return Response(status_code=200 if service.status.state == "ready" and not service.draining else 503)
+    return Response(status_code=200 if service.health.state == "ready" and not service.draining else 503)
 
 
 @router.get("/version", summary="The server's version")

@@ -38,6 +38,9 @@ ENVIRONMENT = {
 """What an engine's process has in its environment, unless the user's says otherwise."""
 
 
+TO_ENGINE, FROM_ENGINE = "to-engine", "from-engine"
+
+
 class EngineSetup(msgspec.Struct, frozen=True):
     """First line of the engine's standard input, whose end means that the API process is gone."""
 
@@ -50,6 +53,8 @@ class EngineSetup(msgspec.Struct, frozen=True):
     """EngineConfig, dumped."""
     adapters: list[LoadAdapter] = []
     """LoRA adapters that were loaded at run time into the engine before this one."""
+    many_clients: bool = False
+    """Whether other API processes than the one that starts the engine send requests, too."""
 
     def engine_config(self) -> EngineConfig:
         """The validated engine section."""
@@ -84,10 +89,10 @@ class EngineProcess:
         self._commands: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._events: zmq.asyncio.Socket = zmq.asyncio.Context.shadow(context).socket(zmq.PULL)
         socket: zmq.Socket[Any]
-        for socket, name in ((self._commands, "to-engine"), (self._events, "from-engine")):
+        for socket, name in ((self._commands, TO_ENGINE), (self._events, FROM_ENGINE)):
             socket.set_hwm(0)
             socket.linger = 0
-            socket.bind(_address(folder, name))
+            socket.bind(socket_address(folder, name))
 
     @classmethod
     async def start(
@@ -110,17 +115,23 @@ class EngineProcess:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         setup = EngineSetup(
-            to_engine=_address(folder, "to-engine"),
-            from_engine=_address(folder, "from-engine"),
+            to_engine=socket_address(folder, TO_ENGINE),
+            from_engine=socket_address(folder, FROM_ENGINE),
             checkpoint_folder=str(checkpoint_folder),
             engine=config.engine.model_dump(mode="json"),
             adapters=adapters,
+            many_clients=config.http.api_processes > 1,
         )
         assert child.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already; the exit code tells
             child.stdin.write(msgspec.json.encode(setup) + b"\n")
             await child.stdin.drain()
         return process
+
+    @property
+    def folder(self) -> Path:
+        """Where the sockets are."""
+        return self._folder
 
     @property
     def pid(self) -> int:
@@ -158,5 +169,16 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _address(folder: Path, name: str) -> str:
+def socket_address(folder: Path, name: str) -> str:
+    """Address of one of the sockets between API and engine: TO_ENGINE or FROM_ENGINE."""
     return f"ipc://{folder}/{name}"
+
+
+def clients_address(to_engine: str) -> str:
+    """Where the engine takes requests of all other API processes than the one that supervises it."""
+    return f"{to_engine}.clients"
+
+
+def client_address(from_engine: str, client: int) -> str:
+    """Where another API process takes its outputs."""
+    return f"{from_engine}.{client}"

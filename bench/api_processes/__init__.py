@@ -1,0 +1,1 @@
+"""How many tokens a second API processes carry, without a model: an engine that only pretends."""

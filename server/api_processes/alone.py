@@ -1,0 +1,93 @@
+"""The part of an API process that is alone: it has the engine to itself. What several do otherwise overrides this."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from fastapi import FastAPI
+
+from server.api.http.counts import Counts
+from server.checkpoint.source import resolve_checkpoint
+from server.config import Config
+from server.engine.supervisor.base import EngineBase
+from server.engine.supervisor.client import EngineClient
+
+if TYPE_CHECKING:
+    from server.api.answering.service import Service
+    from server.observability.many_processes import Processes
+
+T = TypeVar("T")
+Progress = Callable[[str, float], None]
+
+
+class Alone:
+    """Where an API process' engine comes from, and what it counts and measures together with others."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.counts = self._make_counts(len(config.http.keys()))
+        self.processes: Processes | None = None
+        """All processes whose metrics are added up; None: this one's alone."""
+
+    def _make_counts(self, keys: int) -> Counts:
+        return Counts(keys)
+
+    async def begin(self, service: Service, app: FastAPI) -> None:
+        """Called when the application starts."""
+
+    async def engine(self, progress: Progress) -> tuple[Path, EngineBase]:
+        """The checkpoint's folder, and the engine, not started. Raises CheckpointError."""
+        config = self._config
+        folder = await in_thread(lambda: resolve_checkpoint(config.model, config.cache_dir, progress))
+        return folder, EngineClient(await _with_draft_model(config, progress), folder)
+
+    async def start(self, engine: EngineBase) -> None:
+        """Start the engine, once all who listen to it do."""
+        assert isinstance(engine, EngineClient)
+        await engine.start()
+
+    async def settle(self, service: Service) -> None:
+        """Called when this process has all that it needs; waits until all processes take connections."""
+
+    async def end(self) -> None:
+        """Called when the application ends, before the engine is stopped."""
+
+
+async def _with_draft_model(config: Config, progress: Progress) -> Config:
+    """The configuration with the folder of its draft model, if it has one. Raises CheckpointError."""
+    wanted = config.engine.draft_model
+    if wanted is None:
+        return config
+    folder = await in_thread(lambda: resolve_checkpoint(wanted, config.cache_dir, progress))
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"draft_model": str(folder)})})
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run call in a thread that does not keep the process from ending, as a download may take long."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = call()
+        except Exception as e:
+            error = e
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, daemon=True, name="start").start()
+    return await result
