@@ -88,6 +88,7 @@ def build_cpu(force: bool = False, folder: Path | None = None, quiet: bool = Fal
         "-fopenmp",
         "-fvisibility=hidden",
         "-fno-math-errno",
+        "-DNF4_CPU",
         "-ffp-contract=off",  # dequantizing must round as bitsandbytes does; kernels name their FMAs
         "-Wall",
         "-Wextra",

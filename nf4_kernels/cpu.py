@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nf4_kernels.format import Weight, check, second_level
 from nf4_kernels.library_files import cpu_library
-from nf4_kernels.params import DTYPES, Nf4Weight, size_error, weight_struct
+from nf4_kernels.params import DTYPES, TABLE_NUMBERS, Nf4Weight, size_error, weight_struct
 
 
 class KernelError(RuntimeError):
@@ -159,7 +159,7 @@ def struct_of(weight: Weight, n: int, k: int) -> Nf4Weight:
     """The C interface's view of a contiguous weight's tensors, as n rows of k. ValueError where they do not fit."""
     check(weight)
     if weight.absmax_8bit is None:
-        return weight_struct(weight, n, k, None)
+        return _with_table(weight_struct(weight, n, k, None), weight)
     nested = second_level(weight)
     absmax_8bit, absmax_code, absmax_offset, _ = nested
     if absmax_code.dtype != torch.float32 or absmax_code.numel() != 256:
@@ -172,7 +172,12 @@ def struct_of(weight: Weight, n: int, k: int) -> Nf4Weight:
         and absmax_offset.is_cpu
     ):
         raise ValueError("the weight's tensors must all be on the CPU")
-    return weight_struct(weight, n, k, nested)
+    return _with_table(weight_struct(weight, n, k, nested), weight)
+
+
+def _with_table(struct: Nf4Weight, weight: Weight) -> Nf4Weight:
+    struct.offset_stride |= TABLE_NUMBERS[weight.table] << 16
+    return struct
 
 
 def usable() -> ctypes.CDLL:

@@ -231,6 +231,8 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 def _struct(weight: Weight, n: int, k: int) -> Nf4Weight:
     """The C interface's view of a weight's tensors, as n rows of k. ValueError names what does not fit."""
+    if weight.table != "nf4":
+        raise ValueError(f"the CUDA kernels take NF4 alone, got {weight.table}")
     if weight.blocksize not in BLOCKSIZES:
         raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {weight.blocksize}")
     packed, absmax, device = weight.packed, weight.absmax, weight.packed.device

@@ -6,6 +6,7 @@ Source of the codebook: the QLoRA paper (2305.14314), appendix E, as bitsandbyte
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,12 @@ CODEBOOK = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """Value of each 4-bit code, exactly representable in float32."""
+
+_FP4 = (
+    0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
+)  # fmt: skip
+TABLES: dict[str, tuple[float, ...]] = {"nf4": CODEBOOK, "fp4": (*_FP4, *(-value if value else 0.0 for value in _FP4))}
+"""Values of the codes by bitsandbytes' name of the type; FP4 is a sign and 0, 1/16, 8, 12, 4, 6, 2, 3 by 12."""
 
 NESTED_BLOCKSIZE = 256
 """Scales per float32 scale, where the scales are quantized themselves (double quantization)."""
@@ -33,6 +40,8 @@ class Weight:
 
     A shard of a nested weight keeps the whole one's groups of 256 blocks: group_offset blocks lie in front of the shard in
     the first of its groups, and group_skip blocks of the whole weight between the ends and beginnings of its rows.
+
+    table names what codes stand for (TABLES). The ops and CUDA take NF4 alone; cpu.py and reference.py take both.
     """
 
     packed: Tensor
@@ -44,24 +53,29 @@ class Weight:
     absmax_offset: Tensor | None = None
     group_offset: int = 0
     group_skip: int = 0
+    table: str = "nf4"
 
     @classmethod
-    def from_quant_state(cls, packed: Tensor, state: Any) -> Weight:
-        """From a bitsandbytes weight and its QuantState. ValueError for what is not NF4 or not nested in blocks of 256."""
-        if state.quant_type != "nf4":
-            raise ValueError(f"quant_type must be nf4, got {state.quant_type}")
+    def from_quant_state(cls, packed: Tensor, state: Any, tables: Collection[str] = ("nf4",)) -> Weight:
+        """From a bitsandbytes weight and its QuantState.
+
+        ValueError for what is in none of these tables, or not nested in blocks of 256.
+        """
+        if state.quant_type not in tables:
+            raise ValueError(f"quant_type must be {' or '.join(tables)}, got {state.quant_type}")
         if getattr(state, "packing_format_for_cpu", False):
             raise ValueError("bitsandbytes has repacked this weight for its own CPU kernel, lossily")
         data = packed.data.reshape(-1)
         data = data if data.dtype == torch.uint8 else data.view(torch.uint8)
         shape = tuple(int(size) for size in state.shape)
         if not state.nested:
-            return cls(data, shape, state.absmax.float(), int(state.blocksize))
+            return cls(data, shape, state.absmax.float(), int(state.blocksize), table=state.quant_type)
         if state.state2.blocksize != NESTED_BLOCKSIZE:
             raise ValueError(f"nested scales must be in blocks of {NESTED_BLOCKSIZE}, got {state.state2.blocksize}")
         nested = state.state2
         return cls(
-            data, shape, nested.absmax.float(), int(state.blocksize), state.absmax, nested.code.float(), state.offset
+            data, shape, nested.absmax.float(), int(state.blocksize), state.absmax, nested.code.float(), state.offset,
+            table=state.quant_type,
         )  # fmt: skip
 
     @property
@@ -88,14 +102,14 @@ class Weight:
         packed = self.packed.reshape(-1)[index * codes : (index + 1) * codes]
         if self.absmax_8bit is None:
             absmax = self.absmax.reshape(-1)[index * blocks : (index + 1) * blocks]
-            return Weight(packed, (n, k), absmax, self.blocksize)
+            return Weight(packed, (n, k), absmax, self.blocksize, table=self.table)
         absmax_8bit = self.absmax_8bit.reshape(-1)[index * blocks : (index + 1) * blocks]
         groups = -(-blocks // NESTED_BLOCKSIZE)
         own = slice(index * groups, (index + 1) * groups)
         absmax, offset = self.absmax.reshape(-1)[own], self.absmax_offset
         if offset is not None and offset.numel() > 1:
             offset = offset.reshape(-1)[own]
-        return Weight(packed, (n, k), absmax, self.blocksize, absmax_8bit, self.absmax_code, offset)
+        return Weight(packed, (n, k), absmax, self.blocksize, absmax_8bit, self.absmax_code, offset, table=self.table)
 
     def contiguous(self) -> Weight:
         """This weight, or one of contiguous copies where a tensor of it is not contiguous."""
@@ -115,6 +129,8 @@ def check(weight: Weight) -> int:
     packed, absmax, absmax_8bit, blocksize = weight.packed, weight.absmax, weight.absmax_8bit, weight.blocksize
     if blocksize < 1 or blocksize & (blocksize - 1):
         raise ValueError(f"blocksize must be a power of two, got {blocksize}")
+    if weight.table not in TABLES:
+        raise ValueError(f"table must be one of {tuple(TABLES)}, got {weight.table!r}")
     if packed.dtype != torch.uint8:
         raise ValueError(f"packed must be uint8, got {packed.dtype}")
     if packed.numel() < (count + 1) // 2:

@@ -38,8 +38,12 @@ class Nf4Weight(ctypes.Structure):
     )
 
 
+TABLE_NUMBERS = {"nf4": 0, "fp4": 1}
+"""What codes stand for, and its number in csrc/params.h: the upper half of the CPU library's offset_stride."""
+
+
 def weight_struct(weight: Weight, n: int, k: int, nested: tuple[Tensor, Tensor, Tensor, int] | None) -> Nf4Weight:
-    """The C interface's view of a weight as n rows of k; nested is its second_level(), None where it is plain.
+    """The C interface's view of a weight in NF4 as n rows of k; nested is its second_level(), None where it is plain.
 
     The caller has checked the tensors, and keeps them alive while the struct is used.
     """

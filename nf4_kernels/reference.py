@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nf4_kernels.format import CODEBOOK, Weight, block_scales, check, check_experts, unpack
+from nf4_kernels.format import TABLES, Weight, block_scales, check, check_experts, unpack
 from nf4_kernels.params import ACTIVATIONS, EXPERT_ACTIVATIONS
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
@@ -16,7 +16,9 @@ SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The weight in dtype: float32 code times float32 scale, then one rounding. ValueError where tensors are too small."""
     count = check(weight)
-    values = torch.tensor(CODEBOOK, dtype=torch.float32, device=weight.packed.device)[unpack(weight.packed, count)]
+    values = torch.tensor(TABLES[weight.table], dtype=torch.float32, device=weight.packed.device)[
+        unpack(weight.packed, count)
+    ]
     values *= block_scales(weight).repeat_interleave(weight.blocksize)[:count]
     return values.to(dtype).reshape([int(size) for size in weight.shape])
 

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 enum { NF4_FLOAT32 = 0, NF4_FLOAT16 = 1, NF4_BFLOAT16 = 2 };
+enum { NF4_TABLE_NF4 = 0, NF4_TABLE_FP4 = 1 };
 
 /* A row-major [n, k] weight in bitsandbytes' layout: two codes a byte, the high nibble first.
  * Nested where absmax_8bit is not null: scale i = absmax_code[absmax_8bit[i]] * absmax[g]
@@ -21,7 +22,12 @@ typedef struct {
   int64_t n;
   int64_t k;
   int32_t blocksize;
+#ifdef NF4_CPU
+  int16_t offset_stride;
+  int16_t table; /* what codes stand for; the CUDA kernels have NF4's values in their instructions */
+#else
   int32_t offset_stride;
+#endif
   int32_t group_offset;
   int32_t group_skip;
 } Nf4Weight;

@@ -49,14 +49,14 @@ class CheckpointInfo:
         """The same with fewer tensors."""
         return replace(self, tensors={name: kind for name, kind in self.tensors.items() if not left_out(name)})
 
-    def loaded_bytes(self, item_bytes: int) -> int:
-        """Bytes the weights take once loaded, with unquantized floats in item_bytes each."""
+    def loaded_bytes(self, item_bytes: int, keeps_fp4: bool = False) -> int:
+        """Bytes the weights take once loaded, with unquantized floats in item_bytes each; FP4 is expanded, if not kept."""
         total = 0.0
         for name, (dtype, shape) in self.tensors.items():
             count = math.prod(shape)
             place = place_of(name)
             experts = place is not None and not place.bias
-            if self.packed.get(name) == "fp4" and not experts:
+            if self.packed.get(name) == "fp4" and not experts and not keeps_fp4:
                 total += 2 * count * item_bytes
             elif self.quantization == "none" and (experts or (_is_projection(name) and len(shape) == 2)):
                 total += count * _NF4_BYTES

@@ -19,6 +19,7 @@ from server.checkpoint.embedding import MODULES
 from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.experts.tensors import CheckpointTensors
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
+from server.checkpoint.packed import keeps_fp4
 from server.checkpoint.quantizer import TensorRefused, by_file
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,10 @@ def load_model(
     check_memory(info if towers else info.without(lambda name: is_left_out(name, chosen.config)), device, dtype)
     options = _quantization_options(info, chosen.config, dtype)
     experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
+    fp4 = keeps_fp4(device)
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts.take_over, towers), _quiet():
+        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts.take_over, towers, fp4), _quiet():
             model, report = chosen.auto.from_pretrained(
                 folder,
                 config=chosen.config,
@@ -119,7 +121,7 @@ def available_bytes(device: torch.device) -> int:
 
 def check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, shards: int = 1) -> None:
     """Raise CheckpointError where the weights, or one of `shards` equal shards, do not fit into the device's memory."""
-    needed = info.loaded_bytes(dtype.itemsize) / shards
+    needed = info.loaded_bytes(dtype.itemsize, keeps_fp4(device)) / shards
     free = available_bytes(device)
     if needed > free:
         raise CheckpointError(

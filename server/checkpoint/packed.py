@@ -12,6 +12,7 @@ import torch
 from bitsandbytes.functional import get_4bit_type
 from torch import Tensor
 
+from nf4_kernels import cpu
 from nf4_kernels.format import unpack
 from server.checkpoint.base import CheckpointError
 
@@ -43,6 +44,11 @@ class PackedState:
         found = self.nested_values.float().reshape(-1)[self.absmax.reshape(-1).long()]
         groups = self.nested_absmax.float().reshape(-1).repeat_interleave(self.nested_blocksize)
         return found * groups[: found.numel()] + self.nested_offset
+
+
+def keeps_fp4(device: torch.device) -> bool:
+    """Whether FP4 stays packed on a device: the CPU kernels have its table. Elsewhere it is expanded while loading."""
+    return device.type == "cpu" and cpu.load_error() is None
 
 
 def read_state(name: str, tensors: Mapping[str, Tensor]) -> PackedState:

@@ -34,9 +34,9 @@ class TensorRefused(BaseException):
 
 
 class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
-    """Makes a Linear4bit of exactly those linear layers whose weights the files have in NF4.
+    """Makes a Linear4bit of exactly those linear layers whose weights the files have in NF4, or FP4 where that is kept.
 
-    Other packed tensors (FP4; an embedding) are expanded while loading, and what is in 16 bit stays so. A checkpoint with
+    Other packed tensors (an embedding) are expanded while loading, and what is in 16 bit stays so. A checkpoint with
     nothing packed is quantized as transformers does it.
     """
 
@@ -46,18 +46,20 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         key_mapping: Mapping[str, str] | None,
         take_over: Callable[[PreTrainedModel], None],
         towers: bool,
+        keeps_fp4: bool,
         quantization_config: BitsAndBytesConfig,
         **options: Any,
     ) -> None:
         """take_over: takes out of a model, before it is loaded, what transformers is not to load.
 
-        towers: whether the parts that images go through are loaded.
+        towers: whether the parts that images go through are loaded. keeps_fp4: whether linear layers in FP4 stay so.
         """
         super().__init__(quantization_config, **options)
         self._info = info
         self._key_mapping = key_mapping
         self._take_over = take_over
         self._towers = towers
+        self._kept = ("nf4", "fp4") if keeps_fp4 else ("nf4",)
 
     def __deepcopy__(self, _: Any) -> FileQuantizer:
         # transformers copies it for every tensor, and the list of all tensors with it.
@@ -74,15 +76,16 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             with towers_aside(model):  # what is in 16 bit there stays so
                 super()._process_model_before_weight_loading(model, device_map, **options)
-        expanded = sum(table != "nf4" for table in self._info.packed.values())
+        expanded = sum(table not in self._kept for table in self._info.packed.values())
         if expanded:
             logger.warning(
                 "%d tensors are in FP4: they are expanded to 16 bit, which takes 4 times the memory", expanded
             )
         for name, table in self._info.packed.items():
             module_name = names.get(name, "").rpartition(".")[0]
-            if self.pre_quantized and table == "nf4" and module_name:
-                _make_packed(model, module_name, self.quantization_config, _storage_of(self._info.tensors[name][0]))
+            if self.pre_quantized and table in self._kept and module_name:
+                storage = _storage_of(self._info.tensors[name][0])
+                _make_packed(model, module_name, table, self.quantization_config, storage)
         self._take_over(model)
 
     def get_load_operations(self) -> dict[str, Any]:
@@ -132,14 +135,15 @@ def by_file(
     key_mapping: Mapping[str, str] | None,
     take_over: Callable[[PreTrainedModel], None],
     towers: bool,
+    keeps_fp4: bool,
 ) -> Iterator[None]:
     """While entered, transformers quantizes by a FileQuantizer of this checkpoint.
 
-    key_mapping as from_pretrained has it; take_over and towers as FileQuantizer has them.
+    key_mapping as from_pretrained has it; take_over, towers and keeps_fp4 as FileQuantizer has them.
     """
     registered = quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED]
     quantizers.AUTO_QUANTIZER_MAPPING[_REGISTERED] = functools.partial(
-        FileQuantizer, info, key_mapping, take_over, towers
+        FileQuantizer, info, key_mapping, take_over, towers, keeps_fp4
     )
     try:
         yield
@@ -192,7 +196,7 @@ def _storage_of(dtype: str) -> torch.dtype:
     return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(dtype, torch.uint8)
 
 
-def _make_packed(model: nn.Module, name: str, config: BitsAndBytesConfig, storage: torch.dtype) -> None:
+def _make_packed(model: nn.Module, name: str, table: str, config: BitsAndBytesConfig, storage: torch.dtype) -> None:
     """Put a Linear4bit without a weight in the place of a linear layer; other modules stay.
 
     storage: of its codes; transformers 5.17 casts what it reads to the type that the layer has.
@@ -203,7 +207,7 @@ def _make_packed(model: nn.Module, name: str, config: BitsAndBytesConfig, storag
     n, k = (module.nx, module.nf)[::-1] if isinstance(module, Conv1D) else (module.out_features, module.in_features)
     with torch.device("meta"):
         layer = Linear4bit(
-            k, n, module.bias is not None, config.bnb_4bit_compute_dtype, quant_type="nf4",
+            k, n, module.bias is not None, config.bnb_4bit_compute_dtype, quant_type=table,
             quant_storage=storage,
         )  # fmt: skip
     layer.source_cls = type(module)

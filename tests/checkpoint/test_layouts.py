@@ -9,12 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from server.checkpoint import loading
+from server.checkpoint.packed import keeps_fp4
 from tests.checkpoint.layouts import (
+    CONFIG,
+    CPU,
     change_json,
+    change_tensors,
     check_served,
     config_of,
     random_model,
     save_nf4,
+    silent,
 )
 
 LLAMA: dict[str, Any] = {
@@ -45,9 +51,33 @@ def test_bitsandbytes_fields_without_a_method(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_fp4(tmp_path: Path, double: bool) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_fp4(tmp_path: Path, double: bool, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed, as the CPU kernels take it, and expanded, as on GPUs."""
+    assert keeps_fp4(CPU)
+    assert not keeps_fp4(torch.device("cuda"))
+    if not kept:
+        monkeypatch.setattr(loading, "keeps_fp4", lambda device: False)
     quantization = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": double}
-    check_served(save_nf4(llama(), tmp_path / "model", **quantization))
+    folder = save_nf4(llama(), tmp_path / "model", **quantization)
+    layer = loading.load_model(folder, CPU, torch.float32, silent).get_decoder().layers[1].mlp.down_proj
+    assert layer.weight.dtype is (torch.uint8 if kept else torch.float32)
+    check_served(folder)
+
+
+def test_fp4_beside_nf4_and_in_compiled_layers(tmp_path: Path) -> None:
+    """Projections of one input in both, which cannot be one GEMM."""
+    folder = save_nf4(llama(), tmp_path / "model", bnb_4bit_quant_type="fp4")
+    other = load_file(save_nf4(llama(), tmp_path / "nf4") / "model.safetensors")
+    part = ("k_proj", "up_proj")
+    change_tensors(
+        folder,
+        lambda tensors: (
+            {name: t for name, t in tensors.items() if not any(p in name for p in part)}
+            | {name: t for name, t in other.items() if any(p in name for p in part)}
+        ),
+    )
+    check_served(folder, CONFIG.model_copy(update={"enforce_eager": False}))
 
 
 def test_a_tied_output_layer_that_was_quantized(tmp_path: Path) -> None:

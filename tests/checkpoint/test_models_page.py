@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[str, Callable[..., Any]]] = {
         test_layouts.test_a_tied_output_layer_that_the_skip_list_forgets,
     ),
     "prefixes of other versions": ("works", test_multimodal.test_names_of_other_versions),
-    "FP4, expanded to 16 bit while loading": ("works", test_layouts.test_fp4),
+    "FP4, on GPUs expanded to 16 bit while loading": ("works", test_layouts.test_fp4),
     "16 or 32 bit, quantized while loading": ("works", test_loading.test_a_16_bit_model_is_quantized_while_loading),
     "tekken.json as the only tokenizer": ("works", tokenizers.test_mistrals_tekken_is_converted),
     "tokenizer.model as the only tokenizer, without its package": (

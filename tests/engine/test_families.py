@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.attention.sdpa import SdpaBackend
-from server.engine.runtime.limits import EngineConfigError
+from server.engine.runtime.limits import EngineConfigError, own_limit
 from server.engine.runtime.preparation import cache
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.scheduling.blocks import BlockManager
@@ -88,6 +90,26 @@ def test_layers_that_keep_state_elsewhere_are_refused() -> None:
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     with pytest.raises(UnsupportedModelError, match="linear_attention"):
         probe_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, 256),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 256),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, 64),
+        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 48}, 48),
+        # One for each kind of layer, as Gemma 3 has them.
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "default"},
+                              "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64}}}, 64),
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 32}, 32),
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 64, "attn_temperature_tuning": True,
+          "floor_scale": 40}, 39),
+        ({"attn_temperature_tuning": False, "floor_scale": 40}, 256),
+    ],
+)  # fmt: skip
+def test_contexts_end_where_a_token_would_depend_on_others_lengths(settings: dict[str, Any], limit: int) -> None:
+    assert own_limit(SimpleNamespace(max_position_embeddings=256, **settings)) == limit
 
 
 def test_limits_come_from_the_model_the_cache_and_the_configuration() -> None:

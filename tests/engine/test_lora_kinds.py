@@ -101,6 +101,7 @@ def test_kinds_of_adapters_equal_peft(kind: str, tmp_path: Path) -> None:
     ("model_type", "skipped", "options"),
     [
         ("llama", ["lm_head"], {"use_dora": True, "target_modules": ALL_PROJECTIONS}),
+        ("llama in fp4", ["lm_head"], {"use_dora": True, "target_modules": ALL_PROJECTIONS}),
         # An output layer in NF4, and one that the CPU has in bfloat16.
         ("llama", ["nothing"], {"target_modules": ["lm_head", "embed_tokens", "v_proj"]}),
         ("llama", ["lm_head"], {"target_modules": ["lm_head", "q_proj"]}),
@@ -109,7 +110,9 @@ def test_kinds_of_adapters_equal_peft(kind: str, tmp_path: Path) -> None:
 )
 def test_beside_nf4(model_type: str, skipped: list[str], options: dict[str, Any], tmp_path: Path) -> None:
     settings = {**LLAMA, "hidden_size": 64, "n_inner": 128, "intermediate_size": 128}
-    folder = save_nf4(random_model(config_of(model_type, **settings)), tmp_path / "m", llm_int8_skip_modules=skipped)
+    model_type, _, table = model_type.partition(" in ")
+    quantization = {"llm_int8_skip_modules": skipped, "bnb_4bit_quant_type": table or "nf4"}
+    folder = save_nf4(random_model(config_of(model_type, **settings)), tmp_path / "m", **quantization)
     base = reference_model(folder, tmp_path / "reference")
     options = {"fan_in_fan_out": model_type == "gpt2", **options}
     save_adapter(base, tmp_path / "a", 0, 0.3, r=4, **options)

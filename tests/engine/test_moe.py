@@ -105,6 +105,16 @@ def test_experts_in_nf4_give_transformers_tokens(family: str, tmp_path: Path) ->
     check(engine, reference)
 
 
+def test_llama_4_scales_no_query_by_its_row_of_a_step(tmp_path: Path) -> None:
+    """transformers scales by the place in the forward pass, which here has tokens of all sequences."""
+    scaled = {"no_rope_layers": [1, 0], "floor_scale": 60, "attn_scale": 0.5}
+    reference = save_moe(tmp_path, tiny_moe("llama4_text", **scaled), rename=separate_experts)
+    assert reference.model.layers[1].self_attn.attn_temperature_tuning
+    engine = engine_of(tmp_path, CONFIG.model_copy(update={"max_num_batched_tokens": 256}))
+    assert engine._runner.limits.max_model_len == 59
+    check(engine, reference)
+
+
 def in_nf4_with_routers(name: str) -> bool:
     return is_projection(name) or name.endswith((".gate.weight", ".router.linear.weight"))
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import dequantize_4bit, get_4bit_type
 
 import nf4_kernels
-from nf4_kernels import Weight, cpu, reference
+from nf4_kernels import Weight, cpu, cpu_moe, reference
+from nf4_kernels.format import TABLES
 from tests.nf4_kernels.shards import along_k, along_n
 from tests.nf4_kernels.weights import quantized
 
@@ -48,6 +49,44 @@ def test_dequantize_is_bitsandbytes_bit_for_bit(isa: str, blocksize: int, nested
             if len(shape) == 2 and (shape[1] % blocksize == 0 or shape[1] % 2 or blocksize >= 2048):
                 # Elsewhere bitsandbytes' fused CPU kernel reads the wrong scale for blocks that span rows.
                 assert torch.equal(got, dequantize_4bit(q.packed, q.state)), (shape, dtype)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("blocksize", [64, 128, 4096])
+def test_fp4_is_the_same_with_another_table(isa: str, blocksize: int, nested: bool) -> None:
+    assert TABLES["fp4"] == tuple(get_4bit_type("fp4", device="cpu").tolist())
+    for seed, shape in enumerate([(64, 192), (1, 64), (7, 4096 + 34)]):
+        q = quantized(shape, blocksize, nested, seed, table="fp4")
+        for dtype in DTYPES:
+            got = cpu.dequantize(q.weight, dtype)
+            assert torch.equal(got, reference.dequantize(q.weight, dtype))
+            q.state.dtype = dtype
+            if shape[1] % blocksize == 0:
+                assert torch.equal(got, dequantize_4bit(q.packed, q.state)), (shape, dtype)
+    for rows in (1, 3, 7, 13, 33, 150):
+        for n, k in ((192, 576), (63, 192), (5, 65)):
+            q = quantized((n, k), 64, nested, rows, table="fp4")
+            x = torch.randn(rows, k)
+            exact = x.double() @ reference.dequantize(q.weight, torch.float32).double().T
+            assert _errors(cpu.linear(x, q.weight), exact) <= 2e-5, (rows, n, k)
+            theirs = reference.linear(x.bfloat16(), q.weight)
+            assert _errors(cpu.linear(x.bfloat16(), q.weight), theirs.double()) <= 1e-2
+
+
+def test_fp4_experts(isa: str) -> None:
+    q = quantized((4, 64, 128), 64, False, 3, table="fp4")
+    x, experts = torch.randn(9, 128), torch.randint(0, 4, (9, 2), dtype=torch.int32)
+    torch.testing.assert_close(
+        cpu_moe.moe_linear(x, q.weight, experts, None, None), reference.moe_linear(x, q.weight, experts)
+    )
+
+
+def test_what_takes_nf4_alone_refuses_fp4() -> None:
+    q = quantized((64, 128), 64, False, 3, table="fp4")
+    with pytest.raises(ValueError, match="quant_type must be nf4, got fp4"):
+        Weight.from_quant_state(q.packed, q.state)
+    with pytest.raises(ValueError, match="table must be one of"):
+        cpu.dequantize(replace(q.weight, table="int4"), torch.float32)
 
 
 def _errors(got: torch.Tensor, exact: torch.Tensor) -> float:

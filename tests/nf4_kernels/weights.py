@@ -25,13 +25,18 @@ class Quantized:
 
 
 def quantized(
-    shape: tuple[int, ...], blocksize: int, nested: bool, seed: int, dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...],
+    blocksize: int,
+    nested: bool,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    table: str = "nf4",
 ) -> Quantized:
-    """A normal random weight with a few outliers, in NF4."""
+    """A normal random weight with a few outliers, in NF4 or FP4."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator) * 0.02
     values.view(-1)[:: max(1, values.numel() // 7)] *= 20
     packed, state = quantize_4bit(
-        values.to(dtype), blocksize=blocksize, quant_type="nf4", compress_statistics=nested, quant_storage=torch.uint8
+        values.to(dtype), blocksize=blocksize, quant_type=table, compress_statistics=nested, quant_storage=torch.uint8
     )
-    return Quantized(packed, state, Weight.from_quant_state(packed, state))
+    return Quantized(packed, state, Weight.from_quant_state(packed, state, (table,)))

@@ -49,7 +49,7 @@ static inline int64_t to_next_panel(const Nf4Weight* w, int64_t row0) {
 template <bool kSplit>
 static void decode_columns(const Nf4Weight* w, int64_t row0, int rows, int64_t g, const float* scales,
                            int64_t ahead, char* to) {
-  const __m512 codes = _mm512_load_ps(kCodes);
+  const __m512 codes = _mm512_load_ps(codes_of(w));
   const int64_t row_bytes = w->k / 2, groups = w->k / 64;
   const uint8_t* from = w->packed + row0 * row_bytes + g * 32;
   const uint8_t* later = w->packed + row0 * row_bytes + ahead + g * kUnit * 32;

@@ -14,7 +14,7 @@ std::atomic<int64_t> dequant_ns{0}, linear_ns{0};
 
 bool valid_weight(const Nf4Weight* w) {
   if (!w || !w->packed || !w->absmax || w->n < 1 || w->k < 1) return false;
-  if (w->blocksize < 2 || w->blocksize % 2) return false;
+  if (w->table < NF4_TABLE_NF4 || w->table > NF4_TABLE_FP4 || w->blocksize < 2 || w->blocksize % 2) return false;
   return !w->absmax_8bit || (w->absmax_code && w->absmax_offset);
 }
 

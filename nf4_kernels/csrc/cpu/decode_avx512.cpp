@@ -46,7 +46,7 @@ void decode32(const uint8_t* packed, const Table& table, void* out, bool wide) {
 }
 
 void decode(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t dtype) {
-  const __m512 codes = _mm512_load_ps(kCodes);
+  const __m512 codes = _mm512_load_ps(codes_of(w));
   const bool wide = dtype == NF4_FLOAT32;
   const int64_t width = wide ? 4 : 2;
   int64_t i = begin, block = begin / w->blocksize;

@@ -90,6 +90,17 @@ alignas(64) static const float kCodes[16] = {
     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
 };
 
+/* That of FP4: a sign, and 0, 1/16, 8, 12, 4, 6, 2, 3 by 12. */
+alignas(64) static const float kFp4Codes[16] = {
+    0.0f, 0.0052083334885537624f, 0.6666666865348816f, 1.0f,
+    0.3333333432674408f, 0.5f, 0.1666666716337204f, 0.25f,
+    0.0f, -0.0052083334885537624f, -0.6666666865348816f, -1.0f,
+    -0.3333333432674408f, -0.5f, -0.1666666716337204f, -0.25f,
+};
+
+/* What the 16 codes of a weight stand for, aligned to 64 bytes. */
+static inline const float* codes_of(const Nf4Weight* w) { return w->table == NF4_TABLE_FP4 ? kFp4Codes : kCodes; }
+
 /* Where block i's scale lies in the whole weight, counted from its first group; see Nf4Weight. */
 static inline int64_t place_of(const Nf4Weight* w, int64_t i) {
   int64_t place = w->group_offset + i;
@@ -107,7 +118,7 @@ static inline float scale_of(const Nf4Weight* w, int64_t i) {
 
 static inline float code_of(const Nf4Weight* w, int64_t i) {
   uint8_t byte = w->packed[i >> 1];
-  return kCodes[i & 1 ? byte & 15 : byte >> 4];
+  return codes_of(w)[i & 1 ? byte & 15 : byte >> 4];
 }
 
 static inline float bits_to_float(uint32_t bits) {

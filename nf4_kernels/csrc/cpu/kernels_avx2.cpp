@@ -53,8 +53,8 @@ void decode(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t d
       ++i;
     }
     /* The table is scaled instead of the weights. */
-    const __m256 low = _mm256_mul_ps(_mm256_load_ps(kCodes), _mm256_set1_ps(scale));
-    const __m256 high = _mm256_mul_ps(_mm256_load_ps(kCodes + 8), _mm256_set1_ps(scale));
+    const __m256 low = _mm256_mul_ps(_mm256_load_ps(codes_of(w)), _mm256_set1_ps(scale));
+    const __m256 high = _mm256_mul_ps(_mm256_load_ps(codes_of(w) + 8), _mm256_set1_ps(scale));
     for (; i + 16 <= stop; i += 16) decode16(w->packed + i / 2, low, high, out, i - begin, dtype);
     for (; i < stop; ++i) store_as(out, i - begin, code_of(w, i) * scale, dtype);
   }

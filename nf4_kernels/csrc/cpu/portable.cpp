@@ -12,7 +12,7 @@ void decode(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t d
     if (stop > end) stop = end;
     float scale = scale_of(w, block);
     float scaled[16];
-    for (int c = 0; c < 16; ++c) scaled[c] = kCodes[c] * scale;
+    for (int c = 0; c < 16; ++c) scaled[c] = codes_of(w)[c] * scale;
     for (; i < stop; ++i) {
       uint8_t byte = w->packed[i >> 1];
       store_as(out, i - begin, scaled[i & 1 ? byte & 15 : byte >> 4], dtype);

@@ -25,9 +25,9 @@ namespace {
 /* M rows of x times 2 P rows of w: pair r is rows r and P + r. The rows after them start `ahead`
  * bytes behind rows[0]. */
 template <int M, int P>
-void rows_times(const uint8_t* const rows[2 * P], const float* const scales[2 * P], const float* x, int64_t k,
-                int64_t ahead, float* sums) {
-  const __m512 codes = _mm512_load_ps(kCodes);
+void rows_times(const uint8_t* const rows[2 * P], const float* const scales[2 * P], const float* table,
+                const float* x, int64_t k, int64_t ahead, float* sums) {
+  const __m512 codes = _mm512_load_ps(table);
   /* Scaling a block's sum is cheaper than scaling its weights while few rows of x share them, but needs registers
    * for the sums of the block. */
   constexpr bool kScaleSums = M * P <= 8;
@@ -113,7 +113,7 @@ void fused(const Nf4Weight* w, const float* order, int64_t row0, int count, floa
       rows[r] = w->packed + (row0 + row) * (k / 2);
       scales[r] = scratch + row * groups;
     }
-    rows_times<M, P>(rows, scales, order, k, P * k, sums + first);
+    rows_times<M, P>(rows, scales, codes_of(w), order, k, P * k, sums + first);
   }
 }
 

@@ -106,19 +106,30 @@ def own_limit(text: Any) -> int | None:
     """Longest input that the model is made for and that leaves a token's rotary embedding to its position alone.
 
     transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence. Layers that attend
-    within chunks (Llama 4) attend as all others do in contexts of one chunk.
+    within chunks (Llama 4) attend as all others do in contexts of one chunk, and queries that are scaled by their place
+    are scaled by 1 in the first floor_scale - 1 tokens.
     """
     own: int | None = getattr(text, "max_position_embeddings", None)
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         chunk = int(text.attention_chunk_size)
         own = chunk if own is None else min(own, chunk)
-    parameters = getattr(text, "rope_parameters", None) or {}
-    if parameters.get("rope_type") in ("dynamic", "longrope"):
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        return original or own
+    if getattr(text, "attn_temperature_tuning", False):
+        unscaled = int(text.floor_scale) - 1
+        own = unscaled if own is None else min(own, unscaled)
+    for parameters in _rotary_parameters(text):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            original = parameters.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            own = min((length for length in (own, original) if length), default=None)
     return own
+
+
+def _rotary_parameters(text: Any) -> list[dict[str, Any]]:
+    """What rotary embeddings are made of: one for the model, or one for each kind of layer."""
+    given = getattr(text, "rope_parameters", None) or {}
+    each = [part for part in given.values() if isinstance(part, dict)]
+    return each or [given]
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -61,6 +61,16 @@ class _Probe(AttentionBackend):
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
+def _leave_unscaled(model: PreTrainedModel) -> None:
+    """Let no layer scale its queries by their places in a step, for which Llama 4 takes them to be positions.
+
+    In contexts of own_limit() the scale is 1.
+    """
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale"):
+            module.attn_temperature_tuning = False
+
+
 Probed = tuple[list[LayerShape], list[AttentionOptions], dict[int, torch.Tensor]]
 """What each layer keeps, how it attends, and the sinks of those that have some (AttentionBackend.sinks)."""
 
@@ -78,8 +88,9 @@ def probe_layers(model: PreTrainedModel) -> Probed:
             raise UnsupportedModelError(f"{name} has layers of the kind {kind}, which the paged cache cannot serve")
     try:
         model.get_decoder().set_attn_implementation(PROBED_IMPLEMENTATION)
-    except ValueError as e:
+    except (AttributeError, ValueError) as e:
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface: {e}") from e
+    _leave_unscaled(model)
     probe = _Probe(own_limit(config) or FARTHEST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with attending(probe), torch.inference_mode():

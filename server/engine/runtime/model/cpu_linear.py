@@ -28,7 +28,7 @@ def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
 
 
 class CpuNF4Linear(nn.Module):
-    """One NF4 GEMM whose arguments have been laid out for the kernel once."""
+    """One NF4 or FP4 GEMM whose arguments have been laid out for the kernel once."""
 
     handle: torch.Tensor
 
@@ -37,7 +37,7 @@ class CpuNF4Linear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset, layer.group_offset, layer.group_skip)
         shape = (layer.out_features, layer.in_features)
-        weight = nf4_kernels.Weight(layer.packed, shape, layer.absmax, layer.blocksize, *nested)
+        weight = nf4_kernels.Weight(layer.packed, shape, layer.absmax, layer.blocksize, *nested, layer.table)
         _prepared.append(cpu.PreparedLinear(weight, layer.bias))
         self.weight, self.own_bias = weight, layer.bias
         self.register_buffer("handle", torch.tensor(len(_prepared) - 1), persistent=False)

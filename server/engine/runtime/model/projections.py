@@ -14,6 +14,7 @@ import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
 from nf4_kernels.format import NESTED_BLOCKSIZE, Weight
 from nf4_kernels.format import block_scales as scales_of_blocks
 from server.checkpoint.experts.module import StackedWeight
+from server.checkpoint.packed import keeps_fp4
 
 # Projections that one module of transformers' model code applies to one input, in the order in which it does so.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -23,7 +24,7 @@ class NF4Linear(nn.Module):
     """One NF4 GEMM. All that the op takes is a buffer, so that one compiled function serves all layers.
 
     Unlike bitsandbytes' layer it has no quantization state object and converts no dtype: x and the bias are in the
-    model's dtype.
+    model's dtype. One in FP4 computes nothing: model/cpu_linear.py takes its place.
     """
 
     packed: torch.Tensor
@@ -43,6 +44,7 @@ class NF4Linear(nn.Module):
         state: QuantState = layer.weight.quant_state
         self.out_features, self.in_features = (int(size) for size in state.shape)
         self.blocksize = int(state.blocksize)
+        self.table: str = state.quant_type
         # In a shard (server.checkpoint.sharding.slices): where its blocks lie in the whole weight's groups.
         self.group_offset, self.group_skip = _geometry(layer)
         self.register_buffer("packed", layer.weight.data.view(torch.uint8).reshape(-1), persistent=False)
@@ -75,6 +77,8 @@ class NF4Linear(nn.Module):
 
     def _weight(self) -> tuple[Any, ...]:
         """The arguments of nf4::linear behind x."""
+        if self.table != "nf4":
+            raise RuntimeError(f"the ops take NF4 alone, and this layer is in {self.table}")
         return (
             self.packed,
             [self.out_features, self.in_features],
@@ -155,7 +159,7 @@ class GroupMember(nn.Module):
 def replace_projections(model: nn.Module) -> int:
     """Put every Linear4bit of model on the nf4 op in place, grouped where GROUPS says; returns how many there were.
 
-    Layers that are not NF4, or nested otherwise than in blocks of 256, stay bitsandbytes' own.
+    Layers that are neither NF4 nor, on CPU, FP4, or nested otherwise than in blocks of 256, stay bitsandbytes' own.
     """
     count = 0
     for parent in list(model.modules()):
@@ -180,7 +184,9 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _is_ours(layer: Linear4bit) -> bool:
     state = layer.weight.quant_state
-    if state is None or state.quant_type != "nf4" or getattr(state, "packing_format_for_cpu", False):
+    if state is None or getattr(state, "packing_format_for_cpu", False):
+        return False
+    if state.quant_type != "nf4" and not (state.quant_type == "fp4" and keeps_fp4(layer.weight.device)):
         return False
     return not state.nested or state.state2.blocksize == NESTED_BLOCKSIZE
 
@@ -191,7 +197,10 @@ def _fit(layers: list[Any]) -> bool:
     first = states[0]
     return (
         all(
-            s.shape[1] == first.shape[1] and s.blocksize == first.blocksize and s.shape.numel() % s.blocksize == 0
+            s.shape[1] == first.shape[1]
+            and s.blocksize == first.blocksize
+            and s.shape.numel() % s.blocksize == 0
+            and s.quant_type == first.quant_type
             for s in states
         )
         and len({layer.bias is None for layer in layers}) == 1
@@ -245,7 +254,7 @@ def _scales_of(layer: Linear4bit) -> torch.Tensor:
     if _geometry(layer) == (0, 0):
         return block_scales(state)
     offset, skip = _geometry(layer)
-    weight = Weight.from_quant_state(layer.weight, state)
+    weight = Weight.from_quant_state(layer.weight, state, (state.quant_type,))
     return scales_of_blocks(replace(weight, group_offset=offset, group_skip=skip))
 
 
