@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test test-slow test-wheel test-clients test-speculation fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
+.PHONY: help serve test test-slow test-wheel wheels test-clients test-speculation fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
 .PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check serve-ray test-ray test-routers clean
 
 help: ## list the commands
@@ -81,6 +81,9 @@ test-slow: $(VENV)/.dev $(HELM) kernels model ## the tests that take minutes eac
 test-wheel: $(VENV)/.dev model ## build both wheels, install them in a new environment and serve; twine check
 	$(BIN)/python -m pip install --quiet twine
 	$(BIN)/python -m pytest -m 'slow or not slow' tests/test_wheel.py tests/nf4_kernels/test_package.py
+
+wheels: $(VENV)/.dev ## a wheel of the kernels with the compiled CPU library, into dist/; with the CUDA library, too: CUDA=1
+	$(BIN)/python -m deploy.wheels $(if $(CUDA),--cuda) dist
 
 test-clients: $(VENV)/.dev kernels model ## coding agents, SDKs and others on their defaults against the server (CLIENTS=)
 	$(BIN)/python -m tests.clients.run $(CLIENTS)

@@ -30,7 +30,7 @@ from server.engine.core import Engine
 from server.engine.runtime.attention.kernels.decode import Room, layout
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.page_tables import page_tables
-from server.engine.runtime.batch import Batch, build_batch
+from server.engine.runtime.batch import Batch, batch_of, step_input
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.runner import ModelRunner
@@ -92,7 +92,7 @@ class HostRunner:
         if not all(chunk.samples and chunk.length == 1 for chunk in step.chunks):
             return None
         with self.timed("batch"):
-            self.batch = build_batch(step, self.block_size, self.device)
+            self.batch = batch_of(step_input(step), self.block_size, self.device)
         with self.timed("layout"):
             self.tables.take_new(self.batch.spans)
             layout(self.batch.spans.ends, self.batch.spans.rows, [None], [ROOM])

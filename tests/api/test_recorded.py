@@ -26,6 +26,10 @@ IGNORED = {
     },
     "vercel-ai-sdk": {"tools[].eager_input_streaming"},
     "openai-node": {"store", "metadata"},
+    "open-webui": {
+        "keep_alive", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "reasoning_effort", "use_mlock",
+        "use_mmap",
+    },
 }  # fmt: skip
 
 
@@ -60,7 +64,8 @@ def test_recorded_request(long_context: httpx.Client, client: str, request_: dic
 
 def test_recordings_are_of_every_client_and_tell_nothing_about_who_made_them() -> None:
     assert {path.stem for path in RECORDED.glob("*.json")} == {
-        "claude-code", "codex", "huggingface-hub", "langchain-js", "openai-agents", "openai-node", "vercel-ai-sdk",
+        "claude-code", "codex", "huggingface-hub", "langchain-js", "open-webui", "openai-agents", "openai-node",
+        "vercel-ai-sdk",
     }  # fmt: skip
     for path in RECORDED.glob("*.json"):
         requests = json.loads(path.read_text())["requests"]

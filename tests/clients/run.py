@@ -56,6 +56,7 @@ CLIENTS = {
     "vercel-ai-sdk": Client(
         "node/ai_sdk.mjs", "ai @ai-sdk/openai @ai-sdk/openai-compatible @ai-sdk/anthropic zod", "npm"
     ),
+    "open-webui": Client("open_webui_client.py", "open-webui"),
     "claude-code": Client("claude_code_client.py", "@anthropic-ai/claude-code", "npm", "random"),
     "codex": Client("codex_client.py", "@openai/codex", "npm", "random"),
 }

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
-from server.engine.runtime.batch import build_batch
+from server.engine.runtime.batch import batch_of, step_input
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.paged_model import PagedModel
@@ -45,7 +45,7 @@ class AsyncRunner(ModelRunner):
     def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
         if not all(c.samples and c.length == 1 for c in step.chunks):
             return None
-        batch = build_batch(step, self._paged.block_size, self.device)
+        batch = batch_of(step_input(step), self._paged.block_size, self.device)
         if previous is not None:
             tokens = {id(c.sequence): int(t) for c, t in zip(previous.step.sampled, previous.tokens, strict=True)}
             ids = [

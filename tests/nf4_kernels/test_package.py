@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import nf4_kernels
+from deploy.wheels import platform_tag, with_libraries
 from nf4_kernels import build, library_files
 
 SOURCE = Path(nf4_kernels.__file__).parent
@@ -89,6 +91,46 @@ def test_an_installed_wheel_compiles_its_kernels_at_first_use(wheel: Path, tmp_p
     again = run("-c", FIRST_USE, at=tmp_path, **environment)
     assert again.stdout == first.stdout
     assert "compil" not in again.stderr
+
+
+def test_a_wheel_with_a_library_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
+    library = build.LIBRARIES / "libnf4_cpu.so"
+    whole = with_libraries(wheel, [library], tmp_path)
+    assert whole.name == f"nf4_kernels-{nf4_kernels.__version__}-py3-none-{platform_tag([library])}.whl"
+    assert "-manylinux_2_" in whole.name
+    home = tmp_path / "home"
+    home.mkdir()
+    # pip checks the tag against this machine's glibc, and every file against RECORD when it is removed again.
+    run("-m", "venv", "--without-pip", "venv", at=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    run("-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(whole), at=tmp_path)
+    (installed,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (found,) = installed.rglob("*.so")
+    assert found.read_bytes() == library.read_bytes()
+    environment = {
+        "HOME": str(home),
+        "PYTHONPATH": str(installed),
+        "CXX": "no-such-compiler",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    used = run("-c", FIRST_USE, at=tmp_path, **environment)
+    assert Path(used.stdout.splitlines()[0]) == installed / "nf4_kernels" / "__init__.py"
+    assert "compil" not in used.stderr
+    assert not list(home.rglob("*.so"))
+
+
+def test_libraries_that_need_newer_symbols_get_no_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needing(*symbols: str) -> str:
+        dump = "".join(f"0 DF *UND* 0 ({symbol}) name\n" for symbol in symbols)
+        monkeypatch.setattr("subprocess.check_output", lambda *_, **__: dump)
+        return platform_tag([tmp_path / "library.so"])
+
+    machine = platform.machine()
+    assert needing("GLIBC_2.2.5", "GLIBCXX_3.4.9") == f"manylinux_2_17_{machine}"
+    assert needing("GLIBC_2.14", "CXXABI_1.3.9") == f"manylinux_2_28_{machine}"
+    assert needing("GLIBC_2.35", "CXXABI_1.3.9") == f"manylinux_2_35_{machine}"
+    with pytest.raises(ValueError, match="newer symbols"):
+        needing("GLIBCXX_3.4.99")
 
 
 def test_what_to_do_is_said_where_nothing_can_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

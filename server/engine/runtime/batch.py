@@ -200,13 +200,8 @@ def step_input(step: Step) -> StepInput:
     return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images)
 
 
-def build_batch(step: Step, block_size: int, device: torch.device) -> Batch:
-    """The batch that computes a step; its chunks of one token must come first, and all sequences hold a table row."""
-    return batch_of(step_input(step), block_size, device)
-
-
 def batch_of(given: StepInput, block_size: int, device: torch.device) -> Batch:
-    """build_batch() of what has been taken out of the step."""
+    """The batch that computes a step; its chunks of one token come first, and all sequences hold a row of the tables."""
     tables, table_rows, starts, lengths = given.tables, given.rows, given.starts, given.lengths
     counts = -(-(starts + lengths) // block_size)
     spans = Spans(tables, table_rows, starts, lengths, counts, given.adapters)
