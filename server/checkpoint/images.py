@@ -29,6 +29,8 @@ def without_images(folder: Path, config: EngineConfig) -> str | None:
     reason = _reason(folder, config)
     if reason is not None and config.images:
         raise CheckpointError(f"{folder}: engine.images is true, but {reason}")
+    if reason is not None and read_json(folder / "config.json").get("model_type") in IMAGE_TYPES:
+        logger.info("%s: prompts may have no images: %s", folder.name, reason)
     return reason
 
 

@@ -52,10 +52,7 @@ def load_runner(
     elif config.load_format == "dummy":
         model = dummy_model(folder, device, dtype, progress, seed=0)
     else:
-        reason = without_images(folder, config)
-        if reason is not None:
-            logger.info("%s: prompts may have no images: %s", folder.name, reason)
-        model = load_model(folder, device, dtype, progress, towers=reason is None)
+        model = load_model(folder, device, dtype, progress, towers=without_images(folder, config) is None)
     draft = _load_draft(folder, config, device, dtype, progress) if config.speculation == "draft" else None
     progress("preparing the model", 0.0)
     runner = build_runner(model, config, progress, followers, draft)

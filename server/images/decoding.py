@@ -22,12 +22,13 @@ def decode(data: bytes, max_pixels: int, box: int | None = None) -> Image.Image:
 
     Raises ImageError.
     """
-    Image.MAX_IMAGE_PIXELS = max_pixels  # of the parts that decoders make room for
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", category=UserWarning)
         try:
+            # Opening reads the head only, whose size is checked here; later Pillow checks whatever it makes room for.
+            Image.MAX_IMAGE_PIXELS = None
             return _decoded(data, max_pixels, box)
         except UnidentifiedImageError as e:
             raise ImageError(f"is in none of the formats {', '.join(FORMATS)}") from e
@@ -46,6 +47,7 @@ def _decoded(data: bytes, max_pixels: int, box: int | None) -> Image.Image:
                 f"has {width} x {height} pixels; at most {max_pixels} are taken, and {LONGEST_SIDE} a side"
                 " (http.max_image_pixels)"
             )
+        Image.MAX_IMAGE_PIXELS = max_pixels
         if getattr(image, "is_animated", False):
             raise ImageError(f"has {getattr(image, 'n_frames', 'several')} frames; only still images are taken")
         image.load()

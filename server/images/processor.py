@@ -102,6 +102,8 @@ class PixtralLayout:
         found = self._image_processor(images, **options)
         texts = []
         for height, width in np.asarray(found["image_sizes"]).tolist():
+            if height * width <= self._patch**2:
+                raise ValueError(f"it is smaller than two patches of {self._patch} x {self._patch} pixels")
             row = self.image_token * (width // self._patch)
             texts.append(self._row_end.join([row] * (height // self._patch)) + self._end)
         return found, texts

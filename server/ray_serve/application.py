@@ -109,7 +109,7 @@ def _routing(options: Options) -> dict[str, Any]:
 
 
 def _ingress(config: Config) -> Any:
-    max_body_bytes = config.http.max_body_bytes
+    max_body_bytes = config.http.body_bytes_with_images
 
     class Door:
         """Ray's wrapper makes the ASGI application when the replica is there."""

@@ -33,6 +33,8 @@ class Picture:
 
     tensors: dict[str, torch.Tensor]
     tokens: list[int]
+    placeholder: int | None = None
+    """Which of the tokens the features stand in for; None: the most frequent."""
 
     @functools.cached_property
     def key(self) -> bytes:
@@ -59,7 +61,7 @@ class Prompt:
         self.ids, self.images = [], []
         for part in self.parts:
             if isinstance(part, Picture):
-                token = max(set(part.tokens), key=part.tokens.count)
+                token = part.placeholder or max(set(part.tokens), key=part.tokens.count)
                 first = len(self.ids) + part.tokens.index(token)
                 end = len(self.ids) + len(part.tokens) - part.tokens[::-1].index(token)
                 self.images.append(ImageInput(part.key, first, end, part.file))

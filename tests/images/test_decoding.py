@@ -1,0 +1,107 @@
+"""Images from strangers: the limits, the formats, and what is damaged."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from server.images.decoding import ImageError, decode
+from tests.api.image_models import encoded, picture
+
+MOST = 10_000
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, pixels: bytes, depth: int = 8, color: int = 2) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "GIF", "JPEG"])
+def test_formats(form: str) -> None:
+    image = decode(encoded(picture(1), form), MOST)
+    assert (image.mode, image.size) == ("RGB", (40, 30))
+    away = np.abs(np.asarray(image, np.int64) - np.asarray(picture(1), np.int64)).mean()
+    assert away < 20
+
+
+def test_other_modes_become_rgb() -> None:
+    gray = picture(1).convert("L")
+    for mode in ("L", "LA", "P", "RGBA", "1"):
+        assert decode(encoded(gray.convert(mode)), MOST).mode == "RGB"
+    deep = Image.fromarray(np.asarray(gray, np.uint16) * 257)
+    assert np.abs(np.asarray(decode(encoded(deep), MOST).convert("L"), int) - np.asarray(gray, int)).max() <= 1
+
+
+def test_a_turned_photo_is_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    buffer = io.BytesIO()
+    picture(1).save(buffer, "JPEG", exif=exif)
+    assert decode(buffer.getvalue(), MOST).size == (30, 40)
+
+
+def test_low_detail_is_smaller_and_never_larger() -> None:
+    assert decode(encoded(picture(1, 80, 40)), MOST, 20).size == (20, 10)
+    assert decode(encoded(picture(1, 8, 4)), MOST, 20).size == (8, 4)
+
+
+def test_a_bomb_is_refused_before_it_is_decoded() -> None:
+    bomb = png(60_000, 60_000, zlib.compress(bytes(60_001 * 100)))
+    with pytest.raises(ImageError, match="60000 x 60000 pixels; at most 10000"):
+        decode(bomb, MOST)
+    with pytest.raises(ImageError, match="65536 a side"):
+        decode(png(70_000, 1, b""), 1 << 30)
+
+
+def test_a_screen_that_is_small_with_a_frame_that_is_not() -> None:
+    image = bytearray(encoded(picture(1), "GIF"))
+    place = image.index(b",\x00\x00\x00\x00")
+    image[place + 5 : place + 9] = struct.pack("<HH", 60_000, 60_000)
+    with pytest.raises(ImageError):
+        decode(bytes(image), MOST)
+
+
+def test_an_animation_is_refused() -> None:
+    for form in ("GIF", "WEBP", "PNG"):
+        buffer = io.BytesIO()
+        picture(1).save(buffer, form, save_all=True, append_images=[picture(2), picture(3)])
+        with pytest.raises(ImageError, match="3 frames"):
+            decode(buffer.getvalue(), MOST)
+
+
+def test_formats_that_are_not_taken() -> None:
+    for form in ("BMP", "TIFF", "PPM", "ICO", "PDF"):
+        with pytest.raises(ImageError, match="formats PNG, JPEG, WEBP, GIF"):
+            decode(encoded(picture(1), form), MOST)
+    for data in (b"", b"\x00", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", b"GIF89a"):
+        with pytest.raises(ImageError):
+            decode(data, MOST)
+
+
+def test_two_hundred_that_are_broken() -> None:
+    """Each is an image, or an ImageError: nothing else is raised. Most of those that are cut are refused."""
+    chance = random.Random(1)
+    refused = 0
+    for number in range(200):
+        form = ("PNG", "JPEG", "WEBP", "GIF")[number % 4]
+        data = bytearray(encoded(picture(number), form))
+        if number % 8 < 4:
+            data = data[: chance.randrange(len(data) - 4)]
+        else:
+            for _ in range(chance.randrange(1, 12)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            assert decode(bytes(data), MOST).size[0] > 0
+        except ImageError:
+            refused += 1
+    assert refused > 100

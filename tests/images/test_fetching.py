@@ -1,0 +1,140 @@
+"""Images over http: only from hosts that are named, in public networks, and within the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from server.images.client import ImageRefusedError
+from server.images.fetching import ImageFetcher, is_public
+
+MOST = 1000
+
+
+class _Host(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        port = self.server.server_address[1]
+        match self.path:
+            case "/image":
+                self._answer(b"bytes")
+            case "/large":
+                self._answer(bytes(MOST + 1))
+            case "/endless":
+                self.send_response(200)
+                self.end_headers()
+                for _ in range(100):
+                    self.wfile.write(bytes(MOST))
+            case "/slow":
+                time.sleep(2)
+            case "/once":
+                self._redirect("/image")
+            case "/loop":
+                self._redirect("/loop")
+            case "/away":
+                self._redirect(f"http://other.example:{port}/image")
+            case "/file":
+                self._redirect("file:///etc/passwd")
+            case _:
+                self.send_error(404)
+
+    def _answer(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _redirect(self, target: str) -> None:
+        self.send_response(302)
+        self.send_header("Location", target)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Host)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+def fetcher(*hosts: str) -> ImageFetcher:
+    """One that may connect to this machine."""
+    return ImageFetcher(hosts, 1.0, lambda address: address.is_loopback)
+
+
+async def test_an_image_and_one_behind_a_redirect(host: str) -> None:
+    for path in ("image", "once"):
+        assert await fetcher(host).fetch(f"http://{host}/{path}", MOST) == b"bytes"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("large", "1000 bytes"),
+        ("endless", "1000 bytes"),
+        ("slow", "within 1 s"),
+        ("loop", "3 redirects"),
+        ("away", "other.example"),
+        ("file", "neither data: nor http"),
+        ("missing", "404"),
+    ],
+)
+async def test_what_a_host_answers(host: str, path: str, said: str) -> None:
+    with pytest.raises(ImageRefusedError, match=said):
+        await fetcher(host).fetch(f"http://{host}/{path}", MOST)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "url", "said"),
+    [
+        ([], "http://example.com/a", "http.image_hosts"),
+        (["example.com"], "http://example.org/a", "http.image_hosts"),
+        (["example.com"], "http://example.com.evil.org/a", "http.image_hosts"),
+        (["example.com"], "http://example.com:8080/a", "example.com:8080"),
+        (["*.example.com"], "https://example.com/a", "http.image_hosts"),
+        (["example.com"], "https://example.com@evil.org/a", "password"),
+        (["example.com"], "ftp://example.com/a", "neither"),
+        (["example.com"], "http://", "neither"),
+        (["example.com"], "example.com/a", "neither"),
+        (["example.com"], "http://[::1", "URL"),
+    ],
+)
+async def test_hosts_that_are_not_named(hosts: list[str], url: str, said: str) -> None:
+    with pytest.raises(ImageRefusedError, match=said):
+        await ImageFetcher(hosts, 1.0).fetch(url, MOST)
+
+
+async def test_addresses_that_are_not_public(host: str) -> None:
+    """Whatever name leads there."""
+    port = host.partition(":")[2]
+    for name in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0"):
+        named = ImageFetcher([f"{name.strip('[]')}:{port}"], 1.0)
+        with pytest.raises(ImageRefusedError, match="not public"):
+            await named.fetch(f"http://{name}:{port}/image", MOST)
+
+
+def test_which_addresses_are_public() -> None:
+    private = (
+        "10.0.0.1 127.0.0.1 169.254.169.254 192.168.1.1 172.16.0.1 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255 ::1"
+    )
+    private += " fe80::1 fc00::1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1:: ff02::1"
+    for address in private.split():
+        assert not is_public(ipaddress.ip_address(address)), address
+    for address in ("93.184.216.34", "2606:2800:220:1::1"):
+        assert is_public(ipaddress.ip_address(address)), address
+
+
+async def test_wildcards_and_ports(host: str) -> None:
+    found = ImageFetcher(["*.Example.com", "other.org:81"], 1.0)
+    for url in ("https://a.example.com/x", "http://b.a.EXAMPLE.com/x", "http://other.org:81/x"):
+        assert found._checked(url)
+    await asyncio.sleep(0)
