@@ -35,7 +35,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--processes", default="1,2,4")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1000, help="of each stream")
-    parser.add_argument("--tokens-per-s", type=float, default=60_000, help="of the stub")
+    parser.add_argument(
+        "--tokens-per-s",
+        default="60000,2560",
+        help="of the stub. 2560: what all keep up with, so that each token is an event of its own",
+    )
+    parser.add_argument("--slow-tokens", type=int, default=60, help="of each stream with all rates but the first")
     parser.add_argument("--rounds", type=int, default=3, help="each with all numbers of processes, one after the other")
     parser.add_argument("--json", type=Path, default=RESULT)
     return parser.parse_args()
@@ -45,24 +50,26 @@ def main() -> int:
     """Measure and print the table."""
     options = _parse()
     counts = [int(count) for count in options.processes.split(",")]
-    runs: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
+    rates = [float(rate) for rate in options.tokens_per_s.split(",")]
+    cases = [(rate, count) for rate in rates for count in counts]
+    runs: dict[tuple[float, int], list[dict[str, float]]] = {case: [] for case in cases}
     for _ in range(options.rounds):
-        for count in counts:
-            runs[count].append(_measure(count, options))
-            print(count, json.dumps(runs[count][-1]), file=sys.stderr, flush=True)
+        for rate, count in cases:
+            tokens = options.tokens if rate == rates[0] else options.slow_tokens
+            runs[rate, count].append(_measure(count, rate, options.streams, tokens))
+            print(rate, count, json.dumps(runs[rate, count][-1]), file=sys.stderr, flush=True)
     rows = [
-        {"api_processes": count}
+        {"stub_tokens_per_s": rate, "api_processes": count}
         | {name: round(statistics.median(run[name] for run in found), 4) for name in found[0]}
         | {"rounds": found}
-        for count, found in runs.items()
+        for (rate, count), found in runs.items()
     ]
     result = {
         "processor": cpu_name(),
         "cores": cores(),
         "versions": versions(),
         "streams": options.streams,
-        "tokens_per_stream": options.tokens,
-        "stub_tokens_per_s": options.tokens_per_s,
+        "tokens_per_stream": [options.tokens, options.slow_tokens],
         "rows": rows,
     }
     options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -71,40 +78,40 @@ def main() -> int:
     return 0
 
 
-def _measure(count: int, options: argparse.Namespace) -> dict[str, float]:
+def _measure(count: int, tokens_per_s: float, streams: int, length: int) -> dict[str, float]:
     port = free_port()
     environment = {
         **os.environ,
         "NF4_HTTP__API_PROCESSES": str(count),
-        "NF4_HTTP__MAX_QUEUE": str(2 * options.streams),
-        VARIABLE: str(options.tokens_per_s),
+        "NF4_HTTP__MAX_QUEUE": str(2 * streams),
+        VARIABLE: str(tokens_per_s),
     }
     command = [sys.executable, "-m", "bench.api_processes.serve", "--port", str(port), "--log-level", "warning"]
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         wait_until_ready(server, f"http://127.0.0.1:{port}/health", 180)
-        run_streams(port, MODEL, options.streams, 8, 300)  # warms what is made at a first request
+        run_streams(port, MODEL, streams, 8, 300)  # warms what is made at a first request
         before = _api_seconds(server.pid)
         load = os.getloadavg()[0]
         began = time.monotonic()
-        streams = run_streams(port, MODEL, options.streams, options.tokens, 600)
+        answers = run_streams(port, MODEL, streams, length, 600)
         used = {pid: seconds - before[pid] for pid, seconds in _api_seconds(server.pid).items()}
     finally:
         server.terminate()
         server.wait(60)
-    broken = sum(not stream.whole or stream.tokens != options.tokens for stream in streams)
+    broken = sum(not stream.whole or stream.tokens != length for stream in answers)
     if broken:
-        worst = min(streams, key=lambda stream: stream.whole and stream.tokens == options.tokens)
-        raise RuntimeError(f"{broken} of {len(streams)} streams were not whole, such as {worst.tail!r}")
-    tokens = sum(stream.tokens for stream in streams)
-    wall = max(stream.last for stream in streams) - began
-    first = sorted(stream.first - stream.sent for stream in streams)
+        worst = min(answers, key=lambda stream: stream.whole and stream.tokens == length)
+        raise RuntimeError(f"{broken} of {len(answers)} streams were not whole, such as {worst.tail!r}")
+    tokens = sum(stream.tokens for stream in answers)
+    wall = max(stream.last for stream in answers) - began
+    first = sorted(stream.first - stream.sent for stream in answers)
     return {
         "tokens_per_s": tokens / wall,
         "tokens_per_api_cpu_second": tokens / sum(used.values()),
         "largest_share": max(used.values()) / sum(used.values()),
         "api_cores": sum(used.values()) / wall,
-        "tokens_per_event": tokens / sum(stream.events for stream in streams),
+        "tokens_per_event": tokens / sum(stream.events for stream in answers),
         "ttft_s_p50": first[len(first) // 2],
         "ttft_s_max": first[-1],
         "load_average_before": load,
