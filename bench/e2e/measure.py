@@ -56,6 +56,7 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
     ours, place = "ours_tok_s", dict[str, float]()
     if options.tensor_parallel:
         ours, place = "tok_s", {"tp": options.tensor_parallel}
+        memory["nf4_weights_gib"] = _gib(runner.nf4_weight_bytes)  # rank 0's
     for batch in options.batches:
         decode(engine, batch, vocabulary, seed=0)
         best = decode(engine, batch, vocabulary, seed=1)

@@ -1,0 +1,106 @@
+"""Sums over the GPUs of this host, in CUDA graphs: NCCL's beside nf4_kernels.peers': python -m bench.kernels.exchange.
+
+One process for each GPU. Writes bench/results/exchange-<device>.json: microseconds of one sum of bfloat16 in a chain of 100,
+the slowest rank's, by bytes; with the residual, which NCCL's sum needs another launch for. NVLink multicast stays off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from nf4_kernels.peers import PeerReducer
+from server.engine.runtime.exchange import ENVIRONMENT
+from server.engine.runtime.peers import meet_peers
+
+RESULTS = Path(__file__).parents[1] / "results"
+KILOBYTES = (2, 8, 16, 32, 64, 80, 128, 160, 256)
+CHAIN, REPLAYS, ROUNDS = 100, 20, 5
+
+
+def _microseconds(exchange: Callable[[], None]) -> float:
+    """Of one exchange, in a graph of CHAIN of them: the least of ROUNDS, the largest of all ranks."""
+    exchange()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CHAIN):
+            exchange()
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) * 1e3 / REPLAYS / CHAIN)
+    found = torch.tensor([best])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _measure(peers: PeerReducer, kilobytes: int, residual: bool) -> dict[str, float]:
+    x, added = (torch.zeros(kilobytes * 512, dtype=torch.bfloat16, device=peers.device) for _ in range(2))
+
+    def nccl() -> None:
+        dist.all_reduce(x)
+        if residual:
+            x.add_(added)
+
+    def ours() -> None:
+        peers.all_reduce(x, added if residual else None)
+
+    return {"kib": kilobytes, "residual": residual, "nccl_us": _microseconds(nccl), "ours_us": _microseconds(ours)}
+
+
+def _rank(rank: int, ranks: int, store: str, path: str) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    held = torch._C._distributed_c10d.FileStore(store, ranks)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=held, rank=rank, world_size=ranks, device_id=device)
+    peers = meet_peers(device, rank, ranks)
+    if peers is None:
+        raise SystemExit("these GPUs do not reach one another")
+    peers.set_patience(60.0)
+    rows = []
+    with torch.inference_mode():
+        for kilobytes in KILOBYTES:
+            for residual in (False, True):
+                rows.append({"ranks": ranks, **_measure(peers, kilobytes, residual)})
+                if rank == 0:
+                    print(json.dumps(rows[-1]), flush=True)
+    if rank == 0:
+        result = {"device": torch.cuda.get_device_name().lower().replace(" ", "-"), "rows": rows}
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    os._exit(0)  # NCCL's end would wait for ranks that have gone
+
+
+def main() -> None:
+    """Measure with as many GPUs as asked for."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels.exchange", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="the file that rows go to")
+    options = parser.parse_args()
+    if options.ranks > torch.cuda.device_count():
+        parser.error(f"{options.ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    device = torch.cuda.get_device_name().lower().replace(" ", "-")
+    path = options.out or RESULTS / f"exchange-{device}.json"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (options.ranks, str(Path(folder) / "store"), str(path))
+        spawn(_rank, arguments, nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()
