@@ -97,13 +97,9 @@ class HttpConfig(_Section):
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _both_tls_files(self) -> HttpConfig:
+    def _agrees(self) -> HttpConfig:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together")
-        return self
-
-    @model_validator(mode="after")
-    def _kept_in_one_process(self) -> HttpConfig:
         if self.api_processes > 1 and self.response_store:
             raise ValueError("response_store keeps answers in one process; api_processes has to be 1 for it")
         return self
