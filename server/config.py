@@ -24,8 +24,7 @@ class ConfigError(Exception):
 
 def default_cache_dir() -> Path:
     """The user's cache folder for converted checkpoints: $XDG_CACHE_HOME/nf4-server or ~/.cache/nf4-server."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "nf4-server"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nf4-server"
 
 
 class _Section(BaseModel):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.embedded_model.files import embedded_checkpoint
+from server.checkpoint.embedded.files import embedded_checkpoint
 from server.checkpoint.inspection import inspect_checkpoint
 from server.config import EMBEDDED_MODEL
 

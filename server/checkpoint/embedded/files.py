@@ -60,7 +60,13 @@ def _make(cache_dir: Path, target: Path, progress: Progress) -> None:
         progress("converting the embedded model to NF4 (once, about 20 s)", 0.5)
         converted = Path(work) / "nf4"
         # A process of its own: it imports torch and holds the model in 16 bit, neither of which the caller should keep.
-        command = [sys.executable, "-m", f"{PACKAGE}.checkpoint.embedded_model.convert", str(Path(work) / GGUF), str(converted)]
+        command = [
+            sys.executable,
+            "-m",
+            f"{PACKAGE}.checkpoint.embedded.convert",
+            str(Path(work) / GGUF),
+            str(converted),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -1,4 +1,4 @@
-"""Convert a GGUF file into a bitsandbytes NF4 checkpoint: python -m server.checkpoint.embedded_model.convert FILE.gguf FOLDER."""
+"""Convert a GGUF file into a bitsandbytes NF4 checkpoint: python -m server.checkpoint.embedded.convert FILE.gguf FOLDER."""
 
 from __future__ import annotations
 
