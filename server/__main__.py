@@ -10,7 +10,7 @@ from pathlib import Path
 
 from server import __version__
 from server.config import Config, ConfigError
-from server.config_sources import load_config
+from server.config.sources import load_config
 
 _FLAGS: dict[str, tuple[str, type, str]] = {
     "--model": ("model", str, "a local folder, a hub id, or smollm2-135m-instruct for the embedded model"),

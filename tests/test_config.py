@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from server.config import Config, ConfigError
-from server.config_sources import load_config
+from server.config.sources import load_config
 
 
 @pytest.fixture(autouse=True)

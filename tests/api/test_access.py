@@ -20,7 +20,7 @@ from server.api.http.access import AccessLayer
 from server.api.http.counts import FIRST_KEY
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
-from server.config_sources import load_config
+from server.config.sources import load_config
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from server.config import ConfigError
-from server.config_sources import load_config
+from server.config.sources import load_config
 from tests.api.conftest import chat_body, metric, user
 from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, engine_pid, start_server

@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from server.config_sources import load_config
+from server.config.sources import load_config
 from server.serving import ABORT_GRACE_S
 from tests.deploy.custom_resources import SPECS, schema
 

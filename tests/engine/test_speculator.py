@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.config import ConfigError, EngineConfig
-from server.config_sources import load_config
+from server.config.sources import load_config
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import Step

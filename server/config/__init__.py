@@ -1,0 +1,80 @@
+"""The server's configuration: its fields, what they may be, and which exclude one another."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from server.config.engine import ASYNC_OPTIONS_VARIABLE, EngineConfig, KVCacheDtype, LoraModule
+from server.config.http import HttpConfig, MetricsNames
+from server.config.section import ConfigError, Section
+
+__all__ = [
+    "ASYNC_OPTIONS_VARIABLE",
+    "EMBEDDED_MODEL",
+    "Config",
+    "ConfigError",
+    "EngineConfig",
+    "HttpConfig",
+    "KVCacheDtype",
+    "LoraModule",
+    "MetricsNames",
+    "default_cache_dir",
+]
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder for converted checkpoints: $XDG_CACHE_HOME/nf4-server or ~/.cache/nf4-server."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nf4-server"
+
+
+class Config(Section):
+    """The whole configuration."""
+
+    model: str = EMBEDDED_MODEL
+    """A local folder, a hub id, or "smollm2-135m-instruct" for the embedded model."""
+    served_model_name: tuple[str, ...] | None = None
+    """Names that clients may use for the model; the first is the one that metrics and the log have."""
+    cache_dir: Path = Field(default_factory=default_cache_dir)
+    generation_config: Literal["auto", "none"] = "auto"
+    """Where sampling parameters that a request leaves out come from: the model's generation_config.json, or OpenAI's API."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+    otlp_traces_endpoint: str | None = None
+    http: HttpConfig = HttpConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        """One string: names separated by commas."""
+        if isinstance(value, str):
+            value = [name.strip() for name in value.split(",") if name.strip()]
+        return value or None
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _expand_user(cls, value: Path) -> Path:
+        return value.expanduser()
+
+    @model_validator(mode="after")
+    def _adapter_names(self) -> Config:
+        taken = next((m.name for m in self.engine.lora_modules if m.name in self.model_names), None)
+        if taken is not None:
+            raise ValueError(f"engine.lora_modules: {taken!r} is the model's own name")
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The model's first name."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names clients may use for the model."""
+        return self.served_model_name or (self.model,)
