@@ -13,7 +13,7 @@ from tests.checkpoint import test_tokenizer_files as tokenizers
 from tests.checkpoint.families import REFUSED, SERVED
 from tests.checkpoint.multimodal import CLASSES
 from tests.checkpoint.test_classes import HYBRIDS
-from tests.engine import test_images, test_lora, test_lora_kinds, test_moe
+from tests.engine import test_image_prompts, test_lora, test_lora_kinds, test_moe
 from tests.engine.test_lora_kinds import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -119,7 +119,7 @@ def test_text_families() -> None:
 def test_multimodal_classes() -> None:
     images = dict.fromkeys(IMAGE_TYPES, "works")
     assert rows("Multimodal classes") == dict.fromkeys([*CLASSES, "gemma3n"], "text only") | images
-    assert set(test_images.PICTURES) == IMAGE_TYPES
+    assert set(test_image_prompts.PICTURES) == IMAGE_TYPES
 
 
 def test_hybrids() -> None:
