@@ -1,5 +1,5 @@
 /* Kernels with AVX2, FMA and F16C in float32: dequantizing, storing, and GEMMs through float32 panels in L1, which are for
- * weights that those in fixed point do not take, and for bfloat16 ones. */
+ * weights that those in fixed point and with bfloat16 weights do not take. */
 #include "avx2.h"
 
 namespace nf4 {
@@ -146,6 +146,7 @@ const Kernels* avx2_kernels() {
     k.emit = emit;
     k.widen = widen;
     use_fixed_avx2(&k);
+    use_bf16_avx2(&k);
     return k;
   }();
   return &kernels;
