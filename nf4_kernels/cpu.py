@@ -18,6 +18,9 @@ from nf4_kernels.format import Weight, check, second_level
 from nf4_kernels.library_files import cpu_library
 from nf4_kernels.params import DTYPES, TABLE_NUMBERS, Nf4Weight, size_error, weight_struct
 
+ISAS = ("amx", "avx512vnni", "avx512", "avx2", "portable")
+"""The instruction sets that there are kernels for, the best first."""
+
 
 class KernelError(RuntimeError):
     """The library is missing, or refused its arguments."""
@@ -47,7 +50,7 @@ def library() -> ctypes.CDLL | str:
         return f"{path} cannot be used: {error}"
     wanted = os.environ.get("NF4_CPU_ISA")
     if wanted and loaded.nf4_cpu_set_isa(wanted.encode()):
-        return f"NF4_CPU_ISA={wanted}: not an instruction set of this CPU (portable, avx2, avx512, avx512vnni, amx)"
+        return f"NF4_CPU_ISA={wanted}: not an instruction set of this CPU ({', '.join(ISAS)})"
     return loaded
 
 
@@ -66,7 +69,7 @@ def isa() -> str:
 def set_isa(name: str) -> None:
     """Use another instruction set from now on. ValueError where this CPU does not have it."""
     if usable().nf4_cpu_set_isa(name.encode()):
-        raise ValueError(f"{name!r} is not an instruction set of this CPU (portable, avx2, avx512, avx512vnni, amx)")
+        raise ValueError(f"{name!r} is not an instruction set of this CPU ({', '.join(ISAS)})")
 
 
 def clock() -> tuple[float, float]:

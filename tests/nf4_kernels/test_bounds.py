@@ -56,7 +56,7 @@ def guarded() -> Iterator[Guarded]:
     areas.release()
 
 
-@pytest.fixture(params=("portable", "avx2", "avx512", "avx512vnni", "amx"), autouse=True)
+@pytest.fixture(params=cpu.ISAS, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every instruction set that this CPU has, in turn."""
     before = cpu.isa()

@@ -17,10 +17,9 @@ from tests.nf4_kernels.weights import FIXED_POINT, float32_bound, quantized
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-ISAS = ("portable", "avx2", "avx512", "avx512vnni", "amx")
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=cpu.ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set that this CPU has, in turn."""
     assert cpu.load_error() is None

@@ -34,9 +34,10 @@ def test_no_sum_overflows(rows: int) -> None:
     packed, state = quantize_4bit(signs * 3, blocksize=64, quant_type="nf4", compress_statistics=False)
     weight = Weight.from_quant_state(packed, state)
     expanded = reference.dequantize(weight, torch.float32)
-    for x in (torch.ones(rows, 128), -torch.ones(rows, 128), torch.full((rows, 128), 1e-3), torch.randn(rows, 128)):
+    alike = torch.ones(rows, 128)
+    for values in (alike, -alike, alike * 1e-3, torch.randn(rows, 128)):
         for peak in (1.0, 1e4):
-            x = x.clone()
+            x = values.clone()
             x[:, 70] *= peak
             exact = x.double() @ expanded.double().T
             found = cpu.linear(x, weight).double()

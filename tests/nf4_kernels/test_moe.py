@@ -27,7 +27,7 @@ class Experts:
     bias: torch.Tensor | None
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512", "avx512vnni", "amx"])
+@pytest.fixture(params=cpu.ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that this CPU has, in turn."""
     if cpu.load_error() is not None:

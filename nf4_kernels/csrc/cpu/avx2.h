@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "fixed.h"
+#include "kernels.h"
 
 namespace nf4 {
 
