@@ -33,17 +33,18 @@ static inline void transpose8(__m256 r[8]) {
   for (int i = 0; i < 8; ++i) r[i] = t[i];
 }
 
-/* Scales of rows [row0, row0 + rows), one for each 64 columns, row stride k / 64. k and blocksize are multiples of 64. */
-static inline void scales_of_rows(const Nf4Weight* w, int64_t row0, int rows, float* out) {
+/* Scales of rows [row0, row0 + rows) times unit, one for each 64 columns, row stride k / 64. k and blocksize are multiples of
+ * 64. */
+static inline void scales_of_rows(const Nf4Weight* w, int64_t row0, int rows, float unit, float* out) {
   const int64_t wide = w->blocksize / 64, groups = w->k / 64, first = row0 * groups, count = rows * groups;
   if (wide > 1 || w->group_skip) {
     for (int64_t i = 0; i < count; ++i) {
-      out[i] = i && (first + i) % wide ? out[i - 1] : scale_of(w, (first + i) / wide);
+      out[i] = i && (first + i) % wide ? out[i - 1] : scale_of(w, (first + i) / wide) * unit;
     }
     return;
   }
   if (!w->absmax_8bit) {
-    memcpy(out, w->absmax + first, (size_t)count * sizeof(float));
+    for (int64_t i = 0; i < count; ++i) out[i] = w->absmax[first + i] * unit;
     return;
   }
   for (int64_t i = 0; i < count;) {
@@ -52,7 +53,7 @@ static inline void scales_of_rows(const Nf4Weight* w, int64_t row0, int rows, fl
     const int64_t stop = left < count - i ? i + left : count;
     const float outer = w->absmax[group], offset = w->absmax_offset[group * w->offset_stride];
     const uint8_t* codes = w->absmax_8bit + first;
-    for (; i < stop; ++i) out[i] = w->absmax_code[codes[i]] * outer + offset;
+    for (; i < stop; ++i) out[i] = (w->absmax_code[codes[i]] * outer + offset) * unit;
   }
 }
 

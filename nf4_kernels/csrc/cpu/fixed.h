@@ -17,8 +17,15 @@ constexpr int kTop = 6283;
 alignas(16) static const int16_t kFixedCodes[16] = {-6283, -4374, -3299, -2481, -1787, -1161, -572, 0,
                                                     500,   1011,  1546,  2123,  2769,  3535,  4542, 6283};
 
-/* What a fixed-point code is multiplied by: the least squares' fit to the code book. */
-constexpr float kFixedUnit = 1.0f / 6283.0f;
+/* FP4's values are whole parts of 192, so that these are exact: 6144 is 32 times that. */
+alignas(16) static const int16_t kFixedFp4Codes[16] = {0, 32,  4096,  6144,  2048,  3072,  1024,  1536,
+                                                       0, -32, -4096, -6144, -2048, -3072, -1024, -1536};
+
+/* The integers of a weight's codes, and what each counts as. */
+static inline const int16_t* fixed_codes_of(const Nf4Weight* w) {
+  return w->table == NF4_TABLE_FP4 ? kFixedFp4Codes : kFixedCodes;
+}
+static inline float fixed_unit_of(const Nf4Weight* w) { return w->table == NF4_TABLE_FP4 ? 1.0f / 6144 : 1.0f / kTop; }
 
 /* Limits of 64 columns of x in fixed point: the sum of their magnitudes, 32 for rounding below (2^31 - 1) / kTop, and each. */
 constexpr float kMostSum = 341700.0f;

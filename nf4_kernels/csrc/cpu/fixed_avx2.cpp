@@ -58,8 +58,8 @@ void order_tile(const Prepared* x, int64_t t, bool, bool, void* out) {
 
 void decode_panel(const Nf4Weight* w, int64_t row0, int rows, int64_t begin, int64_t end, bool, float* scales,
                   void* panel) {
-  if (begin == 0) scales_of_rows(w, row0, rows, scales);
-  const CodeBytes codes;
+  if (begin == 0) scales_of_rows(w, row0, rows, fixed_unit_of(w), scales);
+  const CodeBytes codes(w);
   const int64_t groups = w->k / 64;
   char* to = (char*)panel;
   for (int64_t g = begin; g < end; ++g, to += kPanelGroup) {

@@ -13,7 +13,7 @@ static inline __m256i to_fixed(const float* x, __m256 inverse) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
 }
 
-/* Scale of 64 columns, with kFixedUnit in it. */
+/* Scale of 64 columns. */
 static inline float scale64(const float* x, __m256* inverse) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   __m256 sum = _mm256_setzero_ps(), largest = sum;
@@ -32,18 +32,19 @@ static inline float scale64(const float* x, __m256* inverse) {
   float factor;
   const float scale = fixed_scale(sums[0], most[0], &factor);
   *inverse = _mm256_set1_ps(factor);
-  return scale * kFixedUnit;
+  return scale;
 }
 
 /* The two bytes of eight 16-bit codes, in every lane. */
 namespace {
 struct CodeBytes {
   __m256i low, high;
-  CodeBytes() {
+  explicit CodeBytes(const Nf4Weight* w) {
+    const int16_t* codes = fixed_codes_of(w);
     const __m128i even = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, -1, -1, -1, -1, -1, -1, -1, -1);
     const __m128i odd = _mm_setr_epi8(1, 3, 5, 7, 9, 11, 13, 15, -1, -1, -1, -1, -1, -1, -1, -1);
-    const __m128i first = _mm_load_si128((const __m128i*)kFixedCodes);
-    const __m128i second = _mm_load_si128((const __m128i*)(kFixedCodes + 8));
+    const __m128i first = _mm_load_si128((const __m128i*)codes);
+    const __m128i second = _mm_load_si128((const __m128i*)(codes + 8));
     low = _mm256_broadcastsi128_si256(
         _mm_unpacklo_epi64(_mm_shuffle_epi8(first, even), _mm_shuffle_epi8(second, even)));
     high = _mm256_broadcastsi128_si256(

@@ -14,9 +14,8 @@ struct RowsOfX {
 
 /* M rows of x times R rows of w; x's rows are k apart, their scales k / 64. */
 template <int M, int R>
-inline void rows_times(const uint8_t* const rows[R], const float* const row_scales[R], const RowsOfX& x, int64_t k,
-                       int64_t ahead, float* sums) {
-  const CodeBytes codes;
+inline void rows_times(const uint8_t* const rows[R], const float* const row_scales[R], const CodeBytes& codes,
+                       const RowsOfX& x, int64_t k, int64_t ahead, float* sums) {
   const int64_t groups = k / 64;
   __m256 total[M][R];
   for (int m = 0; m < M; ++m) {
@@ -53,6 +52,7 @@ void rows_of(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, con
   constexpr int R = M == 1 ? 4 : 2;
   const int64_t k = w->k, groups = k / 64;
   const RowsOfX from(x, x->order);
+  const CodeBytes codes(w);
   for (int first = 0; first < count; first += R) {
     const uint8_t* rows[R];
     const float* row_scales[R];
@@ -62,7 +62,7 @@ void rows_of(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, con
       rows[r] = w->packed + (row0 + row) * (k / 2);
       row_scales[r] = scales + row * groups;
     }
-    rows_times<M, R>(rows, row_scales, from, k, R * (k / 2), sums + first);
+    rows_times<M, R>(rows, row_scales, codes, from, k, R * (k / 2), sums + first);
   }
 }
 
@@ -93,7 +93,7 @@ void fixed_order_avx2(const Prepared* x, float* order) {
 }
 
 void fixed_rows_avx2(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, float* sums) {
-  scales_of_rows(w, row0, rows, scratch);
+  scales_of_rows(w, row0, rows, fixed_unit_of(w), scratch);
   switch (x->m) {
     case 1: return rows_of<1>(w, x, row0, rows, scratch, sums);
     case 2: return rows_of<2>(w, x, row0, rows, scratch, sums);
