@@ -2,7 +2,9 @@
 
     python -m bench.cpu        # table, and bench/results/cpu.json; wants quiet cores
 
-Every contender runs in a process of its own. Decode: prompts of 128 tokens, the median interval between tokens; prefill:
+Every contender runs in a process of its own, this engine once for each instruction set that the machine has, forced by
+NF4_CPU_ISA (--isas avx2,portable: only those). The exit status is 1 if a row of any of them but portable is slower than
+bitsandbytes. Decode: prompts of 128 tokens, the median interval between tokens; prefill:
 the median time of 512 tokens to the first logits. Greedy, the same random prompts for all.
 """
 
@@ -39,23 +41,66 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--isas", help="instruction sets, with commas between; by default all of this machine's")
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
         print(json.dumps(_measure(options.only, options.threads)))
         return 0
-    rows: dict[str, dict[str, float]] = {}
-    for contender in CONTENDERS:
-        print(f"bench: {contender} ...", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "bench.cpu", "--only", contender, "--threads", str(options.threads)]
-        environment = {**ENVIRONMENT, **os.environ} if contender == "ours" else dict(os.environ)
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-        rows[contender] = json.loads(done.stdout.splitlines()[-1])
-    report = {"device": cpu_name(), "threads": options.threads, "versions": versions(), "rows": _rows(rows)}
+    isas = options.isas.split(",") if options.isas else _isas()
+    load_before = os.getloadavg()[0]
+    forced = {isa: _run("ours", options.threads, {**ENVIRONMENT, "NF4_CPU_ISA": isa}) for isa in isas}
+    rows = {contender: _run(contender, options.threads, {}) for contender in CONTENDERS[1:]}
+    rows["ours"] = forced[isas[0]]
+    report = {
+        "device": cpu_name(),
+        "threads": options.threads,
+        "load_before": round(load_before, 1),
+        "versions": {**versions(), "nf4_kernels": isas[0]},
+        "rows": _rows(rows),
+        "forced": {isa: {what: round(speed, 1) for what, speed in found.items()} for isa, found in forced.items()},
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     _print(report)
-    return 0
+    slower = _slower(report)
+    for line in slower:
+        print(f"bench: {line}", file=sys.stderr)
+    return 1 if slower else 0
+
+
+def _isas() -> list[str]:
+    """The instruction sets of this machine, the best first."""
+    from nf4_kernels import cpu
+
+    best, found = cpu.isa(), []
+    for name in cpu.ISAS:
+        try:
+            cpu.set_isa(name)
+        except ValueError:
+            continue
+        found.append(name)
+    cpu.set_isa(best)
+    return found
+
+
+def _run(contender: str, threads: int, environment: dict[str, str]) -> dict[str, float]:
+    print(f"bench: {contender} {environment.get('NF4_CPU_ISA', '')} ...", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "bench.cpu", "--only", contender, "--threads", str(threads)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **environment})
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _slower(report: dict[str, Any]) -> list[str]:
+    """What is slower than bitsandbytes, of every instruction set that somebody would use."""
+    return [
+        f"{isa}, {row['what']}: {report['forced'][isa][row['what']]} tokens per second,"
+        f" bitsandbytes {row['transformers_bnb_nf4']}"
+        for isa in report["forced"]
+        for row in report["rows"]
+        if isa != "portable" and report["forced"][isa][row["what"]] < row["transformers_bnb_nf4"]
+    ]
 
 
 def _measure(contender: str, threads: int) -> dict[str, float]:
@@ -193,6 +238,8 @@ def _print(report: dict[str, Any]) -> None:
         print(
             f"| {row['what']} | {row['ours']} | {bnb} | {row['transformers_bf16']} | {row['at_least']} | {row['aim']} |"
         )
+    for isa, found in report["forced"].items():
+        print(f"forced {isa}: {found}")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi"
 ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": _AVX512,
+    "avx512vnni": [*_AVX512, "-mavx512vnni"],
     "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 

@@ -1,7 +1,7 @@
 """The CPU kernels: loads libnf4_cpu.so and calls it with tensors' pointers.
 
 Source: csrc/cpu/*.cpp behind the C interface of csrc/cpu/cpu.h. The library chooses its instruction set when it loads (AMX,
-AVX-512, AVX2 or portable); NF4_CPU_ISA forces one. load_error() says why the kernels cannot be used.
+AVX-512 with VNNI, AVX-512, AVX2 or portable); NF4_CPU_ISA forces one. load_error() says why the kernels cannot be used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch import Tensor
 from nf4_kernels.format import Weight, check, second_level
 from nf4_kernels.library_files import cpu_library
 from nf4_kernels.params import DTYPES, TABLE_NUMBERS, Nf4Weight, size_error, weight_struct
+
+ISAS = ("amx", "avx512vnni", "avx512", "avx2", "portable")
+"""The instruction sets that there are kernels for, the best first."""
 
 
 class KernelError(RuntimeError):
@@ -47,7 +50,7 @@ def library() -> ctypes.CDLL | str:
         return f"{path} cannot be used: {error}"
     wanted = os.environ.get("NF4_CPU_ISA")
     if wanted and loaded.nf4_cpu_set_isa(wanted.encode()):
-        return f"NF4_CPU_ISA={wanted}: not an instruction set of this CPU (portable, avx2, avx512, amx)"
+        return f"NF4_CPU_ISA={wanted}: not an instruction set of this CPU ({', '.join(ISAS)})"
     return loaded
 
 
@@ -58,7 +61,7 @@ def load_error() -> str | None:
 
 
 def isa() -> str:
-    """The instruction set in use: portable, avx2, avx512 or amx. KernelError where the library is missing."""
+    """The instruction set in use: portable, avx2, avx512, avx512vnni or amx. KernelError where the library is missing."""
     name: bytes = usable().nf4_cpu_isa()
     return name.decode()
 
@@ -66,7 +69,7 @@ def isa() -> str:
 def set_isa(name: str) -> None:
     """Use another instruction set from now on. ValueError where this CPU does not have it."""
     if usable().nf4_cpu_set_isa(name.encode()):
-        raise ValueError(f"{name!r} is not an instruction set of this CPU (portable, avx2, avx512, amx)")
+        raise ValueError(f"{name!r} is not an instruction set of this CPU ({', '.join(ISAS)})")
 
 
 def clock() -> tuple[float, float]:

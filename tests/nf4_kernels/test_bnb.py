@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 import nf4_kernels
 from nf4_kernels import bnb, reference
 from nf4_kernels.format import Weight
+from tests.nf4_kernels.weights import is_close
 
 
 @pytest.fixture
@@ -150,9 +151,9 @@ def test_lora_beside_the_kernels_forward_and_backward(tmp_path: Path) -> None:
         nf4_kernels.disable()
     assert gradients.keys() == our_gradients.keys()
     assert len(gradients) == 2 * 2 * 2
-    assert torch.allclose(ours, logits, atol=1e-4)
+    assert is_close(ours, logits)
     for name, gradient in gradients.items():
-        assert torch.allclose(our_gradients[name], gradient, rtol=1e-3, atol=1e-6), name
+        assert is_close(our_gradients[name], gradient, 1e-3), name
 
 
 def oracle(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -165,22 +166,22 @@ def test_a_layer_that_has_run_sees_its_parts_replaced(tmp_path: Path, enabled: N
     layer, other = (tiny(tmp_path).model.layers[i].self_attn.q_proj for i in (0, 1))
     x = torch.randn(2, 128)
     first = layer(x)
-    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert is_close(layer(x), oracle(layer, x))
     layer.bias = torch.nn.Parameter(torch.randn(128), requires_grad=False)
-    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert is_close(layer(x), oracle(layer, x))
     layer.bias.data = torch.randn(128)
-    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert is_close(layer(x), oracle(layer, x))
     layer.bias.mul_(2)
-    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert is_close(layer(x), oracle(layer, x))
     layer.weight = other.weight
-    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert is_close(layer(x), oracle(layer, x))
     packed, state = quantize_4bit(torch.randn(128, 128), quant_type="nf4", compress_statistics=True)
     layer.weight.data, layer.weight.quant_state = packed, state
-    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert is_close(layer(x), oracle(layer, x))
     layer.weight.data = packed.flip(0)
-    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert is_close(layer(x), oracle(layer, x))
     layer.compute_dtype = torch.bfloat16
-    assert not torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert not is_close(layer(x), oracle(layer, x))
     assert layer(x).dtype == torch.float32
     assert not torch.allclose(layer(x), first, atol=1e-2)
 
@@ -222,7 +223,7 @@ def test_without_kernels_layers_stay_with_bitsandbytes(
     compiled = torch.compile(layer, backend="aot_eager")
     assert torch.equal(compiled(x), x * 2)
     monkeypatch.setitem(bnb._LOAD_ERRORS, "cpu", lambda: None)
-    assert torch.allclose(layer(x), oracle(layer, x), atol=1e-5)
+    assert is_close(layer(x), oracle(layer, x))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import torch
 from nf4_kernels import cuda, cuda_launches, ops, reference
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, plan, rows_candidates
 from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, TOLERANCE, Random, gpu, random_weight, split
-from tests.nf4_kernels.weights import quantized
+from tests.nf4_kernels.weights import is_close, quantized
 
 EPS = 1e-2
 BFLOAT16 = torch.bfloat16
@@ -177,7 +177,7 @@ def test_on_a_cpu(nested: bool) -> None:
     torch.library.opcheck(torch.ops.nf4.fused_linear.default, arguments)
     normalised = torch.nn.functional.rms_norm(x, (128,), norm_weight, 0.1)
     expected = residual + reference.linear(normalised, q.weight, bias)
-    assert torch.allclose(torch.ops.nf4.fused_linear(*arguments), expected, atol=1e-5)
+    assert is_close(torch.ops.nf4.fused_linear(*arguments), expected)
     plain = torch.ops.nf4.fused_linear(x, *weight, bias, *q.nested)
     assert torch.equal(plain, torch.ops.nf4.linear(x, *weight, bias, *q.nested))
     assert not ops.can_fuse(torch.device("cpu"), BFLOAT16, 1, (48, 128), 64, nested, False)

@@ -13,7 +13,7 @@ from nf4_kernels import cuda, cuda_launches, reference
 from nf4_kernels.params import ACTIVATIONS
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Wgmma
 from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, gpu, random_weight, split
-from tests.nf4_kernels.weights import quantized
+from tests.nf4_kernels.weights import is_close, quantized
 
 EPS = 1e-4
 BFLOAT16 = torch.bfloat16
@@ -262,7 +262,7 @@ def test_on_a_cpu(nested: bool, activation: str) -> None:
         arguments = x, *weight, more, *q.nested, norm, 0.1, activation
         found = torch.ops.nf4.gated_linear(*arguments)
         assert found.shape == (2, 5, 48)
-        assert torch.allclose(found.double(), activated(gate, activation) * up, rtol=1e-4, atol=1e-4)
+        assert is_close(found, activated(gate, activation) * up)
         tiles = torch.ops.nf4.gated_linear(*arguments, 8)
         assert torch.equal(tiles, reference.tile_activations(found.flatten(0, 1), 8))
         for tile in (0, 8):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nf4_kernels import cpu, moe_torch, reference
 from nf4_kernels.format import Weight
-from tests.nf4_kernels.weights import quantized
+from tests.nf4_kernels.weights import FIXED_POINT, quantized
 
 FLOATS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # (experts, N, K, blocksize, nested)
@@ -27,7 +27,7 @@ class Experts:
     bias: torch.Tensor | None
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512", "amx"])
+@pytest.fixture(params=cpu.ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that this CPU has, in turn."""
     if cpu.load_error() is not None:
@@ -87,7 +87,9 @@ def call(e: Experts, x: torch.Tensor, ids: torch.Tensor, routing: torch.Tensor |
 def is_close(found: torch.Tensor, exact: torch.Tensor) -> bool:
     assert found.shape == exact.shape
     error = (found.double() - exact).norm() / exact.norm().clamp(min=1e-30)
-    return bool(error < FLOATS[found.dtype])
+    # Sums of experts may cancel, and in fixed point that shows.
+    fixed = 2e-4 if cpu.isa() in FIXED_POINT else 0.0
+    return bool(error < FLOATS[found.dtype] + fixed)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

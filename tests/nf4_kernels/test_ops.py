@@ -11,7 +11,7 @@ from bitsandbytes.functional import dequantize_4bit
 
 import nf4_kernels
 from nf4_kernels import build, cpu, ops, reference
-from tests.nf4_kernels.weights import quantized
+from tests.nf4_kernels.weights import is_close, quantized
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -42,7 +42,7 @@ def test_the_public_functions_take_bitsandbytes_states() -> None:
     assert torch.equal(nf4_kernels.dequantize_4bit(q.packed, q.state), dequantize_4bit(q.packed, q.state))
     x = torch.randn(2, 128)
     expected = reference.linear(x, q.weight)
-    assert torch.allclose(nf4_kernels.linear_4bit(x, q.packed, q.state), expected, atol=1e-5)
+    assert is_close(nf4_kernels.linear_4bit(x, q.packed, q.state), expected)
     q.state.quant_type = "fp4"
     with pytest.raises(ValueError, match="fp4"):
         nf4_kernels.linear_4bit(x, q.packed, q.state)
@@ -76,7 +76,7 @@ def test_a_missing_library_is_said_once_and_the_oracle_runs(
     finally:
         monkeypatch.undo()
         cpu.library.cache_clear()
-    assert torch.allclose(first, expected, atol=1e-5)
+    assert is_close(first, expected)
     assert torch.equal(first, second)
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
+from nf4_kernels import cpu
 from nf4_kernels.format import Weight
+
+FIXED_POINT = ("avx2", "avx512vnni")
+"""The instruction sets with GEMMs in 16-bit fixed point (docs/adr/0027)."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,20 @@ def quantized(
         values.to(dtype), blocksize=blocksize, quant_type=table, compress_statistics=nested, quant_storage=torch.uint8
     )
     return Quantized(packed, state, Weight.from_quant_state(packed, state, (table,)))
+
+
+def float32_bound(x: torch.Tensor, expanded: torch.Tensor, exact: torch.Tensor) -> float:
+    """How far from exact [..., N] (of x [..., K] and the weight expanded [N, K]) a CPU GEMM may be, relative to its norm.
+
+    In float32 2e-5. In fixed point 1.5e-4 of the results' norm if the products' signs were random; the true norm may be
+    smaller, since sums cancel.
+    """
+    if cpu.isa() not in FIXED_POINT:
+        return 2e-5
+    random = float(x.double().norm() * expanded.double().norm()) / x.shape[-1] ** 0.5
+    return 2e-5 + 1.5e-4 * random / max(float(exact.norm()), 1e-30)
+
+
+def is_close(found: torch.Tensor, exact: torch.Tensor, off: float = 3e-4) -> bool:
+    """Whether float32 results are right on any CPU: closer than bfloat16's 2e-3, as far off as fixed point may be."""
+    return bool((found.double() - exact.double()).norm() <= off * exact.double().norm())

@@ -32,7 +32,7 @@ NF4_EXPORT int nf4_cpu_moe(const Nf4Weight* w, const void* bias, const void* x, 
 NF4_EXPORT int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const float* bias, float* out, int64_t m,
                                     int64_t n, int64_t k, int32_t threads);
 
-/* The instruction set in use: "portable", "avx2", "avx512" or "amx". */
+/* The instruction set in use: "portable", "avx2", "avx512", "avx512vnni" or "amx". */
 NF4_EXPORT const char* nf4_cpu_isa(void);
 
 /* Uses that instruction set from now on; nonzero, and no change, if this CPU cannot run it. */

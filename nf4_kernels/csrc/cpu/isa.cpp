@@ -32,6 +32,11 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi"))) void tr
   sink = _mm512_reduce_add_ps(_mm512_mask_add_ps(a, 0x00ff, a, a));
 }
 
+__attribute__((target("avx512f,avx512vnni"))) void try_vnni() {
+  __m512i sum = _mm512_dpwssd_epi32(_mm512_setzero_si512(), _mm512_set1_epi16(1), _mm512_set1_epi16(2));
+  sink = (float)_mm512_reduce_add_epi32(sum);
+}
+
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16"))) void try_amx() {
   alignas(64) uint8_t config[64] = {1};
   alignas(64) uint8_t data[1024] = {};
@@ -84,6 +89,11 @@ bool has_avx512() {
   return works;
 }
 
+bool has_avx512vnni() {
+  static const bool works = has_avx512() && __builtin_cpu_supports("avx512vnni") && survives(try_vnni);
+  return works;
+}
+
 bool cpuid_amx() {
   uint32_t a = 7, b, c = 0, d;
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
@@ -107,6 +117,7 @@ struct Choice {
 
 const Choice kChoices[] = {
     {"amx", has_amx, amx_kernels},
+    {"avx512vnni", has_avx512vnni, avx512vnni_kernels},
     {"avx512", has_avx512, avx512_kernels},
     {"avx2", has_avx2, avx2_kernels},
     {"portable", [] { return true; }, portable_kernels},

@@ -56,7 +56,8 @@ struct Kernels {
   void (*bf16_order)(const Prepared* x, float* order);
   void (*bf16_rows)(const uint16_t* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows, float* sums);
 
-  /* Matrix tiles (AMX), k and blocksize multiples of 64. `split` keeps two bfloat16 parts of x and of w. */
+  /* Matrix tiles (AMX) or fixed point (fixed.h), k and blocksize multiples of 64. `split` keeps two bfloat16 parts of x and
+   * of w; in fixed point it changes nothing. */
   int tiles_from; /* least m that takes this path; 0 where missing */
   int bf16_tiles_from;
   void (*tiles_begin)();
@@ -80,6 +81,7 @@ struct Kernels {
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512vnni_kernels();
 const Kernels* amx_kernels();
 
 /* The NF4 code book of bitsandbytes. */

@@ -1,7 +1,6 @@
-/* Kernels with AVX2, FMA and F16C: weights go through float32 panels in L1 for every number of rows. */
-#include <immintrin.h>
-
-#include "kernels.h"
+/* Kernels with AVX2, FMA and F16C in float32: dequantizing, storing, and GEMMs through float32 panels in L1, which are for
+ * weights that those in fixed point and with bfloat16 weights do not take. */
+#include "avx2.h"
 
 namespace nf4 {
 namespace {
@@ -58,12 +57,6 @@ void decode(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t d
     for (; i + 16 <= stop; i += 16) decode16(w->packed + i / 2, low, high, out, i - begin, dtype);
     for (; i < stop; ++i) store_as(out, i - begin, code_of(w, i) * scale, dtype);
   }
-}
-
-float sum8(__m256 v) {
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
 /* M rows of x times R panel rows. */
@@ -152,6 +145,8 @@ const Kernels* avx2_kernels() {
     k.dot = dot;
     k.emit = emit;
     k.widen = widen;
+    use_fixed_avx2(&k);
+    use_bf16_avx2(&k);
     return k;
   }();
   return &kernels;

@@ -6,7 +6,7 @@
 
 namespace nf4 {
 
-/* How a GEMM runs: decoded in registers, through float32 panels in L1, or through bfloat16 matrix tiles. */
+/* How a GEMM runs: decoded in registers, through float32 panels in L1, or through panels in bfloat16 or fixed point. */
 enum class Path { kFused, kPanel, kTiles };
 
 bool valid_weight(const Nf4Weight* w);
@@ -68,9 +68,9 @@ struct Unit {
 /* Computes a unit; split: see Kernels::tiles_decode. On tiles between tiles_begin() and tiles_end(). */
 void run_unit(const Kernels* kernels, Path path, const Prepared& x, const Unit& u, bool split, ThreadScratch& scratch);
 
-/* Bytes of x as the tile kernels want it: 16 rows a tile column, two parts where split. */
+/* Bytes of x as the tile kernels want it: 16 rows a tile column, two parts where split, or one and a scale for 64 columns. */
 inline size_t tile_order_bytes(int64_t m, int64_t k, bool split) {
-  return (size_t)(round_up(m, 16) * round_up(k, 32)) * (split ? 4 : 2);
+  return (size_t)(round_up(m, 16) * (round_up(k, 32) * (split ? 4 : 2) + k / 64 * 4));
 }
 
 }  // namespace nf4
