@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from server.checkpoint import loading
 from server.checkpoint.packed import keeps_fp4
 from tests.checkpoint.layouts import (
-    CONFIG,
     CPU,
     change_json,
     change_tensors,
@@ -65,7 +64,7 @@ def test_fp4(tmp_path: Path, double: bool, kept: bool, monkeypatch: pytest.Monke
     check_served(folder)
 
 
-def test_fp4_beside_nf4_and_in_compiled_layers(tmp_path: Path) -> None:
+def test_fp4_beside_nf4(tmp_path: Path) -> None:
     """Projections of one input in both, which cannot be one GEMM."""
     folder = save_nf4(llama(), tmp_path / "model", bnb_4bit_quant_type="fp4")
     other = load_file(save_nf4(llama(), tmp_path / "nf4") / "model.safetensors")
@@ -77,7 +76,7 @@ def test_fp4_beside_nf4_and_in_compiled_layers(tmp_path: Path) -> None:
             | {name: t for name, t in other.items() if any(p in name for p in part)}
         ),
     )
-    check_served(folder, CONFIG.model_copy(update={"enforce_eager": False}))
+    check_served(folder)
 
 
 def test_a_tied_output_layer_that_was_quantized(tmp_path: Path) -> None:
