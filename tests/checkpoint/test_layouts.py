@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,13 @@ def test_a_tied_output_layer_that_the_skip_list_forgets(tmp_path: Path) -> None:
     check_served(folder)
 
 
-def test_layers_in_16_bit_that_no_skip_list_names(tmp_path: Path) -> None:
+def test_layers_in_16_bit_that_no_skip_list_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     skipped = ["model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "lm_head"]
     folder = save_nf4(llama(), tmp_path / "model", llm_int8_skip_modules=skipped)
     change_json(folder, lambda config: config["quantization_config"].pop("llm_int8_skip_modules"))
-    check_served(folder)
+    with caplog.at_level(logging.INFO):
+        check_served(folder)
+    assert "model: 10 linear layers in NF4, 5 in float32" in caplog.text
 
 
 def test_codes_stored_as_bfloat16(tmp_path: Path) -> None:
