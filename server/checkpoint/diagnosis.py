@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import torch
-from bitsandbytes.nn import Params4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 from transformers import GenerationConfig
 
@@ -16,6 +17,19 @@ from server.checkpoint.inspection import read_json
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def linear_layers(model: nn.Module) -> str:
+    """How many linear layers a model has in what, such as "168 linear layers in NF4, 1 in bfloat16"."""
+    kinds = Counter(
+        module.weight.quant_type.upper() if isinstance(module, Linear4bit) else str(module.weight.dtype)[6:]
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    )
+    parts = [
+        f"{count} {'linear layers ' if i == 0 else ''}in {kind}" for i, (kind, count) in enumerate(kinds.most_common())
+    ]
+    return ", ".join(parts) or "no linear layers"
 
 
 def check_finite(folder: Path, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import is_left_out, keep_within_tables, loading_of
-from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
+from server.checkpoint.diagnosis import check_finite, end_tokens, first_line, linear_layers
 from server.checkpoint.embedding import MODULES
 from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.experts.tensors import CheckpointTensors
@@ -71,6 +71,7 @@ def load_model(
     except torch.OutOfMemoryError as e:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading experts") from e
     _set_dtype(model, dtype)
+    logger.info("%s: %s", folder.name, linear_layers(model))
     keep_within_tables(model)
     check_finite(folder, model)
     return model.eval().requires_grad_(False)

@@ -69,7 +69,7 @@ def read_state(name: str, tensors: Mapping[str, Tensor]) -> PackedState:
         )  # fmt: skip
     except KeyError as e:
         raise CheckpointError(f"damaged: {name} is packed to 4 bits and has no {e.args[0]}") from e
-    except (TypeError, ValueError) as e:
+    except (OverflowError, TypeError, ValueError) as e:
         raise CheckpointError(f"damaged: the quant_state of {name} is not bitsandbytes': {e}") from e
     _check_sizes(name, tensors["weight"], state)
     _check_values(name, state)

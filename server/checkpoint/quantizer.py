@@ -21,6 +21,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import leave_out_towers, towers_aside
+from server.checkpoint.diagnosis import first_line
 from server.checkpoint.inspection import CheckpointInfo
 from server.checkpoint.packed import expand, read_state
 
@@ -123,7 +124,11 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
         except CheckpointError as e:
             raise TensorRefused(str(e)) from e
         if isinstance(module, Linear4bit):
-            done: dict[str, Any] = super().convert(tensors, model=model, full_layer_name=full_layer_name, **options)
+            try:
+                done: dict[str, Any] = super().convert(tensors, model=model, full_layer_name=full_layer_name, **options)
+            except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as e:
+                # transformers would say that there was an error, and leave out where.
+                raise TensorRefused(f"damaged: the quant_state of {full_layer_name}: {first_line(e)}") from e
             return done
         weight = expand(tensors["weight"], state, model.get_parameter(full_layer_name).dtype)
         return {"weight": weight.T if isinstance(module, Conv1D) else weight}

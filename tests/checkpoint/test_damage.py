@@ -74,6 +74,10 @@ def _all_companions_gone(tensors: Tensors) -> None:
         (_state(blocksize=63), f"{UP} has blocks of 63"),
         (_state(blocksize="x"), f"the quant_state of {UP} is not bitsandbytes'"),
         (_state(nested_offset=float("inf")), f"the scales (absmax) of {UP} are not finite"),
+        (_state(dtype="x"), f"the quant_state of {UP}"),
+        (_state(dtype=None), f"the quant_state of {UP}"),
+        (_state(nested_dtype=0), f"the quant_state of {UP}"),
+        (_state(blocksize=float("inf")), f"the quant_state of {UP} is not bitsandbytes'"),
         (_state(quant_type="int4"), f"{UP} is in bitsandbytes' int4; NF4 and FP4 are served"),
         (lambda t: t.pop("model.norm.weight"), "missing keys: model.norm.weight"),
         (lambda t: t.update({"model.layers.0.mlp.up_proj.SCB": torch.ones(4)}), "is in bitsandbytes' 8 bit"),
@@ -85,6 +89,43 @@ def test_damaged_tensors_are_named(
     bad = shutil.copytree(good, tmp_path / "bad")
     change_tensors(bad, lambda tensors: (change(tensors), None)[1])
     assert complaint in refused(bad)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry, size: entry.update(dtype="F64"),
+        lambda entry, size: entry.update(dtype="XX"),
+        lambda entry, size: entry.update(shape=[2**62, 2**62]),
+        lambda entry, size: entry.update(shape=[-1, 20480]),
+        lambda entry, size: entry.update(shape="wide"),
+        lambda entry, size: entry.update(data_offsets=[0, 20480]),
+        lambda entry, size: entry.update(data_offsets=[entry["data_offsets"][1], entry["data_offsets"][0]]),
+        lambda entry, size: entry.update(data_offsets=[size, size + 20480]),
+        lambda entry, size: entry.update(data_offsets=[entry["data_offsets"][0], 2**40]),
+        lambda entry, size: entry.clear(),
+    ],
+)
+def test_a_header_that_lies_of_a_tensor(
+    good: Path, tmp_path: Path, change: Callable[[dict[str, Any], int], object]
+) -> None:
+    bad = shutil.copytree(good, tmp_path / "bad")
+    file = bad / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header[UP], len(data) - 8 - length)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    refused(bad)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, 5000, -1])
+def test_a_file_that_ends_early(good: Path, tmp_path: Path, kept: int) -> None:
+    bad = shutil.copytree(good, tmp_path / "bad")
+    file = bad / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert "model.safetensors: damaged" in refused(bad)
 
 
 def test_plain_scales_that_are_not_finite(tmp_path: Path) -> None:

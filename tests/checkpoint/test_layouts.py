@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from safetensors.torch import load_file
 from server.checkpoint import loading
 from server.checkpoint.packed import keeps_fp4
 from tests.checkpoint.layouts import (
-    CONFIG,
     CPU,
     change_json,
     change_tensors,
@@ -65,7 +65,7 @@ def test_fp4(tmp_path: Path, double: bool, kept: bool, monkeypatch: pytest.Monke
     check_served(folder)
 
 
-def test_fp4_beside_nf4_and_in_compiled_layers(tmp_path: Path) -> None:
+def test_fp4_beside_nf4(tmp_path: Path) -> None:
     """Projections of one input in both, which cannot be one GEMM."""
     folder = save_nf4(llama(), tmp_path / "model", bnb_4bit_quant_type="fp4")
     other = load_file(save_nf4(llama(), tmp_path / "nf4") / "model.safetensors")
@@ -77,7 +77,7 @@ def test_fp4_beside_nf4_and_in_compiled_layers(tmp_path: Path) -> None:
             | {name: t for name, t in other.items() if any(p in name for p in part)}
         ),
     )
-    check_served(folder, CONFIG.model_copy(update={"enforce_eager": False}))
+    check_served(folder)
 
 
 def test_a_tied_output_layer_that_was_quantized(tmp_path: Path) -> None:
@@ -95,11 +95,13 @@ def test_a_tied_output_layer_that_the_skip_list_forgets(tmp_path: Path) -> None:
     check_served(folder)
 
 
-def test_layers_in_16_bit_that_no_skip_list_names(tmp_path: Path) -> None:
+def test_layers_in_16_bit_that_no_skip_list_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     skipped = ["model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "lm_head"]
     folder = save_nf4(llama(), tmp_path / "model", llm_int8_skip_modules=skipped)
     change_json(folder, lambda config: config["quantization_config"].pop("llm_int8_skip_modules"))
-    check_served(folder)
+    with caplog.at_level(logging.INFO):
+        check_served(folder)
+    assert "model: 10 linear layers in NF4, 5 in float32" in caplog.text
 
 
 def test_codes_stored_as_bfloat16(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +11,15 @@ import pytest
 import torch
 
 from nf4_kernels import cpu
+from server.config import EngineConfig
+from server.engine.core import Engine
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
+from server.engine.runtime.attention.factory import create_backend
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend, paged_cpu_error
 from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.preparation.assembly import build_runner
+from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.models import tiny_model
 
 SIZE = 16
 BLOCKS = 400
@@ -25,7 +32,7 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _usable() -> None:
-    reason = paged_cpu_error(torch.float32)
+    reason = paged_cpu_error()
     if reason is not None:
         pytest.skip(reason)
 
@@ -114,7 +121,7 @@ def _check(chunks: list[tuple[int, int]], shape: LayerShape, how: AttentionOptio
     """Attends over random numbers; no query's error may be more than `most` of its output's norm."""
     torch.manual_seed(shape.heads + size)
     blocks = BLOCKS * SIZE // size
-    backend = PagedCpuBackend([shape], [how], blocks, size, torch.float32, torch.device("cpu"))
+    backend = PagedCpuBackend([shape], [how], blocks, size, torch.device("cpu"))
     if how.sinks:
         backend.sinks = {0: torch.randn(shape.heads) * 5}
     batch = _batch(sorted(chunks, key=lambda c: c[1] > 1), random.Random(shape.heads), size)
@@ -162,3 +169,38 @@ def test_groups_of_heads_and_sizes_of_blocks(group: int, size: int, tolerance: f
     chunks = [(rng.randrange(200), rng.randrange(2, 150)) for _ in range(3)]
     shape = LayerShape(2, 64, 64, 2 * group)
     _check(chunks, shape, AttentionOptions(0.125, rng.choice([None, 40, 64])), size, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_models_attend_in_float32(dtype: torch.dtype) -> None:
+    """Keys and values are kept in float32, and only the results are rounded."""
+    shape, how = LayerShape(2, 64, 64), AttentionOptions(0.125)
+    batch = _batch([(0, 1), (0, 33)], random.Random(0))
+    query, key, value = (torch.randn(batch.num_tokens, heads, 64).to(dtype) for heads in (4, 2, 2))
+    outs = []
+    for inputs in ((query, key, value), (query.float(), key.float(), value.float())):
+        backend = create_backend([shape], [how], BLOCKS, SIZE, inputs[0].dtype, torch.device("cpu"))
+        assert isinstance(backend, PagedCpuBackend)
+        backend.begin(batch)
+        outs.append(backend.attend(0, *inputs, how))
+    assert outs[0].dtype is dtype
+    assert torch.equal(outs[0], outs[1].to(dtype))
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_model_in_bfloat16_runs_on_it(eager: bool, caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(device="cpu", kv_cache_bytes=2**20, max_num_batched_tokens=16, enforce_eager=eager)
+    model = tiny_model("llama").bfloat16()
+    reference = copy.deepcopy(model)
+    runner = build_runner(model, config)
+    assert isinstance(runner._paged.backend, PagedCpuBackend)
+    assert "SDPA" not in caplog.text
+    # 3 layers, 2 heads of 16, keys and values in float32: 768 bytes a token.
+    assert runner.limits.num_blocks * config.block_size <= 2**20 // 768
+    request = make_request([5, 9, 60, 7], max_tokens=6, ignore_eos=True, logprobs=1)
+    outputs = run_together(Engine(runner, config), request)[request.request_id]
+    ids = [5, 9, 60, 7]
+    for token, entry in zip(tokens(outputs), (e for output in outputs for e in output.logprobs or ()), strict=True):
+        wanted = reference(torch.tensor([ids]), use_cache=False).logits[0, -1].float().log_softmax(-1)
+        assert abs(float(wanted[token]) - entry.logprob) < 0.05
+        ids.append(token)

@@ -40,16 +40,17 @@ def create_backend(
 ) -> AttentionBackend:
     """The backend for a device, with its cache allocated: the fast one where it can run, else the reference.
 
-    cache_dtype: of the keys and values, dtype if None; in 8 bits the Triton backend's, see check_cache_dtype().
+    cache_dtype: of the keys and values, what auto_cache_dtype() says if None; in 8 bits the Triton backend's, see
+    check_cache_dtype().
     """
-    if cache_dtype is not None and cache_dtype != dtype:
+    if cache_dtype is not None and cache_dtype.itemsize == 1:
         from server.engine.runtime.attention.paged_triton import TritonBackend
 
         return TritonBackend(shapes, options, num_blocks, block_size, cache_dtype, device)
     if device.type == "cpu":
-        reason = paged_cpu_error(dtype)
+        reason = paged_cpu_error()
         if reason is None:
-            return PagedCpuBackend(shapes, options, num_blocks, block_size, dtype, device)
+            return PagedCpuBackend(shapes, options, num_blocks, block_size, device)
         logger.warning("attention runs on torch's SDPA, slower than our own: %s", reason)
         return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
     if flashinfer_error(tuple(shapes), tuple(options), block_size, dtype, device) is None:
@@ -58,6 +59,11 @@ def create_backend(
         chunks = long_chunks_kernels(tuple(shapes), tuple(options), block_size, dtype, device)
         return FlashInferBackend(shapes, options, num_blocks, block_size, dtype, device, chunks)
     return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
+
+
+def auto_cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of keys and values beside activations of dtype: float32 where our own attention on CPU runs."""
+    return torch.float32 if device.type == "cpu" and paged_cpu_error() is None else dtype
 
 
 @functools.cache

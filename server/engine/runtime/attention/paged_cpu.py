@@ -33,10 +33,8 @@ class _Call(ctypes.Structure):
     )
 
 
-def paged_cpu_error(dtype: torch.dtype) -> str | None:
+def paged_cpu_error() -> str | None:
     """None where this backend works; else why not."""
-    if dtype is not torch.float32:
-        return f"it is written for float32, not {str(dtype).removeprefix('torch.')}"
     library = load_native(SOURCE)
     return library if isinstance(library, str) else None
 
@@ -47,7 +45,10 @@ def _amx_works() -> bool:
 
 
 class PagedCpuBackend(SdpaBackend):
-    """The reference's cache; float32. Raises RuntimeError where paged_cpu_error() gives a reason."""
+    """The reference's cache in float32, whatever the model's dtype is: queries, keys and values are converted.
+
+    Raises RuntimeError where paged_cpu_error() gives a reason.
+    """
 
     runs_compiled_layers = True
 
@@ -57,10 +58,9 @@ class PagedCpuBackend(SdpaBackend):
         options: list[AttentionOptions],
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(shapes, num_blocks, block_size, dtype, device)
+        super().__init__(shapes, num_blocks, block_size, torch.float32, device)
         library = load_native(SOURCE)
         if isinstance(library, str):
             raise RuntimeError(library)
@@ -96,8 +96,9 @@ class PagedCpuBackend(SdpaBackend):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        call, shape = self._call, self._shapes[layer]
+        call, shape, dtype = self._call, self._shapes[layer], query.dtype
         self._next_layer = layer + 1
+        query, key, value = query.float(), key.float(), value.float()
         out = torch.empty(query.shape[0], query.shape[1], shape.value_dim)
         call.query, call.key, call.value, call.out = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
         call.query_token, call.query_head, _ = query.stride()
@@ -110,4 +111,4 @@ class PagedCpuBackend(SdpaBackend):
         call.sinks = self.sinks[layer].data_ptr() if options.sinks else None
         self._attend(self._address)
         self._attend_again(layer, query, out, options)
-        return out
+        return out.to(dtype)

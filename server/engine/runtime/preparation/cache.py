@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
-from server.engine.runtime.attention.factory import check_cache_dtype, create_backend
+from server.engine.runtime.attention.factory import auto_cache_dtype, check_cache_dtype, create_backend
 from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
 from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.batch import Batch, Span, Spans
@@ -48,7 +48,13 @@ class CacheSpec:
         shapes, options, sinks = probe_layers(model)
         own = config.block_size, model.dtype, model.device
         check_cache_dtype(config.kv_cache_dtype, shapes, options, *own)
-        return cls(shapes, options, sinks, *own, stored_dtype(config.kv_cache_dtype, model.dtype))
+        return cls(
+            shapes,
+            options,
+            sinks,
+            *own,
+            stored_dtype(config.kv_cache_dtype, auto_cache_dtype(model.dtype, model.device)),
+        )
 
     @property
     def bytes_per_block(self) -> int:

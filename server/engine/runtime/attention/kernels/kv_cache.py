@@ -43,9 +43,9 @@ class LayerCache:
         return cls(data, scales)
 
 
-def stored_dtype(name: KVCacheDtype, activations: torch.dtype) -> torch.dtype:
-    """The dtype of the cache's data for engine.kv_cache_dtype."""
-    return activations if name == "auto" else _DTYPES[name]
+def stored_dtype(name: KVCacheDtype, auto: torch.dtype) -> torch.dtype:
+    """The dtype of the cache's data for engine.kv_cache_dtype; auto is the one that auto means."""
+    return auto if name == "auto" else _DTYPES[name]
 
 
 def bytes_per_token(shape: LayerShape, dtype: torch.dtype) -> int:
