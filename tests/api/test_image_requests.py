@@ -154,3 +154,25 @@ def test_the_second_of_two_images_is_named(served: Served) -> None:
     response = served.ask([image_part(encoded(picture(1))), image_part(encoded(picture(2))[:60])])
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages[0].content[1].image_url"
+
+
+def test_responses_and_messages_have_the_same_prompt(served: Served) -> None:
+    """What the chat counts for a text and an image, and so do the other forms; errors name their own fields."""
+    image = encoded(picture(1))
+    count, _ = served.expected(["What is it?", picture(1)])
+    url = image_part(image)["image_url"]["url"]
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}}
+    shown = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": url, "detail": "auto"}]
+    response = served.post("/v1/responses", input=[{"role": "user", "content": shown}], max_output_tokens=2)
+    assert response.json()["usage"]["input_tokens"] == count, response.text
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, block]}]
+    response = served.post("/v1/messages", messages=asked, max_tokens=2)
+    usage = response.json()["usage"]
+    assert usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) == count, response.text
+    assert served.post("/v1/messages/count_tokens", messages=asked).json() == {"input_tokens": count}
+    block["source"]["data"] = "AAAA"
+    error = served.post("/v1/messages", messages=asked, max_tokens=2).json()["error"]
+    assert "messages[0].content[1]" in error["message"]
+    broken = [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]
+    error = served.post("/v1/responses", input=[{"role": "user", "content": broken}]).json()["error"]
+    assert error["param"] == "input[0].content[0]"
