@@ -61,6 +61,8 @@ class HostRunner:
     adapters: None = None
     nf4_weight_bytes: int = 0
     graph_replays: int = 0
+    step_costs: None = None
+    draft_model: None = None
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By part, the time of the present step."""
 
