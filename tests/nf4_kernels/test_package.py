@@ -28,7 +28,8 @@ print(nf4_kernels.__version__)
 print(nf4_kernels.capabilities()["cpu"])
 weight = nf4_kernels.Weight(torch.randint(0, 256, (48 * 64,), dtype=torch.uint8), (48, 128), torch.rand(96), 64)
 x = torch.randn(3, 128)
-assert torch.allclose(nf4_kernels.linear_4bit(x, weight.packed, weight), reference.linear(x, weight), atol=1e-4)
+exact = reference.linear(x, weight)
+assert (nf4_kernels.linear_4bit(x, weight.packed, weight) - exact).norm() < 3e-4 * exact.norm()
 """
 
 
