@@ -59,7 +59,7 @@ def float32_bound(x: torch.Tensor, expanded: torch.Tensor, exact: torch.Tensor) 
 
 
 def is_close(found: torch.Tensor, exact: torch.Tensor, off: float | None = None) -> bool:
-    """Whether float32 results are right: by 1e-4 of their norm, or 3e-4 in fixed point, where bfloat16 has 2e-3; or by off."""
+    """Whether float32 results are right: within off of their norm; 1e-4, or 3e-4 in fixed point, where bfloat16 has 2e-3."""
     if off is None:
         off = 3e-4 if cpu.isa() in FIXED_POINT else 1e-4
     return bool((found.double() - exact.double()).norm() <= off * exact.double().norm())
