@@ -215,6 +215,7 @@ def test_adapters_survive_the_engine(http: httpx.Client, server: RunningServer, 
     assert (answer(http, "two"), answer(http, FIXED)) == before
 
 
+@pytest.mark.slow
 def test_a_configured_adapter_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps({"engine": {"lora_modules": [{"name": "a", "path": "/nothing"}]}}))
     with (

@@ -47,6 +47,7 @@ def test_answers_are_those_without(http: httpx.Client, draft_folder: Path, tmp_p
     assert float(counted) == got["timings"]["draft_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_another_tokenizer_ends_the_start_with_its_reason(draft_folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(draft_folder, other)

@@ -178,6 +178,7 @@ async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Pa
     assert not _children()
 
 
+@pytest.mark.slow
 async def test_no_process_stands_by_that_nobody_asked_for(embedded_folder: Path) -> None:
     async with running(embedded_folder, standby=False) as client:
         await asyncio.wait_for(client.wait_ready(), START_S)

@@ -69,6 +69,7 @@ def test_a_later_start_uses_what_an_earlier_one_compiled(family: str, compilatio
     assert len(compilations) == 2 * first
 
 
+@pytest.mark.slow
 def test_a_damaged_kept_layer_is_compiled_anew(compilations: list[nn.Module], tmp_path: Path) -> None:
     build_runner(tiny_model("llama"), CONFIG)
     kept = list(tmp_path.rglob("*.bin"))

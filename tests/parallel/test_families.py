@@ -61,7 +61,9 @@ def expected(folders: dict[str, Path]) -> dict[str, dict[str, list[int]]]:
 
 
 # With four ranks, two have the same KV head. Phi-3 has q, k and v in one weight.
-@pytest.mark.parametrize(("count", "families"), [(2, FAMILIES), (4, ("llama", "phi3", "qwen3"))])
+@pytest.mark.parametrize(
+    ("count", "families"), [(2, FAMILIES), pytest.param(4, ("llama", "phi3", "qwen3"), marks=pytest.mark.slow)]
+)
 def test_every_family_gives_the_tokens_of_one_rank(
     count: int,
     families: tuple[str, ...],
