@@ -108,9 +108,11 @@ def main() -> int:
         rows += rows_of(options.model, dtype, options)
         gc.collect()
         torch.cuda.empty_cache()
+    commit = current_commit()
+    rows = [{**row, "commit": commit} for row in rows]
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     what = f"random weights, {ANSWER} tokens out; ours_tok_s from the 16th token to the last, step_ms the median step"
-    state = {"device": device, "commit": current_commit(), "versions": versions(), "what": what}
+    state = {"device": device, "commit": commit, "versions": versions(), "what": what}
     path.write_text(json.dumps({**state, "rows": rows, "before": before}, indent=1) + "\n")
     return 0
 

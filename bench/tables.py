@@ -151,12 +151,15 @@ def vllm() -> str:
 def busy() -> str:
     """Llama-3.1-8B's shape at large batches and long contexts, before and with expanded weights and split long contexts."""
     result = load(BUSY)
-    columns = [(row["mode"], row["batch"], row["length"]) for row in result["before"]]
+    before, now = (
+        {(r["mode"], r["batch"], r["length"]): r for r in rows if "batch" in r and r.get("kv", "auto") == "auto"}
+        for rows in (result["before"], result["rows"])
+    )
+    columns = [place for place in before if place in now]
     heads = ["commit", *(f"{'prefill ' * (mode == 'prefill')}{batch} x {length}" for mode, batch, length in columns)]
     lines = []
-    for rows in (result["before"], result["rows"]):
-        found = {(row["mode"], row["batch"], row["length"]): row for row in rows}
-        commit = rows[0].get("commit", result["commit"])
+    for found in (before, now):
+        commit = str(found[columns[0]].get("commit", result["commit"]))
         lines.append([commit, *(_speed(found[column]["ours_tok_s"]) for column in columns)])
         steps = [found[column].get("step_ms") for column in columns]
         lines.append(["its median step, ms", *(f"{ms:.1f}" if ms else "" for ms in steps)])
