@@ -203,6 +203,7 @@ def test_what_cannot_be_loaded(http: httpx.Client, adapters: Path, tmp_path: Pat
     assert list(models(http)) == [MODEL, FIXED]
 
 
+@pytest.mark.slow
 def test_adapters_survive_the_engine(http: httpx.Client, server: RunningServer, adapters: Path) -> None:
     assert load(http, "two", adapters / "two").status_code == 200
     before = answer(http, "two"), answer(http, FIXED)

@@ -25,6 +25,7 @@ def test_the_root_can_be_asked_for_its_head(long_context: httpx.Client) -> None:
     assert long_context.get("/").headers["content-type"].startswith("text/html")
 
 
+@pytest.mark.slow
 def test_a_limit_that_does_not_fit_is_cut_and_a_prompt_that_does_not_fit_is_refused(long_context: httpx.Client) -> None:
     prompt = user("word " * (CONTEXT - 100))
     tokens = count(long_context, prompt)

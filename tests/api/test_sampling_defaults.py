@@ -56,6 +56,7 @@ def test_a_request_wins() -> None:
     assert names(**off) == off
 
 
+@pytest.mark.slow
 def test_a_server_takes_them_from_the_checkpoint(embedded_folder: Path, tmp_path: Path) -> None:
     config = write_random_model(tmp_path / "model", embedded_folder)
     own = json.loads((embedded_folder / "generation_config.json").read_text())

@@ -149,6 +149,7 @@ async def _dies_and_returns(client: EngineClient) -> None:
     assert (await collect(client, 5))[-1].finish_reason in ("stop", "length")
 
 
+@pytest.mark.slow
 async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Path) -> None:
     async with running(embedded_folder) as client:
         await asyncio.wait_for(client.wait_ready(), START_S)

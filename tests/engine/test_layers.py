@@ -53,7 +53,8 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[nn.Mod
     return seen
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_later_start_uses_what_an_earlier_one_compiled(family: str, compilations: list[nn.Module]) -> None:
     plain = [logits(build_runner(tiny_model(family, seed), EAGER)) for seed in (0, 1)]
     runners = [build_runner(tiny_model(family, 0), CONFIG)]

@@ -75,7 +75,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_adapters_and_base_in_one_batch_equal_peft_with_each_alone(
     folder: Path, eager: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -85,6 +85,7 @@ def test_the_library_is_built_again_when_a_source_moves(tmp_path: Path, monkeypa
     assert build._digest([["c++"]]) != before
 
 
+@pytest.mark.slow
 def test_linear_rows_is_more_than_a_trap_on_every_gpu(tmp_path: Path) -> None:
     """The kernel traps where shared memory does not begin where it should; the compiler knows, and drops the rest."""
     nvcc = build.find_nvcc()

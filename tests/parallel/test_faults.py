@@ -63,7 +63,8 @@ def _text(server: RunningServer) -> str:
     return text
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_engine_ends_and_comes_back_as_a_whole(server: RunningServer, number: signal.Signals) -> None:
     text = _text(server)
     assert text.startswith(" Paris.")
