@@ -19,7 +19,7 @@ class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
-    """Of a request; beyond it, 413. Where prompts may have images, chats may be longer: see body_bytes_with_images."""
+    """Bytes of a request; beyond it, 413. Where prompts may have images, chats may be longer: see body_bytes_with_images."""
     max_queue: int = Field(default=256, ge=1)
     """Sequences accepted and not yet finished; beyond it, 429."""
     max_queue_tokens: int = Field(default=1_000_000, ge=1)
@@ -61,9 +61,9 @@ class HttpConfig(Section):
     max_images: int = Field(default=16, ge=1)
     """Images of one request; beyond it, 400."""
     max_image_bytes: int = Field(default=20 * 2**20, ge=1024)
-    """Of one encoded image; beyond it, 400."""
+    """Bytes of one encoded image; beyond it, 400."""
     max_image_pixels: int = Field(default=2**25, ge=1)
-    """Of one image; beyond it, 400."""
+    """Pixels of one image; beyond it, 400."""
     image_hosts: tuple[str, ...] = ()
     """Hosts that images may be fetched from: "name", "name:port", "*.name"; none: images come in requests only."""
     image_timeout_s: float = Field(default=10.0, gt=0)

@@ -37,7 +37,7 @@ class PreparedImage(msgspec.Struct, tag="prepared", frozen=True):
     placeholders: int
     """How many tokens of that text the image's features stand in for."""
     num_bytes: int
-    """Of the file."""
+    """Size of the file."""
 
 
 class ImageRefused(msgspec.Struct, tag="refused", frozen=True):

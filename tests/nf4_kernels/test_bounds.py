@@ -11,7 +11,7 @@ import torch
 
 from nf4_kernels import cpu, reference
 from nf4_kernels.params import DTYPES, Nf4Weight
-from tests.nf4_kernels.weights import float32_bound, quantized
+from tests.nf4_kernels.weights import float32_bound, quantized, using_isa
 
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,13 +59,8 @@ def guarded() -> Iterator[Guarded]:
 @pytest.fixture(params=cpu.ISAS, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every instruction set that this CPU has, in turn."""
-    before = cpu.isa()
-    try:
-        cpu.set_isa(request.param)
-    except ValueError as e:
-        pytest.skip(str(e))
-    yield
-    cpu.set_isa(before)
+    with using_isa(request.param):
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ import nf4_kernels
 from nf4_kernels import Weight, cpu, cpu_moe, reference
 from nf4_kernels.format import TABLES
 from tests.nf4_kernels.shards import along_k, along_n
-from tests.nf4_kernels.weights import FIXED_POINT, float32_bound, is_close, quantized
+from tests.nf4_kernels.weights import FIXED_POINT, float32_bound, is_close, quantized, using_isa
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -23,14 +23,9 @@ BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set that this CPU has, in turn."""
     assert cpu.load_error() is None
-    before = cpu.isa()
-    try:
-        cpu.set_isa(request.param)
-    except ValueError as e:
-        pytest.skip(str(e))
-    assert cpu.isa() == request.param
-    yield request.param
-    cpu.set_isa(before)
+    with using_isa(request.param):
+        assert cpu.isa() == request.param
+        yield request.param
 
 
 @pytest.mark.parametrize("nested", [False, True])

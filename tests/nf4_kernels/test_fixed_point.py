@@ -9,7 +9,7 @@ import torch
 from bitsandbytes.functional import quantize_4bit
 
 from nf4_kernels import Weight, cpu, reference
-from tests.nf4_kernels.weights import FIXED_POINT, float32_bound, quantized
+from tests.nf4_kernels.weights import FIXED_POINT, float32_bound, quantized, using_isa
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 70)
 
@@ -17,13 +17,8 @@ ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 70)
 @pytest.fixture(params=FIXED_POINT, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every instruction set with fixed point that this CPU has, in turn."""
-    before = cpu.isa()
-    try:
-        cpu.set_isa(request.param)
-    except ValueError as e:
-        pytest.skip(str(e))
-    yield
-    cpu.set_isa(before)
+    with using_isa(request.param):
+        yield
 
 
 @pytest.mark.parametrize("rows", ROWS)

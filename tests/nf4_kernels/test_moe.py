@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nf4_kernels import cpu, moe_torch, reference
 from nf4_kernels.format import Weight
-from tests.nf4_kernels.weights import FIXED_POINT, quantized
+from tests.nf4_kernels.weights import FIXED_POINT, quantized, using_isa
 
 FLOATS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # (experts, N, K, blocksize, nested)
@@ -32,13 +32,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that this CPU has, in turn."""
     if cpu.load_error() is not None:
         pytest.skip("no CPU kernels")
-    before = cpu.isa()
-    try:
-        cpu.set_isa(request.param)
-    except ValueError as e:
-        pytest.skip(str(e))
-    yield request.param
-    cpu.set_isa(before)
+    with using_isa(request.param):
+        yield request.param
 
 
 def random_experts(

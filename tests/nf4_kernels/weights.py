@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
@@ -12,6 +15,20 @@ from nf4_kernels.format import Weight
 
 FIXED_POINT = ("avx2", "avx512vnni")
 """The instruction sets with GEMMs in 16-bit fixed point (docs/adr/0027)."""
+
+
+@contextmanager
+def using_isa(name: str) -> Iterator[None]:
+    """The CPU kernels use that instruction set while entered; the test is skipped where this CPU does not have it."""
+    before = cpu.isa()
+    try:
+        cpu.set_isa(name)
+    except ValueError as e:
+        pytest.skip(str(e))
+    try:
+        yield
+    finally:
+        cpu.set_isa(before)
 
 
 @dataclass(frozen=True)

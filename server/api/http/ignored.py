@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
-from server.api.http.errors import bad_request
+from server.api.http.errors import bad_request, shown
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,13 @@ def ignore_unknown(option: str) -> None:
     if request is None or request.unknown_options == "refuse":
         raise bad_request(f"Unknown parameter: '{option}'.", option, "unknown_parameter")
     ignore(option, "this server does not know it")
+
+
+def ignore_others(fields: Iterable[str], known: Container[str], where: str) -> None:
+    """ignore_unknown() for each field of an object, named where in the request, that is not among the known ones."""
+    for name in fields:
+        if name not in known:
+            ignore_unknown(f"{where}.{shown(name)}")
 
 
 def rename_options(names: Mapping[str, str]) -> None:

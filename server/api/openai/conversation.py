@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from server.api.http.errors import ApiError, bad_request, shown
-from server.api.http.ignored import ignore_unknown
+from server.api.http.ignored import ignore_others, ignore_unknown
 from server.api.http.validation import json_type
 from server.api.openai.image_parts import ImageParts
 from server.text.image_marks import IMAGE, without_marks
@@ -170,9 +170,7 @@ def _part(part: Any, where: str, role: str, images: ImageParts) -> str:
             param,
             "invalid_value",
         )
-    for key in part:
-        if key not in ("type", "text"):
-            ignore_unknown(f"{where}.{shown(key)}")
+    ignore_others(part, ("type", "text"), where)
     text = part.get("text")
     if not isinstance(text, str):
         raise _wrong_type(f"{where}.text", "a string", text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.api.http.errors import bad_request, shown
-from server.api.http.ignored import ignore_unknown
+from server.api.http.ignored import ignore_others
 from server.api.http.validation import json_type
 
 DETAILS = ("auto", "low", "high")
@@ -57,9 +57,7 @@ class ImageParts:
             raise bad_request(
                 f"Invalid '{where}': images belong to messages of the role 'user'.", where, "invalid_value"
             )
-        for key in part:
-            if key not in ("type", "image_url"):
-                ignore_unknown(f"{where}.{shown(key)}")
+        ignore_others(part, ("type", "image_url"), where)
         given = part.get("image_url")
         fields = {"url": given} if isinstance(given, str) else given
         if not isinstance(fields, dict) or not isinstance(fields.get("url"), str):
@@ -68,9 +66,7 @@ class ImageParts:
                 param,
                 "invalid_type",
             )
-        for key in fields:
-            if key not in ("url", "detail"):
-                ignore_unknown(f"{param}.{shown(key)}")
+        ignore_others(fields, ("url", "detail"), param)
         detail = fields.get("detail")
         if detail is not None and detail not in DETAILS:
             supported = ", ".join(f"'{name}'" for name in DETAILS)

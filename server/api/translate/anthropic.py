@@ -7,7 +7,7 @@ from typing import Any
 
 from server.api.http.errors import ApiError, bad_request, shown
 from server.api.http.hints import ignore_thinking
-from server.api.http.ignored import ignore, ignore_unknown
+from server.api.http.ignored import ignore, ignore_others
 from server.api.openai.image_parts import TranslatedImage
 
 _BILLING = "x-anthropic-billing-header:"
@@ -85,9 +85,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise _unsupported(f"{where}.type", f"A tool of type {shown(repr(tool['type']))}")
     names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
-    for key in tool:
-        if key not in names and key != "type":
-            ignore_unknown(f"{where}.{shown(key)}")
+    ignore_others(tool, ("type", *names), where)
     return {"type": "function", "function": {names[key]: value for key, value in tool.items() if key in names}}
 
 

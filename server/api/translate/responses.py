@@ -6,7 +6,7 @@ from typing import Any
 
 from server.api.http.errors import ApiError, bad_request, shown
 from server.api.http.hints import SERVER_TOOLS
-from server.api.http.ignored import ignore, ignore_unknown
+from server.api.http.ignored import ignore, ignore_others
 from server.api.http.validation import json_type
 from server.api.openai.image_parts import TranslatedImage
 
@@ -62,9 +62,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any] | None:
             "unsupported_parameter",
         )
     known = ("name", "description", "parameters", "strict")
-    for key in tool:
-        if key not in known and key != "type":
-            ignore_unknown(f"{where}.{shown(key)}")
+    ignore_others(tool, ("type", *known), where)
     return {"type": "function", "function": {key: tool[key] for key in known if key in tool}}
 
 
@@ -125,9 +123,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         case {"type": str(kind), "text": str(text)} if kind in _TEXT_PARTS:
             return {"type": "text", "text": text}
         case {"type": "input_image", "image_url": str(url)}:
-            for key in part:
-                if key not in ("type", "image_url", "detail", "file_id"):
-                    ignore_unknown(f"{where}.{shown(key)}")
+            ignore_others(part, ("type", "image_url", "detail", "file_id"), where)
             return TranslatedImage(url, part.get("detail"), where)
     raise bad_request(
         f"Invalid '{where}': only parts with text, and input_image with an 'image_url', are supported by this server.",
