@@ -44,8 +44,8 @@ def along_k(whole: Weight, columns: range) -> Weight:
     return replace(
         whole,
         shape=(n, len(columns)),
-        packed=whole.packed.view(n, k // 2)[:, columns.start // 2 : columns.stop // 2].flatten(),
-        absmax_8bit=whole.absmax_8bit.view(n, blocks)[:, first:stop].flatten(),
+        packed=whole.packed.view(n, k // 2)[:, columns.start // 2 : columns.stop // 2].contiguous().flatten(),
+        absmax_8bit=whole.absmax_8bit.view(n, blocks)[:, first:stop].contiguous().flatten(),
         absmax=whole.absmax.masked_fill(unused, float("nan"))[held].clone(),
         absmax_offset=offset if offset.numel() == 1 else offset.masked_fill(unused[held], float("nan")),
         group_offset=first,

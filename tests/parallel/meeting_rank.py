@@ -30,8 +30,8 @@ def main() -> None:
     with torch.inference_mode():
         for tokens in (1, 7, 24):
             # Dense and aligned, a view that is not dense, one that is not aligned.
-            wide = torch.full((tokens, 5128), float(rank + 1), device=device, dtype=torch.bfloat16)
-            for x in (wide[:, :5120].contiguous(), wide[:, :5120], wide.view(-1)[1 : 1 + 4096]):
+            wides = torch.full((3, tokens, 5128), float(rank + 1), device=device, dtype=torch.bfloat16)
+            for x in (wides[0, :, :5120].contiguous(), wides[1, :, :5120], wides[2].view(-1)[1 : 1 + 4096]):
                 residual = torch.full_like(x, 0.5)
                 ops.all_reduce_add(x, residual)
                 assert bool((x == ranks * (ranks + 1) / 2 + 0.5).all())
