@@ -1,19 +1,21 @@
 """What steps with guesses cost on a GPU, and what they gain with a drafter that is right so often. Dummy NF4 weights.
 
-python -m bench.speculation.drafter --model qwen3-32b
 python -m bench.speculation.drafter --model qwen3-32b --draft qwen3-0.6b
+python -m bench.speculation.drafter --model qwen3-32b
 
-Prints, for one model: seconds of a step of one sequence with 0, 3, 7 and 15 guesses; tokens per second with a drafter whose
-guesses are each right with a probability, by that speculation chooses how many it checks; and tokens per second of random
-text, on which lookup finds nothing, with speculation on and off. With --draft a draft model computes the guesses: its time
-is in the figures, and how many there are is learned from how many are right. Which guesses are accepted is always drawn, not
-compared, because dummy weights have near ties and agree on nothing. What is compared is interleaved. All but the steps
-becomes rows of bench/results/speculation-<device>.json.
+Measures, for one model: steps of one sequence with 0, 3, 7 and 15 guesses, none of which is right; tokens per second with a
+drafter whose guesses are each right with a probability; and tokens per second of random text, in which nothing can be
+guessed, with speculation by lookup, by the draft model and off. With --draft that drafter is a draft model: its time is in
+the figures, and how many guesses there are is learned from how many are right. Without it its guesses cost nothing, and how
+many there are follows from the probability. Which of a drafter's guesses are accepted is drawn, not compared, because dummy
+weights have near ties and agree on nothing. Decode is timed while all sequences run, and what is compared is interleaved.
+The rows go to bench/results/speculation-<device>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import os
 import random
@@ -44,6 +46,8 @@ from server.types import EngineStats, GenerateRequest, SamplingParams
 MODELS = Path(__file__).parents[1] / "models"
 ROUNDS = 3
 VOCABULARY = 30_000
+PROMPT = 128
+"""Tokens of a prompt, but for the steps behind longer contexts."""
 _numbers = itertools.count()
 _chance = random.Random(0)
 
@@ -108,27 +112,31 @@ def drafting(engine: Engine, right: float, guesses: int | None = None) -> Iterat
     speculator.costs = costs
 
 
-def run(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
-    """Tokens per second of decode, and the median seconds of its steps."""
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+def run(engine: Engine, prompts: list[list[int]], tokens: int, temperature: float = 0.0) -> tuple[float, float]:
+    """Tokens per second of decode while all sequences run, and the median seconds of its steps."""
     counts: dict[str, int] = {}
     for prompt in prompts:
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=len(counts), ignore_eos=True)
         request = GenerateRequest(str(next(_numbers)), prompt, params)
         counts[request.request_id] = 0
         engine.add(request)
     steps: list[float] = []
-    begun, started, counted = False, 0.0, 0
+    started, counted, seconds, ended = 0.0, 0, 0.0, False
     while engine.has_work:
         now = time.perf_counter()
         for output in engine.step().outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
             counts[output.request_id] += len(output.new_token_ids)
-        if begun:
+            ended |= output.finish_reason is not None
+        if started:
             steps.append(time.perf_counter() - now)
         elif min(counts.values()) >= 4:
-            begun, started, counted = True, time.perf_counter(), sum(counts.values())
-    return (sum(counts.values()) - counted) / (time.perf_counter() - started), statistics.median(steps)
+            started, counted = time.perf_counter(), sum(counts.values())
+        if ended and not seconds:
+            seconds, counted = time.perf_counter() - started, sum(counts.values()) - counted
+            engine.abort(list(counts))
+    return counted / seconds, statistics.median(steps)
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:
@@ -136,8 +144,9 @@ def random_prompts(count: int, length: int) -> list[list[int]]:
     return [[_chance.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
-def step_times(off: Engine, on: Engine, contexts: list[int]) -> None:
-    """Print the seconds of steps of one sequence by its guesses."""
+def step_times(off: Engine, on: Engine, contexts: list[int], model: str) -> list[Row]:
+    """Print the seconds of steps of one sequence by its guesses, and give a row for each number of them."""
+    rows = []
     for context in contexts:
         prompts = random_prompts(1, context)
         found: dict[int, list[float]] = {count: [] for count in (0, 3, 7, 15)}
@@ -149,13 +158,19 @@ def step_times(off: Engine, on: Engine, contexts: list[int]) -> None:
         medians = {count: statistics.median(own) for count, own in found.items()}
         shown = (f"{count} guesses {1e3 * own:.3f} ms ({own / medians[0]:.3f} x)" for count, own in medians.items())
         print(f"context {context}: {', '.join(shown)}", flush=True)
+        for count in (3, 7, 15):
+            ratio = statistics.median(plain / own for plain, own in zip(found[0], found[count], strict=True))
+            speeds = round(1 / medians[count], 1), round(1 / medians[0], 1), round(ratio, 3)
+            task = f"{count} guesses behind {context} tokens, none right"
+            rows.append(Row(model, "free drafter", task, 1, count, 0.0, *speeds))
+    return rows
 
 
 def drafted(off: Engine, on: Engine, batches: list[int], model: str, method: str) -> list[Row]:
     """Print what a drafter gains by how often it is right."""
     rows = []
     for batch, right in itertools.product(batches, (0.6, 0.7, 0.8)):
-        prompts, pairs, before = random_prompts(batch, 500), [], on.stats()
+        prompts, pairs, before = random_prompts(batch, PROMPT), [], on.stats()
         for _ in range(ROUNDS):
             plain = run(off, prompts, 200)[0]
             with drafting(on, right):
@@ -164,15 +179,20 @@ def drafted(off: Engine, on: Engine, batches: list[int], model: str, method: str
     return rows
 
 
-def nothing_to_guess(off: Engine, on: Engine, batches: list[int], model: str, method: str) -> list[Row]:
-    """Print how much slower random text is, on which no guess is right."""
+def nothing_to_guess(off: Engine, on: dict[str, Engine], batches: list[int], model: str) -> list[Row]:
+    """Print how much slower random text is, on which no guess is right; on: by how they guess."""
     rows = []
     for batch in batches:
-        prompts, pairs, before = random_prompts(batch, 300), [], on.stats()
-        for number in range(2 * ROUNDS):
-            pair = {engine: run(engine, prompts, 120)[0] for engine in ((off, on) if number % 2 else (on, off))}
-            pairs.append((pair[on], pair[off]))
-        rows.append(_row(model, method, "random text", batch, pairs, before, on.stats()))
+        prompts, before = random_prompts(batch, PROMPT), {method: engine.stats() for method, engine in on.items()}
+        pairs: dict[str, list[tuple[float, float]]] = {method: [] for method in on}
+        for number in range(ROUNDS + 1):
+            # The engine that runs first changes from round to round.
+            order = [off, *on.values()][:: -1 if number % 2 else 1]
+            speeds = {engine: run(engine, prompts, 120, temperature=1.0)[0] for engine in order}
+            for method, engine in on.items():
+                pairs[method].append((speeds[engine], speeds[off]))
+        for method, engine in on.items():
+            rows.append(_row(model, method, "random text", batch, pairs[method], before[method], engine.stats()))
     return rows
 
 
@@ -208,9 +228,17 @@ def _row(
     return row
 
 
-def _engines(runner: ModelRunner, config: EngineConfig) -> tuple[Engine, Engine]:
-    """Without speculation and with it, on one model; they never run at the same time."""
-    return Engine(runner, config.model_copy(update={"speculation": "off"})), Engine(runner, config)
+def _engines(runner: ModelRunner, config: EngineConfig) -> dict[str, Engine]:
+    """By speculation, on one model; they never run at the same time."""
+    methods = ("off", "lookup") if runner.draft_model is None else ("off", "lookup", "draft")
+    engines = {method: Engine(runner, config.model_copy(update={"speculation": method})) for method in methods}
+    costs, speculator = copy.deepcopy(runner.step_costs), engines["lookup"]._speculator
+    assert costs is not None
+    assert speculator is not None
+    # Both learn from the steps that they take, and only a draft model's guesses take time.
+    costs._drafting = None
+    speculator.costs = costs
+    return engines
 
 
 def _numbers_of(text: str) -> list[int]:
@@ -218,12 +246,12 @@ def _numbers_of(text: str) -> list[int]:
 
 
 def main() -> int:
-    """Measure one model and print."""
+    """Measure one model, print and write the rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.speculation.drafter", description=__doc__)
     parser.add_argument("--model", default="qwen3-32b", help="a folder of bench/models")
     parser.add_argument("--draft", help="the draft model, a folder of bench/models")
     parser.add_argument("--contexts", type=_numbers_of, default=[500, 4000])
-    parser.add_argument("--batches", type=_numbers_of, default=[1, 8])
+    parser.add_argument("--batches", type=_numbers_of, default=[1, 8], help="batches of guesses")
     parser.add_argument("--random", type=_numbers_of, default=[1, 8, 32, 128], help="batches of random text")
     parser.add_argument("--kv-gib", type=int, default=24)
     parser.add_argument("--out", type=Path, help="default: bench/results/speculation-<device>.json")
@@ -235,16 +263,26 @@ def main() -> int:
     config = EngineConfig(
         device="cuda", load_format="dummy", speculation="draft" if asked.draft else "lookup", enable_prefix_caching=False,
         draft_model=str(MODELS / asked.draft) if asked.draft else None, max_model_len=8448,
-        kv_cache_bytes=asked.kv_gib * 2**30,
+        max_num_seqs=max(asked.batches + asked.random), kv_cache_bytes=asked.kv_gib * 2**30,
     )  # fmt: skip
+    begun = time.perf_counter()
     runner = load_runner(MODELS / asked.model, config, lambda *_: None)
-    print(f"{asked.model} on {torch.cuda.get_device_name()}; {runner.step_costs}", flush=True)
-    off, on = _engines(runner, config)
-    if not asked.draft:
-        step_times(off, on, asked.contexts)
-    rows = drafted(off, on, asked.batches, asked.model, f"draft by {asked.draft}" if asked.draft else "free drafter")
-    rows += nothing_to_guess(off, on, asked.random, asked.model, f"draft by {asked.draft}" if asked.draft else "lookup")
-    write(asked.out or default_path(True), rows, True, rounds=ROUNDS)
+    ready = time.perf_counter() - begun
+    print(f"{asked.model} on {torch.cuda.get_device_name()}, ready in {ready:.0f} s; {runner.step_costs}", flush=True)
+    engines = _engines(runner, config)
+    off, lookup, draft = engines["off"], engines["lookup"], engines.get("draft")
+    run(off, random_prompts(1, PROMPT), 50)
+    rows = step_times(off, lookup, asked.contexts, asked.model)
+    by = f"draft by {asked.draft}"
+    if draft is None:
+        rows += drafted(off, lookup, asked.batches, asked.model, "free drafter")
+    else:
+        rows += drafted(off, draft, asked.batches, asked.model, by)
+    on = {"lookup": lookup} if draft is None else {"lookup": lookup, by: draft}
+    write(path := asked.out or default_path(True), rows, True, rounds=ROUNDS)
+    rows = nothing_to_guess(off, on, asked.random, asked.model)
+    write(path, rows, True, rounds=ROUNDS + 1)
+    print(f"{path}, after {time.perf_counter() - begun:.0f} s")
     return 0
 
 

@@ -13,9 +13,15 @@ import torch
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.verify import SIZES
+from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.runtime.trials import relative_error
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, run_together, tokens
@@ -58,11 +64,13 @@ def requests() -> list[GenerateRequest]:
     return [make_request(p, max_tokens=100, **o) for p, o in zip(prompts, options, strict=True)]
 
 
-def answers(runner: ModelRunner, config: EngineConfig, speculation: str) -> tuple[list[list[int]], Engine]:
+def answers(
+    runner: ModelRunner, config: EngineConfig, speculation: str, asked: list[GenerateRequest] | None = None
+) -> tuple[list[list[int]], Engine]:
     engine = Engine(runner, config.model_copy(update={"speculation": speculation}))
     if engine._speculator is not None:
         engine._speculator.costs = CHEAP
-    asked = requests()
+    asked = requests() if asked is None else asked
     outputs = run_together(engine, *asked)
     assert not any(output.error for found in outputs.values() for output in found)
     return [tokens(outputs[request.request_id]) for request in asked], engine
@@ -81,6 +89,63 @@ def test_steps_with_guesses_have_graphs_that_compute_what_the_model_does(name: s
     # Rounding differs with a step's size, so a near tie may fall to the other side, and what follows it is another text.
     same = [sum(a == b for a, b in zip(one, other, strict=False)) for one, other in zip(expected, got, strict=True)]
     assert sum(same) > 0.3 * sum(map(len, expected)), same
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-27b"])
+def test_logits_of_guesses_behind_long_contexts(name: str, tmp_path: Path) -> None:
+    """Contexts of several tiles of keys, some of them split into parts; three sequences, one with a single token."""
+    runner, _ = runner_of(name, tmp_path)
+    paged, verify = runner._paged, runner._graphs.verify
+    assert verify is not None
+    chance = random.Random(5)
+    blocks, contexts, checked = 512 // paged.block_size, (130, 300, 450), (1, 6, 8)
+    of = [range(i * blocks, (i + 1) * blocks) for i in range(3)]
+    for own, context in zip(of, contexts, strict=True):
+        paged.run(_step([Span(0, 0, context, own)], paged, chance, all_rows=False))
+    row, spans = 0, []
+    for own, context, count in zip(of, contexts, checked, strict=True):
+        spans.append(Span(row, context, count, own))
+        row += count
+    batch = _step(spans, paged, chance)
+    assert verify.fits(batch)
+    found = verify.run(batch).float()
+    expected = paged.run(batch)
+    for rows in (slice(0, 1), slice(1, 7), slice(7, 15)):
+        assert relative_error(found[rows], expected[rows]) < 0.05
+
+
+def _step(spans: list[Span], paged: PagedModel, chance: random.Random, all_rows: bool = True) -> Batch:
+    """A step of random tokens."""
+    positions = torch.tensor([p for span in spans for p in range(span.start, span.end)])
+    size = paged.block_size
+    slots = [span.blocks[p // size] * size + p % size for span in spans for p in range(span.start, span.end)]
+    ids = torch.tensor([chance.randrange(3, VOCABULARY) for _ in slots])
+    wanted = torch.arange(len(slots)) if all_rows else torch.tensor([len(slots) - 1])
+    given = (tensor.to(paged.device) for tensor in (ids, positions, torch.tensor(slots), wanted))
+    return Batch(*given, Spans.of(spans), sum(span.length == 1 for span in spans))
+
+
+def test_tokens_that_a_graph_samples_are_those_of_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences without other options have their tokens sampled on the device, behind the graph."""
+    runner, config = runner_of("qwen3-8b", tmp_path)
+    assert runner._graphs.verify is not None
+    sampled: list[int] = []
+    sample = runner._graphs.verify.sample
+
+    def noted(step: Step, batch: Batch, launch: Launch) -> list[Sampled]:
+        sampled.append(len(step.chunks))
+        return sample(step, batch, launch)
+
+    monkeypatch.setattr(runner._graphs.verify, "sample", noted)
+    found = []
+    for options in ({}, {"temperature": 0.7, "seed": 3}, {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5}):
+        asked = [make_request([5 + i, 9, 7] * 10, max_tokens=60, **options) for i in range(3)]
+        found.append((asked, answers(runner, config, "lookup", asked)[0]))
+    assert sampled
+    monkeypatch.setattr(runner, "_check_guesses", lambda step: None)
+    for asked, tokens_found in found:
+        assert answers(runner, config, "lookup", asked)[0] == tokens_found
 
 
 def test_with_batch_invariant_answers_are_equal(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ from server.engine.runtime.model.lora_registry import AdapterRegistry
 from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
+from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
 from server.engine.runtime.trials import first_line
@@ -170,6 +172,9 @@ class ModelRunner:
         """Compute a step: one result for each of step.sampled, in order; with guesses one for each token of the step."""
         if any(chunk.sequence.embeds for chunk in step.chunks):
             return self._execute_with_embeddings(step)
+        checked = self._check_guesses(step) if step.guesses else None
+        if checked is not None:
+            return checked
         logits = self.forward(step)
         sampled = step.sampled
         if logits.shape[0] > len(sampled) and not step.guesses:
@@ -181,6 +186,17 @@ class ModelRunner:
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
         return results
+
+    def _check_guesses(self, step: Step) -> list[Sampled] | None:
+        """execute() of a step with guesses whose tokens a CUDA graph finds; None where it needs more than that."""
+        verify = self._graphs.verify
+        if verify is None or not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
+            return None
+        batch = self._batch(step_input(step))
+        if batch.images is not None or not verify.fits(batch):
+            return None
+        table = partial(sampling_table, sampled_sequences(step), self.limits.vocab_size)
+        return verify.sample(step, batch, Launch(False, None, table))
 
     def _execute_with_embeddings(self, step: Step) -> list[Sampled]:
         """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""

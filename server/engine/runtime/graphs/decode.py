@@ -185,7 +185,7 @@ class DecodeGraphs:
             best, tokens = logits.float().max(dim=-1)
             return logits, torch.stack((best, tokens.float()))
 
-        with _compiled_layers(self._model, self.applies_rotary(size)):
+        with _compiled_layers(self._model, self.applies_rotary(size), self.shared):
             graph, (logits, greedy) = self.pool.capture(forward, WARM_UPS)
             if count:
                 self.fused = count_fused(forward)
@@ -204,17 +204,25 @@ def _ids(batch: Batch, launch: Launch, newest: torch.Tensor | None) -> torch.Ten
 
 
 @contextmanager
-def _compiled_layers(model: PreTrainedModel, applies_rotary: bool) -> Iterator[None]:
+def _compiled_layers(model: PreTrainedModel, applies_rotary: bool, shared: bool = False) -> Iterator[None]:
     """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation.
 
-    applies_rotary: whether the attention computes queries' and keys' norms and rotary embeddings.
+    applies_rotary: whether the attention computes queries' and keys' norms and rotary embeddings. shared: compile apart
+    from what has been compiled for graphs that are not shared.
     """
     # Each size of the ladder and kind of layer is compiled once, and all of that code is kept.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
+    # For shapes that it has compiled torch takes that code again, whichever passes made it: decode graphs of a size may
+    # leave the rotary embedding to the attention. An option, even with the value that it has anyway, keeps code apart.
+    options: dict[str, str | int | bool | Callable[..., object]] | None = None
+    if shared:
+        from torch._inductor import config
+
+        options = {"epilogue_fusion": config.epilogue_fusion}
     layers = decoder_layers(model)
     plain: list[Callable[..., object]] = [layer.forward for layer in layers]
     for layer, forward in zip(layers, plain, strict=True):
-        layer.forward = torch.compile(forward, fullgraph=True, dynamic=False)
+        layer.forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
     try:
         with dependent_launches(), small_kernels_by_rule(), fused_operations(applies_rotary):
             yield

@@ -8,9 +8,12 @@ from transformers import PreTrainedModel
 from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.pool import GraphPool
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.step import Step
 
 SIZES = (2, 4, 8, 16, 32, 64)
 """Tokens of a step, guesses and all. GEMMs cost the same for one token as for eight, and little more for 16."""
@@ -43,5 +46,15 @@ class VerifyGraphs(DecodeGraphs):
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [tokens, vocabulary] of a batch that fits(), valid until the next run."""
+        return super().run(self._singles(batch))
+
+    def sample(self, step: Step, batch: Batch, launch: Launch) -> list[Sampled]:
+        """A result for each token of a step that fits(), all sampled from the model's raw logits; launch has their table.
+
+        The host waits for the device once: the tokens of sequences without a temperature are the graph's own.
+        """
+        return self.run_async(step, self._singles(batch), launch, None).read()
+
+    def _singles(self, batch: Batch) -> Batch:
         _, singles = next(in_groups(batch, self._block_size, self._largest))
-        return super().run(singles)
+        return singles

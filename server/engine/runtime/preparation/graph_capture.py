@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
@@ -63,11 +67,14 @@ def capture_verify(
 
     def attempt() -> None:
         graphs.capture(list(sizes), progress)
-        for size in sizes:
-            if size <= limits.max_model_len:
-                batch = steps.first_chunk(size)
-                expected = paged.run(batch)
-                wrong = steps.difference(graphs.run(batch).float(), expected, size)
+        chunks = (steps.first_chunk(size) for size in sizes if size <= limits.max_model_len)
+        for chunk in itertools.chain(chunks, mixed_trial_steps(steps.first_chunk, paged.block_size, limits)):
+            tokens = chunk.num_tokens
+            batch = replace(chunk, sampled_rows=torch.arange(tokens, device=chunk.ids.device))
+            if graphs.fits(batch):
+                # The graph first, so that the other run's keys and values cannot stand in for its own.
+                found = graphs.run(batch).float()
+                wrong = steps.difference(found, paged.run(batch), tokens)
                 if wrong is not None:
                     raise ValueError(f"logits {wrong}")
 
