@@ -89,13 +89,13 @@ class Answer:
         return self.tokens == other.tokens and np.allclose(self.logprobs, other.logprobs, atol=2e-3)
 
 
-def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) -> Answer:
-    """What transformers' own generate() says to a prompt, greedily."""
-    ids = torch.tensor([prompt.ids])
-    given: dict[str, Any] = {}
+def given_to_transformers(model: PreTrainedModel, prompt: Prompt, more: int = 0) -> dict[str, torch.Tensor]:
+    """What transformers' model takes beside the ids of a prompt and of more tokens behind it."""
+    given: dict[str, torch.Tensor] = {}
     for name in prompt.pictures[0].tensors if prompt.pictures else ():
         given[name] = torch.cat([picture.tensors[name] for picture in prompt.pictures])
-    kinds = torch.zeros_like(ids)
+    ids = torch.tensor([prompt.ids])
+    kinds = torch.zeros(1, len(prompt.ids) + more, dtype=torch.int64)
     for image in prompt.images:
         span = ids[0, image.start : image.end]
         kinds[0, image.start : image.end] = (span == span[0]).long()
@@ -103,6 +103,13 @@ def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) ->
         given["token_type_ids"] = kinds
     elif model.config.model_type.startswith("qwen") and prompt.pictures:
         given["mm_token_type_ids"] = kinds
+    return given
+
+
+def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) -> Answer:
+    """What transformers' own generate() says to a prompt, greedily."""
+    ids = torch.tensor([prompt.ids])
+    given = given_to_transformers(model, prompt)
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
         output = model.generate(
@@ -112,6 +119,15 @@ def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) ->
     chosen = output.sequences[0, ids.shape[1] :].tolist()
     rows = torch.cat(output.logits).log_softmax(-1)
     return Answer(chosen, [float(row[token]) for row, token in zip(rows, chosen, strict=True)])
+
+
+def outputs_of(engine: Engine, *prompts: Prompt) -> list[list[int]]:
+    """The tokens that the engine answers to prompts that are sent at once."""
+    requests = [prompt.request() for prompt in prompts]
+    outputs = run_together(engine, *requests)
+    for request in requests:
+        assert outputs[request.request_id][-1].finish_reason == "length", outputs[request.request_id][-1]
+    return [tokens(outputs[request.request_id]) for request in requests]
 
 
 def answers(engine: Engine, *prompts: Prompt, **sampling: Any) -> list[Answer]:

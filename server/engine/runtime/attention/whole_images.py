@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from server.engine.runtime.attention.base import AttentionOptions
-from server.engine.runtime.batch import Batch
+from server.engine.runtime.batch import Batch, to_device
 
 Gather = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From KV blocks int64 [n] to their keys [n, block size, kv_heads, dim] and their values."""
@@ -47,7 +47,7 @@ def image_queries(batch: Batch) -> Sequence[ImageQueries]:
         if len(later):
             blocks = np.array(span.blocks, np.int64)
             rows, own, last, held = (
-                torch.from_numpy(numbers).to(device)
+                to_device(numbers, device)
                 for numbers in (later + span.row, places[later, None], seen[later, None], blocks)
             )
             found.append(ImageQueries(rows, own, last, held, span.end))

@@ -26,7 +26,7 @@ FEATURE_CACHE_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """What the tower makes of an image of n placeholders, in host memory."""
+    """What the tower makes of an image of n placeholders."""
 
     embeddings: torch.Tensor
     """[n, hidden size], in the model's dtype."""
@@ -37,6 +37,10 @@ class ImageFeatures:
     def nbytes(self) -> int:
         """Bytes."""
         return self.embeddings.nbytes + sum(tensor.nbytes for tensor in self.added)
+
+    def in_host_memory(self) -> ImageFeatures:
+        """The same, in host memory."""
+        return ImageFeatures(self.embeddings.cpu(), tuple(tensor.cpu() for tensor in self.added))
 
 
 class ImageTower:
@@ -86,6 +90,8 @@ class ImageTower:
     def features(self, image: PromptImage) -> ImageFeatures:
         """What stands in for the image's placeholders; computed unless it is one of those seen last.
 
+        On the model's device if it has just been computed, else in host memory.
+
         Raises ValueError where the tower gives another number of rows than the image has placeholders.
         """
         found = self._cache.get(image.key)
@@ -93,7 +99,7 @@ class ImageTower:
             found = self._compute(_read(image.file))
             self.runs += 1
             if found.nbytes <= self._cache_bytes:
-                self._cache[image.key] = found
+                self._cache[image.key] = found.in_host_memory()
                 self._cached_bytes += found.nbytes
                 while self._cached_bytes > self._cache_bytes:
                     self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
@@ -113,7 +119,7 @@ class ImageTower:
         embeddings = rows if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
         deep = getattr(output, "deepstack_features", None) or ()
         added = tuple(each if isinstance(each, torch.Tensor) else torch.cat(list(each)) for each in deep)
-        return ImageFeatures(_in_host_memory(embeddings), tuple(map(_in_host_memory, added)))
+        return ImageFeatures(_as_rows(embeddings), tuple(map(_as_rows, added)))
 
     @contextmanager
     def inputs(self, ids: torch.Tensor, images: ImageRows) -> Iterator[dict[str, Any]]:
@@ -127,7 +133,7 @@ class ImageTower:
 
         def gathered(features: Sequence[torch.Tensor]) -> torch.Tensor:
             own = [t[part.first : part.first + len(part.rows)] for (part, _), t in zip(found, features, strict=True)]
-            return torch.cat(own).to(device, dtype)
+            return torch.cat([rows.to(device, dtype) for rows in own])
 
         if found:
             embeddings = embeddings.index_copy(0, rows, gathered([f.embeddings for _, f in found]))
@@ -162,8 +168,13 @@ def positions_by_axis(batch: Batch, images: ImageRows) -> torch.Tensor:
     if not images.axes:
         return batch.positions.unsqueeze(0)
     positions = batch.positions.repeat(3, 1)
+    # One transfer for all chunks.
+    table = to_device(np.concatenate([own for _, own in images.axes], axis=1), positions.device)
+    begin = 0
     for row, own in images.axes:
-        positions[:, row : row + own.shape[1]] = torch.from_numpy(np.ascontiguousarray(own)).to(positions)
+        end = begin + own.shape[1]
+        positions[:, row : row + own.shape[1]] = table[:, begin:end]
+        begin = end
     return positions.unsqueeze(1)
 
 
@@ -176,5 +187,5 @@ def _read(file: str, names: Iterable[str] | None = None) -> dict[str, torch.Tens
         raise ValueError(f"a prepared image cannot be read: {' '.join(str(e).split())}") from e
 
 
-def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1, tensor.shape[-1]).cpu()
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1])
