@@ -29,9 +29,6 @@ IS_CHECKOUT = (ROOT / "pyproject.toml").exists()
 """Whether this is the package's source tree; an installed package has no pyproject.toml."""
 CUDA_ARCHS = "80;86;89;90a;100;120"
 SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
-EXPERTS = os.environ.get("NF4_CUDA_MOE") == "1"
-"""Whether the CUDA kernels for mixtures of experts are compiled and used. They have not run on a GPU yet (ADR 17)."""
-_MOE = SOURCES / "cuda" / "moe"
 
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mfma", "-mf16c"]
 ISA_FLAGS = {
@@ -106,10 +103,9 @@ def build_cuda(
 ) -> Path:
     """Compile csrc/cuda/**/*.cu into folder/libnf4_cuda.so, with the CUDA runtime linked in; as build_cpu().
 
-    archs: GPU targets ("80;90a"); None: NF4_CUDA_ARCHS, by default CUDA_ARCHS. The folder moe/ is left out unless the
-    environment variable NF4_CUDA_MOE is 1.
+    archs: GPU targets ("80;90a"); None: NF4_CUDA_ARCHS, by default CUDA_ARCHS.
     """
-    sources = [path for path in sorted((SOURCES / "cuda").rglob("*.cu")) if EXPERTS or not path.is_relative_to(_MOE)]
+    sources = sorted((SOURCES / "cuda").rglob("*.cu"))
     targets_of_all = [a for a in (archs or os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS)).split(";") if a]
     jobs = []
     for source in sources:

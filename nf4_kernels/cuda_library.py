@@ -102,7 +102,7 @@ class MoeRowsPlan(ctypes.Structure):
 class MoeWgmmaPlan(ctypes.Structure):
     """MoeWgmmaPlan of params.h."""
 
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid"))
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "tiled"))
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
@@ -161,19 +161,13 @@ def library() -> ctypes.CDLL | str:
                 ctypes.POINTER(WgmmaPlan),
             )
             getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
-        if has_experts(loaded):
-            loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
-            loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
+        loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
+        loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
     except (OSError, AttributeError) as e:
         return f"{path} cannot be loaded: {e}"
     if error := size_error(loaded.nf4_cuda_struct_size, STRUCTS):
         return f"{path} cannot be used: {error}"
     return loaded
-
-
-def has_experts(loaded: ctypes.CDLL) -> bool:
-    """Whether a library was built with the kernels for mixtures of experts, see build.EXPERTS."""
-    return hasattr(loaded, "nf4_cuda_moe_rows")
 
 
 @functools.cache

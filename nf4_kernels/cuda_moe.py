@@ -1,53 +1,35 @@
 """The CUDA kernels for mixtures of experts: checks arguments, and calls libnf4_cuda.so on torch's current stream.
 
 Source: csrc/cuda/moe/. Which experts are chosen is read on the device alone, so everything here can be captured in CUDA
-graphs; workspaces are tensors whose size follows from shapes. takes() says what may be routed here: nothing, unless the
-environment variable NF4_CUDA_MOE is 1, since these kernels have not run on a GPU yet.
+graphs; workspaces are tensors whose size follows from shapes. takes() says what may be routed here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nf4_kernels.cuda import BLOCKSIZES
-from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWgmmaPlan, has_experts, load_error, raise_for, usable
+from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWgmmaPlan, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
 from nf4_kernels.plan.moe import MoePlan, MoeRows, plan_moe
 from nf4_kernels.reference import check_expert_gate
 
-logger = logging.getLogger(__name__)
-
-ENABLED = os.environ.get("NF4_CUDA_MOE") == "1"
-"""Whether whoever routes calls here may do so. These kernels have not run on a GPU yet, so they are to be asked for."""
-
 
 def takes(x: Tensor, shape: Sequence[int], blocksize: int, top_k: int, gated: bool) -> bool:
-    """Whether these kernels are asked for and compute experts' GEMMs of x with weights of that shape [E, N, K]."""
-    if not ENABLED or not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or not _is_built():
+    """Whether these kernels can compute experts' GEMMs of x with weights of that shape [E, N, K]."""
+    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or load_error() is not None:
         return False
     tokens = x.shape[0]
     if tokens == 0 or len(shape) != 3 or blocksize not in BLOCKSIZES:
         return False
     sizes = tuple(int(size) for size in shape)
     return plan_on(x.device, tokens, top_k, sizes, blocksize, False, gated, False) is not None
-
-
-@functools.cache
-def _is_built() -> bool:
-    if load_error() is not None:
-        return False
-    built = has_experts(usable())
-    if not built:
-        logger.warning("libnf4_cuda.so was built without NF4_CUDA_MOE=1: experts are computed by torch; build it again")
-    return built
 
 
 def run(

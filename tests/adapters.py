@@ -25,9 +25,9 @@ def save_adapter(model: PreTrainedModel, folder: Path, seed: int, size: float = 
             if not parameter.requires_grad:
                 continue
             if "magnitude" in name:
-                parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
+                parameter.mul_(1 + torch.rand(parameter.shape, generator=generator).to(parameter.device))
             elif ".lora_" not in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device) * size)
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
     adapted.save_pretrained(folder)

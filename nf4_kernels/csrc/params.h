@@ -182,4 +182,5 @@ typedef struct {
   int32_t tokens; /* choices of a token tile */
   int32_t groups; /* consumer warpgroups, 64 weight rows each */
   int32_t grid;   /* thread blocks */
+  int32_t tiled;  /* a launch in front gathers the tiles' activations in memory; else each thread block gathers its own */
 } MoeWgmmaPlan;

@@ -8,10 +8,10 @@ A choice is one of a token's top_k experts; a group is several choices of one ex
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from nf4_kernels.plan.rows import GROUP_ROWS, shared_bytes
-from nf4_kernels.plan.wgmma import WGMMA_COSTS
 
 # (warps, teams, k blocks of a warp, token tiles of 8): the instances of csrc/cuda/moe/instances.cuh.
 MOE_INSTANCES = (
@@ -29,6 +29,21 @@ MOST_UNSORTED = 1024
 """Choices that thread blocks group themselves."""
 K_STEP = 256
 """k of a step of a wgmma tile, to which activations are padded."""
+MOST_GATHERED = 64
+"""Choices of the largest tiles whose activations the GEMM itself gathers, by one warp."""
+LEAST_TILED = 32
+"""Choices of the smallest tiles that a launch in front of the GEMM gathers."""
+STEP_US = {
+    (16, False): 0.90, (32, False): 1.15, (64, False): 1.75,
+    (32, True): 0.98, (64, True): 1.25, (128, True): 1.85, (256, True): 3.3,
+}  # fmt: skip
+"""Microseconds of a k step of a tile, by its choices and whether they are tiled."""
+TILING_US, TILED_PER_US = 6.0, 1e6
+"""What gathering into tiles takes: a launch, and elements of activations in a microsecond."""
+MOST_OF_ROWS = 4.5
+"""Choices of an expert, on average, up to which moe_rows is the faster one."""
+SHORT_BLOCKS = 16
+"""With up to so many 64-wide k blocks moe_rows has too little work for each group."""
 _SMALL_SHARED_BYTES = 99 << 10
 
 
@@ -79,14 +94,17 @@ class MoeWgmma:
     tokens: int
     groups: int
     grid: int
+    tiled: bool
 
     def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
-        """The list of groups, x in the order of tiles, and 16-bit results that a launch behind adds up."""
-        ordered = x_rows * -(-k // K_STEP) * K_STEP * 2
+        """The list of groups, x in the order of tiles or tiles of its choices, and 16-bit results that are added up."""
+        rows = _capacity(choices, experts, self.tokens) * self.tokens if self.tiled else x_rows
+        ordered = rows * -(-k // K_STEP) * K_STEP * 2
         return _list_bytes(choices, experts, self.tokens) + ordered + (choices * n * 2 if routed else 0)
 
     def __str__(self) -> str:
-        return f"moe_wgmma: {self.tokens} choices x {self.groups * 64} rows, grid {self.grid}"
+        tiled = ", tiled" if self.tiled else ""
+        return f"moe_wgmma: {self.tokens} choices x {self.groups * 64} rows{tiled}, grid {self.grid}"
 
 
 MoePlan = MoeRows | MoeWgmma
@@ -147,15 +165,29 @@ def moe_candidates(
         *moe_rows_candidates(tokens * top_k, experts, k, arch, multiprocessors, nested, gated, routed)
     ]
     if arch == 90 and not (gated and n % 4):
-        found += [MoeWgmma(size, groups, multiprocessors) for size, groups in MOE_WGMMA_INSTANCES]
+        for size, groups in MOE_WGMMA_INSTANCES:
+            if size <= MOST_GATHERED:
+                found.append(MoeWgmma(size, groups, multiprocessors, tiled=False))
+            if size >= LEAST_TILED:
+                found.append(MoeWgmma(size, groups, multiprocessors, tiled=True))
     return found
 
 
-def _wgmma_cost(plan: MoeWgmma, each: float) -> float:
-    """Microseconds of a k step of all token tiles of an expert with `each` choices, as linear_wgmma's steps are fitted."""
-    costs = WGMMA_COSTS[plan.tokens, plan.groups]
-    tiles = max(1.0, each / plan.tokens + 0.5)  # choices are uneven: the last tile is half full
-    return tiles * (costs.step + (costs.step_more_tiles if each > plan.tokens else 0.0))
+def _expected_tiles(each: float, size: int) -> float:
+    """Tiles of an expert that has a token's choices by chance, `each` on average."""
+    deviation = math.sqrt(2 * each)
+    tiles, most = 1.0, each + 4 * deviation
+    for full in range(size, math.ceil(most), size):
+        tiles += math.erfc((full + 0.5 - each) / deviation) / 2
+    return tiles
+
+
+def _wgmma_cost(plan: MoeWgmma, choices: int, chosen: float, n: int, k: int) -> float:
+    """Microseconds on an H200."""
+    tiles = chosen * _expected_tiles(choices / chosen, plan.tokens) * -(-n // (plan.groups * 64))
+    steps = tiles / plan.grid * -(-k // K_STEP)
+    cost = steps * STEP_US[plan.tokens, plan.tiled]
+    return cost + (TILING_US + choices * k / TILED_PER_US if plan.tiled else 0.0)
 
 
 def plan_moe(
@@ -173,7 +205,7 @@ def plan_moe(
 ) -> MoePlan | None:
     """The launches for `tokens` tokens and experts' weights [n, k] in 16-bit types; None where no kernel fits.
 
-    Thresholds are estimates from linear_rows and linear_wgmma: these launches have not run on a GPU yet.
+    Constants are fitted to bench/results/moe-nvidia-h200.json.
     """
     if k % 64 or blocksize < 64 or arch < 80 or tokens < 1 or n < 1 or k < 1 or (gated and n % 2):
         return None
@@ -181,10 +213,14 @@ def plan_moe(
     choices = tokens * top_k
     chosen = experts * (1 - (1 - 1 / experts) ** choices)
     each = choices / chosen
-    wgmma = {c.tokens: c for c in candidates if isinstance(c, MoeWgmma)}
+    wgmma = [c for c in candidates if isinstance(c, MoeWgmma)]
     rows = [c for c in candidates if isinstance(c, MoeRows)]
-    if wgmma and (each > 6 or choices > MOST_UNSORTED or not rows):
-        return min(wgmma.values(), key=lambda plan: _wgmma_cost(plan, each))
+    short = k // 64 <= SHORT_BLOCKS
+    if wgmma and (each > MOST_OF_ROWS or choices > MOST_UNSORTED or not rows or (short and choices > GROUP_ROWS)):
+        return min(wgmma, key=lambda plan: _wgmma_cost(plan, choices, chosen, n, k))
     tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
-    rows.sort(key=lambda c: (abs(c.tiles - tiles), c.parts, abs(c.blocks - 2)))
+    if short and choices <= GROUP_ROWS:
+        rows.sort(key=lambda c: (not c.adds, c.blocks, c.tiles))
+    else:
+        rows.sort(key=lambda c: (abs(c.tiles - tiles), c.parts, abs(c.blocks - 2)))
     return rows[0] if rows else None

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from server.config.section import Section
 
 ASYNC_OPTIONS_VARIABLE = "NF4_ASYNC_OPTIONS"
-"""1: on CUDA, penalties, log-probabilities, grammars and the like stay within async scheduling (docs/adr/0022)."""
+"""0: on CUDA, penalties, log-probabilities, grammars and the like leave async scheduling (docs/adr/0022)."""
 
 KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
 

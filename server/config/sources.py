@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from server.config import ASYNC_OPTIONS_VARIABLE, Config, ConfigError
 
-KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS", "NF4_CUDA_MOE"})
+KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
 """Environment variables with our prefix that belong to nf4_kernels."""
 
 

@@ -144,9 +144,10 @@ def test_options_within_async_scheduling_change_no_answer(tmp_path: Path, monkey
         {"temperature": 0.8, "top_p": 0.9, "seed": 2},
     ]
     requests = [make_request(5 + index, max_tokens=30, **options[index % 5]) for index in range(10)]
+    monkeypatch.setenv(ASYNC_OPTIONS_VARIABLE, "0")
     engine, _ = make_engine(tmp_path)
     expected = run_together(engine, *requests)
-    monkeypatch.setenv(ASYNC_OPTIONS_VARIABLE, "1")
+    monkeypatch.delenv(ASYNC_OPTIONS_VARIABLE)
     engine, runner = make_engine(tmp_path)
     assert not runner.looks_ahead
     assert DeviceOptions.penalize_rows is not None  # the kernels agree with torch's operations

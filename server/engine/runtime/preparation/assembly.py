@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -36,6 +37,9 @@ from server.engine.runtime.runner import Followers, ModelRunner, StepGraphs
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.sampling.option_trials import use_device_options
+from server.engine.runtime.trials import summary
+
+logger = logging.getLogger(__name__)
 
 
 def build_runner(
@@ -100,7 +104,16 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
             compile_with_trials(paged, progress)
         return StepGraphs()
     # Decode graphs first: they compile the model's own code, for each of their sizes.
-    decode = capture_decode(paged, backend, limits, config, progress)
+    try:
+        decode = capture_decode(paged, backend, limits, config, progress)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as e:
+        # The model's own code does what cannot be captured, such as copies from the host.
+        if config.batch_invariant or "graph capture" not in str(e):
+            raise
+        logger.warning("steps run without CUDA graphs, which is slow: %s", summary(e))
+        return StepGraphs()
     sizes = verify_sizes(config)
     verify = capture_verify(paged, backend, limits, sizes, decode, progress) if sizes else None
     compiled = backend.runs_compiled_layers and compile_with_trials(paged, progress)
@@ -111,8 +124,8 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
 
 
 def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
-    """What samples with all options within async scheduling: on CUDA, where NF4_ASYNC_OPTIONS=1 asks for it."""
-    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) != "1":
+    """What samples with all options within async scheduling: on CUDA, unless NF4_ASYNC_OPTIONS=0 takes it away."""
+    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) == "0":
         return None
     use_device_options(paged.device, paged.dtype, limits.vocab_size)
     return DeviceSampler(limits.vocab_size, paged.device)

@@ -101,7 +101,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (producer == 0) {
       if (lane == 0) load_expert_weights<Traits>(args, &map, layout);
     } else if (producer == 1) {
-      gather_choices<Traits>(args, layout);
+      if (!args.tiled) {
+        gather_choices<Traits>(args, layout);
+      } else if (lane == 0) {
+        load_choices<Traits>(args, layout);
+      }
     } else {
       load_expert_scales<Traits>(args, layout, shared, (producer - 2) * 32 + lane);
     }

@@ -89,6 +89,25 @@ __device__ __forceinline__ void gather_choices(const MoeWgmmaArgs& args, WgmmaLa
   while (under_way > 0) hand_over();
 }
 
+// The same where the activations are tiles already, one behind the other for each group.
+template <typename Traits>
+__device__ __forceinline__ void load_choices(const MoeWgmmaArgs& args, WgmmaLayout<Traits> layout) {
+  using Layout = WgmmaLayout<Traits>;
+  MoeTiles work(args);
+  Ring<Traits::kTokenStages> ring;
+  int copies = args.steps * (4 / Layout::kTokenBlocks);
+  while (work.advance<Layout::kRows>(args)) {
+    const char* from = args.tiles + int64_t{work.group} * copies * Layout::kTokenBytes;
+    for (int copy = 0; copy < copies; ++copy, from += Layout::kTokenBytes) {
+      barrier_wait(layout.tokens_empty(ring.stage), ring.parity ^ 1);
+      unsigned full = layout.tokens_full(ring.stage);
+      expect_bytes(full, Layout::kTokenBytes);
+      copy_bytes(layout.tokens(ring.stage), from, Layout::kTokenBytes, full);
+      ring.advance();
+    }
+  }
+}
+
 // A row of a tile as one of all experts' rows; beyond the expert's last it is that.
 template <typename Traits>
 __device__ __forceinline__ int flat_row(const MoeWgmmaArgs& args, const MoeTiles& work, int row) {

@@ -26,6 +26,7 @@ MoeWgmmaArgs build_args(const Nf4Moe& moe, const MoeWgmmaPlan& plan) {
   args.out = moe.out;
   args.n = static_cast<int>(w.n);
   args.k_blocks = static_cast<int>(w.k / 64);
+  args.place_pitch = static_cast<unsigned>(args.k_blocks);
   args.scale_shift = log2_of(w.blocksize / 64);
   args.steps = static_cast<int>((w.k + 255) / 256);
   args.own_scales = w.blocksize == 64;
@@ -79,7 +80,7 @@ cudaError_t launch(const Nf4Moe& moe, const MoeWgmmaPlan& plan, const MoeWgmmaAr
   return cudaErrorInvalidValue;
 }
 
-// The first launch; the list begins at the workspace's beginning, and behind it lies what it makes of x.
+// The launches in front of the GEMM; the list begins at the workspace's beginning, and behind it lies what is made of x.
 template <typename T>
 cudaError_t launch_preparation(const Nf4Moe& moe, const MoeWgmmaPlan& plan, MoeWgmmaArgs* args) {
   PrepareArgs prepare{};
@@ -95,6 +96,13 @@ cudaError_t launch_preparation(const Nf4Moe& moe, const MoeWgmmaPlan& plan, MoeW
   args->tiles = reinterpret_cast<const char*>(prepare.ordered);
   args->x_choices = moe.x_of_choices ? 1 : moe.top_k;
   args->row_bytes = static_cast<unsigned>(args->steps) * 512;
+  args->tiled = plan.tiled != 0;
+  if (args->tiled) {
+    cudaError_t status = launch_sort(moe, plan.tokens, &args->list);
+    if (status != cudaSuccess) return status;
+    return launch_dependent(tile_choices<T>, plan.grid * 2, kSortThreads, 0, moe.stream, prepare, args->list,
+                            args->x_choices);
+  }
   int64_t chunks = int64_t{prepare.rows} * args->row_bytes / 16, blocks = (chunks + kSortThreads - 1) / kSortThreads;
   if (blocks > plan.grid * 2) blocks = plan.grid * 2;
   return launch_dependent(prepare_choices<T>, blocks + 1, kSortThreads, sort_shared_bytes(moe.num_experts), moe.stream,
@@ -106,7 +114,8 @@ cudaError_t launch_all(const Nf4Moe& moe, const MoeWgmmaPlan& plan) {
   MoeWgmmaArgs args = build_args(moe, plan);
   cudaError_t status = launch_preparation<T>(moe, plan, &args);
   if (status != cudaSuccess) return status;
-  char* results = const_cast<char*>(args.tiles) + (moe.x_of_choices ? moe_choices(moe) : moe.tokens) * int64_t{args.row_bytes};
+  int64_t rows = plan.tiled ? int64_t{args.list.capacity} * plan.tokens : moe.x_of_choices ? moe_choices(moe) : moe.tokens;
+  char* results = const_cast<char*>(args.tiles) + rows * args.row_bytes;
   if (moe.routing) args.out = results;
   status = launch(moe, plan, args);
   if (status != cudaSuccess || !moe.routing) return status;

@@ -1,9 +1,11 @@
 // GEMMs of many choices with experts' NF4 weights on Hopper: linear_wgmma's tiles (../../wgmma_sm90/linear_wgmma.cuh tells
 // how one is computed), where each token tile is a group of choices of one expert and multiplies that expert's weight.
 //
-// There are two launches, or three: one lists the groups and orders x (prepare.cuh); the GEMM, which gathers rows of x; and
-// where a token's choices are added up, one for that (../sums.cuh). The grid is as large as the device, whatever the
-// groups are: a thread block takes every gridDim.x-th tile, and the number of tiles is read on the device.
+// One launch lists the groups and orders x, and the GEMM gathers rows of x; or one lists the groups, one gathers x into tiles,
+// and the GEMM copies those (prepare.cuh). Where a token's choices are added up, a last launch does that (../sums.cuh). Tiles
+// cost one more pass over the choices' activations; a warp that gathers is too slow for many choices. The grid is as large as
+// the device, whatever the groups are: a thread block takes every gridDim.x-th tile, and the number of tiles is read on the
+// device.
 #pragma once
 
 #include "../../wgmma_sm90/consumers.cuh"
@@ -20,6 +22,7 @@ struct MoeWgmmaArgs : WgmmaArgs {
   int activation;
   int x_choices;       // that share a row of x
   unsigned row_bytes;  // of such a row in `tiles`, which are x in the order of k that tiles have
+  bool tiled;          // or they are whole tiles of the groups' choices
 };
 
 // A thread block's tiles. Neighbouring thread blocks have row tiles of the same token tile.
