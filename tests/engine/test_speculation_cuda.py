@@ -99,12 +99,12 @@ def test_logits_of_guesses_behind_long_contexts(name: str, tmp_path: Path) -> No
     paged, verify = runner._paged, runner._graphs.verify
     assert verify is not None
     chance = random.Random(5)
-    blocks, contexts, checked = 512 // paged.block_size, (130, 300, 450), (1, 6, 8)
-    of = [range(i * blocks, (i + 1) * blocks) for i in range(3)]
-    for own, context in zip(of, contexts, strict=True):
-        paged.run(_step([Span(0, 0, context, own)], paged, chance, all_rows=False))
+    size, contexts, checked = paged.block_size, (130, 300, 450), (1, 6, 8)
     row, spans = 0, []
-    for own, context, count in zip(of, contexts, checked, strict=True):
+    for first, context, count in zip((0, 40, 80), contexts, checked, strict=True):
+        # A span has the blocks up to its end, and no more.
+        own = range(first, first - (-(context + count) // size))
+        paged.run(_step([Span(0, 0, context, own[: -(-context // size)])], paged, chance, all_rows=False))
         spans.append(Span(row, context, count, own))
         row += count
     batch = _step(spans, paged, chance)
