@@ -122,7 +122,7 @@ def _attend(  # type: ignore[no-untyped-def]
     first = 0
     if window != 0:
         first = tl.maximum(0, start + 1 - window) // tile * tile
-    # All queries see the tiles in front of the first one's key, but for those that a window's edge crosses.
+    # All queries see all keys in front of the first query's own, unless there is a window. So these tiles need no mask.
     whole = (start + 1) // tile * tile
     if window == 0:
         for begin in tl.range(0, whole, tile, num_stages=stages):

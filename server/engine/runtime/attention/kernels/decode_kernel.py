@@ -60,10 +60,10 @@ def attend_newest(
 
     query [T, heads, dim], key and value [T, kv_heads, dim] in 16 bits, the cache's own where it has 16, any strides with a
     contiguous last dimension; numbers int32, decode.layout(): from first on lie the items, at most that many; their number
-    is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key get rotary
-    first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new tensor if None.
-    written: the launch in front has written the keys and values, so that several of the tokens may be of one sequence, one
-    after another.
+    is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key are
+    rotated by rotary first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new
+    tensor if None. written: the launch in front has written the keys and values, so that several of the tokens may be of
+    one sequence, one after another.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
@@ -172,8 +172,8 @@ def _attend(  # type: ignore[no-untyped-def]
     old = tl.minimum(end, newest)
     column, table = tl.arange(0, shape.dim), tables + blocks.to(tl.int64) * instance.pitch
     pages, own_scales = cache + head * shape.dim, scales + head
-    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended; but
-    # where that one writes the step's keys, some of which are older than others.
+    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended. Where
+    # that launch writes the step's keys, some of these may be among a token's older keys, so it has to end first.
     if instance.overlap and instance.written:
         tl.extra.cuda.gdc_wait()
     k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, old, shape, instance.tile)

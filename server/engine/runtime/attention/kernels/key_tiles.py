@@ -52,7 +52,7 @@ def load_tile(  # type: ignore[no-untyped-def]
 def add_tile(  # type: ignore[no-untyped-def]
     acc, best, weight, q, k, v, k_scale, v_scale, inside, scale, cap: tl.constexpr, limit: tl.constexpr
 ):
-    """Weighted sums, greatest scores and sums of weights with a tile of keys added; inside: what each query sees of it."""
+    """Sums, greatest scores and sums of weights with a tile of keys added; inside: which of the keys each query sees."""
     if limit == 0:
         scores = scores_of(tl.dot(q, tl.trans(k)), scale, cap)
     else:
@@ -79,7 +79,7 @@ def add_sinks(acc, best, weight, places, wanted):  # type: ignore[no-untyped-def
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scores_of(dots, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores times log2(e), with a soft cap where cap, the cap times log2(e), is not 0."""
+    """Scores times log2(e), with a soft cap unless cap, which is the soft cap times log2(e), is 0."""
     scores = dots * scale
     if cap != 0:
         # tanh
