@@ -1,8 +1,8 @@
 """Whether two builds of the CUDA kernels are the same machine code: python -m bench.sass BEFORE AFTER.
 
 BEFORE and AFTER are cubins or objects of nvcc for one GPU target (`nvcc ... -cubin -gencode=arch=compute_90a,code=sm_90a`).
-Kernels are paired by name (--rename OLD=NEW) and by the types and values of their template arguments; what groups these,
-and what it is called, does not count. Instructions, registers, stack (spills) and static shared memory are compared. Needs
+Kernels are paired by name (--rename OLD=NEW) and by the types and values of their template arguments; structs that group
+these, and their names, do not count. Instructions, registers, stack (spills) and static shared memory are compared. Needs
 cuobjdump, nvdisasm and c++filt on PATH.
 """
 
@@ -52,7 +52,7 @@ def key(demangled: str, renamed: dict[str, str]) -> tuple[str, ...]:
 
 
 def _inside(text: str) -> str:
-    """text up to the > that closes what was opened before it."""
+    """The part of text up to the > that closes the bracket opened in front of text."""
     depth = 1
     for place, character in enumerate(text):
         depth += {"<": 1, ">": -1}.get(character, 0)

@@ -31,7 +31,7 @@ from server.engine.grammar import CACHED_GRAMMARS
 
 RESULT = Path(__file__).resolve().parent / "results" / "soak.json"
 CLIENTS = 8
-# The share of the time in which caches and allocators fill. After it come the loads that fill them to their limits.
+# The share of the time in which caches and allocators fill. Then come loads that fill them to their limits.
 WARM = 0.25
 MOST_GROWTH = 0.03
 KV_CACHE_BYTES = 128 * 2**20

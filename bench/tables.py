@@ -21,7 +21,7 @@ NAMES = {
     "llama-3.3-70b": "Llama-3.3-70B",
     "llama-3.1-8b": "Llama-3.1-8B",
 }
-# At their best, beside bitsandbytes 0.47.0 on an A100, and the batch size of that.
+# The paper's best ratios to bitsandbytes 0.47.0 on an A100, and the batch sizes at which they were reached.
 PAPER = {"llama-3.3-70b": (1.54, 2), "qwen3-32b": (1.29, 32), "gemma-3-27b": (1.32, 64)}
 SHORT = (1, 8, 64, 256, 2048)
 """Numbers of tokens in the README's table of kernels."""
@@ -29,7 +29,7 @@ Result = dict[str, Any]
 
 
 def load(file: str) -> Result:
-    """What a file of bench/results/ holds."""
+    """The contents of a file of bench/results/."""
     found: Result = json.loads((RESULTS / file).read_text())
     return found
 

@@ -85,4 +85,4 @@ def _gpu() -> str:
     return f"sm_{major}{minor} ({torch.cuda.get_device_name()})"
 
 
-_registered = (ops, moe)  # imported for their effect: torch.ops.nf4
+_registered = (ops, moe)  # imported because it registers torch.ops.nf4

@@ -28,7 +28,7 @@ _WEIGHT = "_nf4_weight"
 _CALL = "_nf4_call"
 _original_forward = Linear4bit.forward
 _overrides: torch.library.Library | None = None
-_layers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that keep something under these names
+_layers: weakref.WeakSet[Any] = weakref.WeakSet()  # the layers that keep something under these names
 _said: set[str] = set()
 _LOAD_ERRORS: dict[str, Callable[[], str | None]] = {"cpu": cpu.load_error, "cuda": cuda.load_error}
 
@@ -57,7 +57,7 @@ def disable() -> None:
         _overrides._destroy()
         _overrides = None
     for layer in _layers:
-        # bitsandbytes may now replace the weight; what was kept would hold on to the old one.
+        # bitsandbytes may now replace the weight, and what is kept here would keep the old one in memory.
         layer.__dict__.pop(_WEIGHT, None)
         layer.__dict__.pop(_CALL, None)
     _layers.clear()
@@ -96,7 +96,7 @@ class _Source:
         self._pointer = self._packed.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """None: a copied layer has tensors of its own."""
+        """None, because a copied layer has tensors of its own."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """None, for the same reason."""
@@ -141,7 +141,7 @@ class _KeptCall(_Source):
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether x is an ordinary CPU tensor that nothing but the result is wanted of: no compiler, tracer or mode looks on."""
+    """Whether x is an ordinary CPU tensor of which only the result is wanted: no compiler, tracer or mode is active."""
     return (
         type(x) is Tensor
         and x.is_cpu
@@ -183,7 +183,7 @@ def _forward(self: Any, x: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernels(device_type: str) -> bool:
-    """Whether the kernels of a device can be used; says once why not."""
+    """Whether the kernels of a device can be used; if not, a warning says once why."""
     load_error = _LOAD_ERRORS.get(device_type)
     reason = f"there are none for {device_type}" if load_error is None else load_error()
     if reason is not None and device_type not in _said:
@@ -221,7 +221,7 @@ def _call(x: Tensor, bias: Tensor | None, weight: Weight) -> Tensor:
 def _weight_of(layer: Any) -> Weight | None:
     """The layer's weight for the ops, kept with the layer; None where bitsandbytes' own path has to run."""
     if torch.compiler.is_compiling():
-        return _make_weight(layer)  # traced into the graph once
+        return _make_weight(layer)  # the tracer puts this into the graph once
     kept: _KeptWeight | None = layer.__dict__.get(_WEIGHT)
     if kept is None or not kept.is_of(layer):
         kept = layer.__dict__[_WEIGHT] = _KeptWeight(layer, _make_weight(layer))
@@ -271,4 +271,4 @@ def _gemm_4bit(
     return out
 
 
-_libraries = (cpu, ops)  # imported for their effect: torch.ops.nf4
+_libraries = (cpu, ops)  # imported because it registers torch.ops.nf4

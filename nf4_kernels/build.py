@@ -1,9 +1,9 @@
 """Compile the kernel libraries: python -m nf4_kernels.build [--force] [--cpu-only] [--native].
 
 Two shared libraries with a plain C interface come out, in nf4_kernels/lib/ (library_files.py): libnf4_cpu.so (g++, always)
-and libnf4_cuda.so (nvcc, where one is found). No torch header is included, so one build serves every torch version.
-A C++ source's instruction set is its name's ending: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is made at
-run time. A CUDA source is compiled for all GPU targets, or where its name or a folder of it ends in _sm90, for 90a alone.
+and libnf4_cuda.so (nvcc, where one is found). No torch header is included, so one build serves every torch version. The
+ending of a C++ source's name says its instruction set: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is made
+at run time. A CUDA source is compiled for all GPU targets; where its name or a folder's ends in _sm90, for 90a alone.
 NF4_CUDA_ARCHS chooses the targets (default "80;86;89;90a;100;120").
 """
 
@@ -119,10 +119,10 @@ def build_cuda(
 
 
 def cuda_archs(source: Path, archs: list[str]) -> list[str]:
-    """The GPU targets, of archs, that a CUDA source is compiled for.
+    """The targets among archs that a CUDA source is compiled for.
 
-    Where its own or a folder's name ends in _sm90 that is 90a. Without 90a among archs it is all of them: such kernels are
-    then empty, but the C functions around them are there.
+    Where its own or a folder's name ends in _sm90, that is 90a. If archs lack 90a it is all of them: the kernels are then
+    empty, but the C functions around them are there.
     """
     parts = source.relative_to(SOURCES).with_suffix("").parts
     return ["90a"] if "90a" in archs and any(part.endswith("_sm90") for part in parts) else archs
@@ -137,7 +137,7 @@ def _link(
     digest = _digest([command for _, command in jobs])
     objects = folder / (output.stem + ".objects")
     folder.mkdir(parents=True, exist_ok=True)
-    # Whoever builds at the same time waits, and then finds what it wanted.
+    # Another process that builds at the same time waits here, and then finds the library.
     with output.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not force and output.exists() and stamp.exists() and stamp.read_text() == digest:
@@ -174,7 +174,7 @@ def _digest(commands: list[list[str]]) -> str:
     digest = hashlib.sha256(repr(commands).encode())
     for path in sorted(SOURCES.rglob("*")):
         if path.is_file():
-            # The name counts, too: a header that was moved is another one to whoever includes it.
+            # The name counts, too, because sources include headers by name.
             digest.update(f"{path.relative_to(SOURCES)}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -87,8 +87,9 @@ def fused_linear(
 ) -> Tensor:
     """residual + linear() of x's tokens, which are normalised first: x / sqrt(mean(x^2) + norm_eps) * norm_weight.
 
-    residual [..., N] and norm_weight [K] are of x's dtype; without either it is linear(). In the GEMM's own launches
-    where can_fuse() says so, else in some of torch's before and after it. ValueError and KernelError as of linear().
+    residual [..., N] and norm_weight [K] are of x's dtype; without either it is linear(). This is in the GEMM's own
+    launches where can_fuse() says so; else torch's operations stand before and after it. ValueError and KernelError as of
+    linear().
     """
     n, k = weight.matrix
     _check_x(x, k, weight)
@@ -110,8 +111,8 @@ def tiled_linear(
 ) -> Tensor:
     """fused_linear() of the x [tokens, K], float16 or bfloat16, whose tiled activations are tiles [_, _, tile, 64].
 
-    Without a launch that tiles x where tile is what token_tile() says, else x is put in order first. What tiles hold
-    beyond tokens is not read into any token; beyond K they hold zeros. ValueError and KernelError as of linear().
+    Where tile is what token_tile() says, no launch tiles x; else x is first brought into row-major order. What tiles hold
+    beyond the tokens changes no result; beyond K they must hold zeros. ValueError and KernelError as of linear().
     """
     n, k = weight.matrix
     device = weight.packed.device
@@ -143,8 +144,8 @@ def gated_linear(
     """activation(the first N / 2 columns of fused_linear()) times the others: [..., N / 2], as reference.gated() rounds.
 
     activation: one of params.ACTIVATIONS. tile: where not 0, the result is tiled activations [_, _, tile, 64] for
-    tiled_linear(). In the GEMM's own launches where can_gate() says so (with a tile: a multiple of 8, and N a
-    multiple of 512), else in some of torch's behind it. ValueError and KernelError as of linear().
+    tiled_linear(). This is in the GEMM's own launches where can_gate() says so (with a tile: a multiple of 8, and N a
+    multiple of 512); else torch's operations stand behind it. ValueError and KernelError as of linear().
     """
     n, k = weight.matrix
     check_gate(n, activation, tile)

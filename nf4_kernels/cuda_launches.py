@@ -29,7 +29,7 @@ from nf4_kernels.weight_order import next_weight
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """Of N columns the first half goes through an activation (params.ACTIVATIONS) and is multiplied by the second."""
+    """A gated activation (params.ACTIVATIONS) of the first half of N columns, which is multiplied by the second half."""
 
     activation: str
     tile: int
@@ -38,7 +38,7 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """A GEMM's prologue (the norm of x) and epilogue (all others) in its own launches; what is None is not there."""
+    """What a GEMM's own launches do as its prologue (the norm of x) and its epilogue (all else); None: they do not."""
 
     bias: Tensor | None
     residual: Tensor | None
@@ -79,7 +79,7 @@ def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
 
 
 def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) -> bool:
-    """gemm() of the x whose tiled activations are given. False where no launch takes them: then nothing is done."""
+    """As gemm(), for the x whose tiled activations are given. False, and nothing done, where no launch takes them."""
     m = out.shape[0]
     choice = plan_on(out.device, m, weight.n, weight.k, weight.blocksize, weight.absmax_8bit is not None)
     workspace = _workspace(out.device)
@@ -90,7 +90,7 @@ def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) ->
 
 
 def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: Gate) -> bool:
-    """gemm() with the gate in its epilogue. False where no launch has it: then nothing is done."""
+    """As gemm(), with the gate in the epilogue. False, and nothing done, where no launch has it."""
     m, n, k, normalised = x.shape[0], weight.n, weight.k, fusion.norm_weight is not None
     if not can_write_gated(x.dtype, n, gate.tile) or (normalised and not can_norm(x.dtype, k)):
         return False
@@ -177,7 +177,7 @@ def _launch(
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:
-    """What to bring into L2 of the next GEMM's weight, which has as many tokens."""
+    """The part of the next GEMM's weight that is brought into L2; that GEMM has as many tokens."""
     following = next_weight(packed)
     if following is None:
         return Next()
@@ -259,7 +259,7 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor] | None:
 
 
 def _new_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    # Not inference tensors, whoever makes the first GEMM: they outlive it.
+    # These must not be inference tensors, even if the first GEMM runs in inference mode: they outlive it.
     with torch.inference_mode(False):
         partial = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)

@@ -31,11 +31,12 @@ CAPACITY = 1 << 15
 WORDS = 4
 """NF4_CLOCK_WORDS of params.h: int64 words of a launch."""
 TOTALS = 3
-"""NF4_CLOCK_TOTALS of params.h: of a kind, nanoseconds of all launches, of the sampled ones, and of their decoding."""
+"""NF4_CLOCK_TOTALS of params.h: for a kind, the nanoseconds of all launches, of the sampled ones, and of their decoding."""
 SAMPLING = 127
-"""A launch whose decoding is timed takes up to 70 % longer. Prime: the GEMMs of a layer come in a fixed order."""
+"""A launch whose decoding is timed takes up to 70 % longer. The number is prime because a layer's GEMMs come in a fixed
+order."""
 WINDOW = 500_000
-"""Nanoseconds of sampled launches that the share of decoding is taken from: of the last 50 or so."""
+"""Nanoseconds of sampled launches that the share of decoding is taken from: about the last 50."""
 
 
 class Clocks(ctypes.Structure):
@@ -49,7 +50,7 @@ class Clocks(ctypes.Structure):
 
 
 class DecodingShare:
-    """What part of a kind's time was decoding: the part of the latest sampled launches, times the time of all."""
+    """How long launches of a kind decoded: the share of decoding in the latest sampled ones, times the time of all."""
 
     def __init__(self) -> None:
         self.nanoseconds = 0.0
@@ -59,7 +60,7 @@ class DecodingShare:
         self._unknown = 0
 
     def add(self, spent: int, sampled: int, decoded: int) -> None:
-        """Launches of `spent` nanoseconds, of which some of `sampled` nanoseconds decoded that long."""
+        """Count launches of `spent` nanoseconds, the sampled ones of which took `sampled` and decoded for `decoded`."""
         kept = max(0.0, 1 - sampled / WINDOW)
         self._sampled = self._sampled * kept + sampled
         self._decoded = self._decoded * kept + decoded
@@ -87,9 +88,9 @@ class DeviceClock:
         """Nanoseconds from a launch's last instruction to its end; 0 before capability 9.0."""
 
     def take(self, kind: str) -> tuple[int | None, bool]:
-        """Address of words for one launch, and whether it is to time its decoding.
+        """The address of one launch's words, and whether it is to time its decoding.
 
-        No address when all are taken, which is said once: the launch goes uncounted.
+        There is no address when all words are taken; a warning says so once, and the launch is not counted.
         """
         index = KINDS.index(kind)
         place = self._next[index]

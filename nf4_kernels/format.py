@@ -57,9 +57,9 @@ class Weight:
 
     @classmethod
     def from_quant_state(cls, packed: Tensor, state: Any, tables: Collection[str] = ("nf4",)) -> Weight:
-        """From a bitsandbytes weight and its QuantState.
+        """The weight of a bitsandbytes tensor and its QuantState.
 
-        ValueError for what is in none of these tables, or not nested in blocks of 256.
+        ValueError for a type without a table, and for scales nested in other blocks than 256.
         """
         if state.quant_type not in tables:
             raise ValueError(f"quant_type must be {' or '.join(tables)}, got {state.quant_type}")

@@ -1,4 +1,4 @@
-"""Where the compiled libraries lie. One that is nowhere is compiled for this machine when it is first asked for.
+"""Where the compiled libraries lie. A library that does not exist is compiled for this machine when it is first used.
 
 They are looked for in the package's lib/ folder, where `python -m nf4_kernels.build` puts them if it may, and then in the
 cache: $XDG_CACHE_HOME/nf4-kernels, by default ~/.cache/nf4-kernels. First use compiles into lib/ in a checkout, into the

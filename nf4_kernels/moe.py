@@ -29,7 +29,7 @@ _library.define(
 
 
 def _library_of(device_type: str) -> ModuleType:
-    """What computes elsewhere: cpu_moe, or else moe_torch with the device's own dequantization."""
+    """The backend where cuda_moe does not compute: cpu_moe, or else moe_torch with the device's own dequantization."""
     return cpu_moe if device_type == "cpu" and backend("cpu") is cpu else moe_torch
 
 

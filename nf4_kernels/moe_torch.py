@@ -1,7 +1,7 @@
 """Experts' GEMMs in torch's operations around the dequantization of a device, without waiting for the host.
 
-For devices without kernels of their own for experts. Few choices: the chosen experts' codes are gathered and expanded. Many:
-all experts are expanded, and tokens sorted by expert go through torch's grouped GEMM.
+It is for devices without kernels of their own for experts. For few choices, the chosen experts' codes are gathered and
+expanded. For many, all experts are expanded, and tokens sorted by expert go through torch's grouped GEMM.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _grouped(rows: Tensor, weight: Weight, ids: Tensor) -> Tensor:
 
 
 def _one_after_another(rows: Tensor, weight: Weight, ids: Tensor) -> Tensor:
-    """All rows through every expert: slow, for dtypes that torch's grouped GEMM does not take."""
+    """Multiply all rows by every expert. It is slow, and serves dtypes that torch's grouped GEMM does not take."""
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
     for index in range(weight.shape[0]):
         own = functional.linear(rows, _expanded(weight.expert(index), rows.dtype))

@@ -36,7 +36,7 @@ _library.define(
     f"tiled_linear(Tensor tiles, int tokens, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None, {_SHARD})"
     " -> Tensor"
 )
-# Until 0.3: tiled_linear by its first name.
+# The first name of tiled_linear, which stays until 0.3.
 _library.define(
     f"arranged_linear(Tensor tiles, int rows, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None) -> Tensor"
 )
@@ -141,7 +141,7 @@ def _tiled_linear(
 
 
 def _arranged_linear(tiles: Tensor, rows: int, *rest: object, **named: object) -> Tensor:
-    # Above the caller's frame lie this one and that of torch's op.
+    # Two frames lie above the caller's: this one and that of torch's op.
     warnings.warn("nf4::arranged_linear is now nf4::tiled_linear", DeprecationWarning, stacklevel=3)
     return _tiled_linear(tiles, rows, *rest, **named)  # type: ignore[arg-type]
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from nf4_kernels.format import Weight
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""What the kernels compute with, and its number in csrc/params.h."""
+"""The dtypes that the kernels compute with, and their numbers in csrc/params.h."""
 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
-"""What a gate goes through, and its number there; 0 is none."""
+"""The activations of a gate, and their numbers there; 0 is none."""
 
 EXPERT_ACTIVATIONS = {**ACTIVATIONS, "swiglu_oai": 3}
-"""What an expert's gates go through; swiglu_oai is gpt-oss' clamped one, which changes the ups, too."""
+"""The activations of experts' gates; swiglu_oai is gpt-oss' clamped one, which changes the ups, too."""
 
 
 class Nf4Weight(ctypes.Structure):
@@ -39,7 +39,7 @@ class Nf4Weight(ctypes.Structure):
 
 
 TABLE_NUMBERS = {"nf4": 0, "fp4": 1}
-"""What codes stand for, and its number in csrc/params.h: the upper half of the CPU library's offset_stride."""
+"""The tables of codes, and their numbers in csrc/params.h, for the upper half of the CPU library's offset_stride."""
 
 
 def weight_struct(weight: Weight, n: int, k: int, nested: tuple[Tensor, Tensor, Tensor, int] | None) -> Nf4Weight:

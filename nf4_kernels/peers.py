@@ -1,7 +1,7 @@
 """Sums over the GPUs of a host in one launch: `PeerReducer`, for the small tensors that tensor parallelism exchanges.
 
 Source: csrc/cuda/all_reduce.cu. Each rank is a process with a GPU; they write to one another through CUDA IPC, over NVLink
-or PCIe, without NVLink multicast. How ranks hand each other their handles is the caller's affair.
+or PCIe, without NVLink multicast. The caller has to bring the ranks' handles to one another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nf4_kernels.params import DTYPES
 
 MOST_RANKS = 8
 MOST_BYTES = 262144
-"""Of one tensor; both are limits of csrc/params.h."""
+"""The largest tensor, in bytes. This and MOST_RANKS are limits of csrc/params.h."""
 _HANDLE_BYTES = 64
 _CHUNK = 16
 
@@ -43,7 +43,7 @@ class PeerReducer:
             self._check(self._library.nf4_cuda_inbox_create(ranks, ctypes.byref(inbox), handle), "an inbox")
         self._inbox: int = inbox.value or 0
         self.handle = handle.raw
-        """What the other ranks need, 64 bytes."""
+        """The handle that the other ranks need, 64 bytes."""
 
     def open(self, handles: Sequence[bytes]) -> None:
         """Open the others' inboxes; handles: of all ranks, in their order. KernelError where a GPU cannot be reached."""
@@ -59,7 +59,7 @@ class PeerReducer:
                 self._opened[rank] = inbox.value or 0
 
     def takes(self, x: Tensor) -> bool:
-        """Whether all_reduce() does it: a dense tensor of up to MOST_BYTES, a multiple of 16 bytes, aligned to 16."""
+        """Whether all_reduce() takes x: a dense tensor of up to MOST_BYTES, a multiple of 16 bytes, aligned to 16."""
         return (
             x.dtype in DTYPES
             and x.nbytes <= MOST_BYTES
@@ -100,7 +100,7 @@ class PeerReducer:
             self._check(self._library.nf4_cuda_all_reduce(ctypes.byref(reduce)), "all_reduce")
 
     def set_patience(self, seconds: float) -> None:
-        """How long launches wait for a rank, from the next one on; at first for ever. Not while a graph is captured."""
+        """Set how long launches wait for a rank, from the next one on; at first for ever. Do not call it in a capture."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             nanoseconds = ctypes.c_uint64(int(seconds * 1e9))

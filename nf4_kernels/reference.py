@@ -29,13 +29,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., K] by the root of (its squares' mean + eps), rounded, times weight [K]; in float32, as models do it."""
+    """x [..., K] / sqrt(mean(x^2) + eps), rounded, times weight [K]; it is computed in float32, as models do it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def check_gate(n: int, activation: str, tile: int) -> None:
-    """ValueError where gated() of n columns cannot be."""
+    """Raise ValueError where gated() does not take n columns."""
     if activation not in ACTIVATIONS or n % 2 or tile < 0:
         given = f"{activation!r}, {n}, {tile}"
         raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)}, N even and tile at least 0, got {given}")
@@ -83,7 +83,7 @@ def weighted_sum(out: Tensor, routing_weights: Tensor) -> Tensor:
 
 
 def check_expert_gate(n: int, activation: str) -> None:
-    """ValueError where moe_gated_linear() of experts of n rows cannot be."""
+    """Raise ValueError where moe_gated_linear() does not take experts of n rows."""
     if activation not in EXPERT_ACTIVATIONS or n % 2:
         raise ValueError(f"activation must be one of {tuple(EXPERT_ACTIVATIONS)} and N even, got {activation!r}, {n}")
 
@@ -117,7 +117,7 @@ def tile_activations(x: Tensor, tile: int) -> Tensor:
 
 
 def untile_activations(tiles: Tensor, tokens: int, k: int) -> Tensor:
-    """x [tokens, k] of which tiles is tile_activations()."""
+    """The x [tokens, k] whose tile_activations() are tiles."""
     count, blocks, tile, _ = tiles.shape
     words = tiles.view(count, blocks, tile, 8, 4, 2)
     words = words.gather(3, _chunks(words)).permute(0, 2, 1, 4, 3, 5)

@@ -27,13 +27,13 @@ class KernelTimes:
 
 
 def read_cpu() -> KernelTimes:
-    """The CPU library's clock, of this process."""
+    """The CPU library's clock in this process."""
     dequant, linear = cpu.clock()
     return KernelTimes(dequant, linear, {"cpu_linear": linear, "cpu_dequantize": dequant})
 
 
 def reader_of(clock: DeviceClock) -> Callable[[], KernelTimes]:
-    """What reads the totals that a device's clock has last noted."""
+    """A function that reads the totals that a device's clock noted last."""
 
     def read() -> KernelTimes:
         seconds = clock.seconds()

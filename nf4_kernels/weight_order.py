@@ -1,8 +1,8 @@
 """The weight order: which GEMM's weight comes after which, so that a launch prefetches the next one's into L2.
 
 Small batches are bound by the memory that weights come from, and it idles at the end of every launch, under the kernels
-between two GEMMs and while the next launch starts. What is said here is looked up when a GEMM is captured in a CUDA
-graph (Hopper and later); it changes no result. Thread-safe.
+between two GEMMs and while the next launch starts. The order is looked up when a GEMM is captured in a CUDA graph (Hopper
+and later). It changes no result. The functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _lock = threading.Lock()
 def prefetch_next(weight: Weight, following: Weight | None) -> None:
     """Say that a GEMM with `following` comes after each one with `weight`; None takes that back.
 
-    GEMMs with `weight` that are captured in CUDA graphs from here on bring the beginning of `following` into L2 as
-    they end. Neither weight is kept alive: what is said ends with the memory of either, for captures that come after.
-    A graph holds the addresses: free neither weight while it is replayed. No effect on CPU and before Hopper.
+    GEMMs with `weight` that are captured in CUDA graphs from here on bring the beginning of `following` into L2 as they
+    end. Neither weight is kept alive: once the memory of either is gone, later captures do not prefetch. A graph holds the
+    addresses: free neither weight while it is replayed. No effect on CPU and before Hopper.
     """
     with _lock:
         for address in [address for address, pair in _pairs.items() if not (pair.first.lives and pair.then.lives)]:

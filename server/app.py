@@ -52,6 +52,20 @@ logger = logging.getLogger(__name__)
 
 StatusListener = Callable[[EngineStatus], None]
 
+_ROUTES = (
+    chat,
+    completions,
+    responses,
+    stored_responses,
+    messages,
+    embeddings,
+    adapters,
+    tokens,
+    operations,
+    sglang,
+    pages,
+)
+
 
 def create_app(config: Config, on_status: StatusListener | None = None, part: Alone | None = None) -> FastAPI:
     """The application. Its lifespan starts the model in the background, so /health answers 503 while it loads.
@@ -61,11 +75,27 @@ def create_app(config: Config, on_status: StatusListener | None = None, part: Al
     part = part or Alone(config)
     service = Service(config, part.counts, part.processes)
     tracing = _tracing(config)
+    lifespan = _lifespan(service, part, tracing, on_status or (lambda status: None))
+    app = FastAPI(title="NF4 server", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.openapi = describe(app)  # type: ignore[method-assign]
+    for module in _ROUTES:
+        app.include_router(module.router)
+    app.add_exception_handler(ApiError, answer_api_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    _add_layers(app, service, part, tracing)
+    return app
+
+
+def _lifespan(
+    service: Service, part: Alone, tracing: Tracing | None, on_status: StatusListener
+) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    """What starts the model in the background, and at the end stops everything that has been started."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await part.begin(service, app)
-        starter = asyncio.create_task(_start(service, part, on_status or (lambda status: None)), name="start-model")
+        starter = asyncio.create_task(_start(service, part, on_status), name="start-model")
         if isinstance(part, Member):
             await part.prepared()  # until then connections go to others
         try:
@@ -86,26 +116,12 @@ def create_app(config: Config, on_status: StatusListener | None = None, part: Al
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 
-    app = FastAPI(title="NF4 server", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.service = service
-    app.openapi = describe(app)  # type: ignore[method-assign]
-    for module in (
-        chat,
-        completions,
-        responses,
-        stored_responses,
-        messages,
-        embeddings,
-        adapters,
-        tokens,
-        operations,
-        sglang,
-        pages,
-    ):
-        app.include_router(module.router)
-    app.add_exception_handler(ApiError, answer_api_error)
-    app.add_exception_handler(HTTPException, answer_http_exception)
-    # The layer that is added last is the outermost.
+    return lifespan
+
+
+def _add_layers(app: FastAPI, service: Service, part: Alone, tracing: Tracing | None) -> None:
+    """Add what every request passes, from the innermost layer to the outermost."""
+    config = service.config
     app.add_middleware(
         AccessLayer, keys=config.http.keys(), most_per_key=config.http.max_requests_per_key, counts=service.counts
     )
@@ -122,7 +138,6 @@ def create_app(config: Config, on_status: StatusListener | None = None, part: Al
     )
     if isinstance(part, Member):
         app.add_middleware(RelayLayer, ask=part.ask, max_body_bytes=config.http.max_body_bytes)
-    return app
 
 
 def _tracing(config: Config) -> Tracing | None:

@@ -1,1 +1,1 @@
-"""How many tokens a second API processes carry, without a model: an engine that only pretends."""
+"""How many tokens a second API processes carry, measured with a stub in place of the engine."""

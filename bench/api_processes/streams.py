@@ -62,7 +62,7 @@ def run_streams(port: int, model: str, count: int, tokens: int, timeout_s: float
             if not _read(key.data):
                 selector.unregister(key.data.socket)
                 key.data.socket.close()
-        # What came meanwhile is read at once, which is cheaper than event by event.
+        # All that came meanwhile is read at once, because that is cheaper than to read event by event.
         time.sleep(0.002)
     return streams
 

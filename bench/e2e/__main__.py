@@ -72,7 +72,7 @@ def main() -> int:
             write(path, device, rows, commit)
     if options.tensor_parallel > 1:
         sys.stdout.flush()
-        os._exit(0)  # NCCL's end would wait for ranks that have gone
+        os._exit(0)  # the end of NCCL would wait for ranks that have ended
     return 0
 
 

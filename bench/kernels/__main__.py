@@ -1,7 +1,7 @@
 """python -m bench.kernels: the kernels beside bitsandbytes, bfloat16 cuBLAS and the floor, on this machine's GPU.
 
-Everything in one run, into bench/results/kernels-DEVICE.json; measure.py says how. Of a file that is there already:
-python -m bench.kernels --table FILE [--op linear] [--model NAME].
+Everything in one run, into bench/results/kernels-DEVICE.json; measure.py says how. The table of an existing file: python -m
+bench.kernels --table FILE [--op linear] [--model NAME].
 """
 
 from __future__ import annotations

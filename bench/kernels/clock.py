@@ -33,7 +33,7 @@ class Bench:
     def time(self, *launches: Callable[[], object]) -> list[float]:
         """Median microseconds of each launch inside a CUDA graph, as a serving engine replays it, with a cold L2.
 
-        They take turns, each first as often as the others: where power is short, what ran before slows down what comes next.
+        The launches take turns, and each comes first equally often: where power is short, a launch slows down the next one.
         """
         return [(replay - self._flush_us) / self.repeats for replay in self._replay(launches)]
 
@@ -55,7 +55,7 @@ class Bench:
         return statistics.median(float(begin.elapsed_time(end)) * 1e3 for begin, end in events)
 
     def warm_up(self) -> None:
-        """Half a second of reads. What is timed first after a pause comes out slower: up to 8 us were seen, a quarter."""
+        """Read memory for half a second. The first launches after a pause are slower: up to 8 us, a quarter, were seen."""
         deadline = time.perf_counter() + 0.5
         while time.perf_counter() < deadline:
             for _ in range(20):

@@ -27,7 +27,7 @@ CHAIN, REPLAYS, ROUNDS = 100, 20, 5
 
 
 def _microseconds(exchange: Callable[[], None]) -> float:
-    """Of one exchange, in a graph of CHAIN of them: the least of ROUNDS, the largest of all ranks."""
+    """Microseconds of one exchange in a graph of CHAIN: each rank's least of ROUNDS, and of these the largest."""
     exchange()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -82,7 +82,7 @@ def _rank(rank: int, ranks: int, store: str, path: str) -> None:
     if rank == 0:
         result = {"device": torch.cuda.get_device_name().lower().replace(" ", "-"), "rows": rows}
         Path(path).write_text(json.dumps(result, indent=1) + "\n")
-    os._exit(0)  # NCCL's end would wait for ranks that have gone
+    os._exit(0)  # the end of NCCL would wait for ranks that have ended
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from nf4_kernels.plan.moe import MoePlan, MoeRows, moe_candidates
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 300, 2048, 8192)
 MANY_TOKENS = 300
-"""From here on launches for few choices are left out."""
+"""From this many choices on, launches for few choices are left out."""
 AGREEMENT = 1e-2
 """How far two launches' results may be apart, relative to their norm."""
 

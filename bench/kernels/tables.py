@@ -1,4 +1,4 @@
-"""Tables of bench/results/kernels-*.json, and what large projections shall reach."""
+"""Tables of bench/results/kernels-*.json, and the targets of large projections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LARGE = 64_000_000  # weights
 
 @dataclass(frozen=True)
 class Target:
-    """What a large projection shall reach: at most so many times the floor, at least so many times faster."""
+    """The target of a large projection: at most this many times the floor, at least this many times faster than others."""
 
     floor: float | None = None
     bnb: float | None = None
@@ -19,7 +19,7 @@ class Target:
     tree: float | None = None
 
     def missed(self, row: dict[str, Any]) -> Iterator[str]:
-        """The names of what a row does not reach."""
+        """The names of the targets that a row misses."""
         if self.floor is not None and row["ours_us"] > self.floor * row["floor_us"]:
             yield f"{self.floor} x floor"
         for title, key, least in (

@@ -1,4 +1,4 @@
-"""What steps with guesses cost on a GPU, and what they gain with a drafter that is right so often. Dummy NF4 weights.
+"""What steps with guesses cost on a GPU, and what they gain with a drafter of a given accuracy; with dummy NF4 weights.
 
 python -m bench.speculation.drafter --model qwen3-32b --draft qwen3-0.6b
 python -m bench.speculation.drafter --model qwen3-32b
@@ -53,7 +53,7 @@ _chance = random.Random(0)
 
 
 class Drafter:
-    """Guesses of which each is said to be right with one probability."""
+    """Guesses each of which is taken to be right with one probability."""
 
     def __init__(self, right: float) -> None:
         self._right = right
@@ -74,7 +74,7 @@ class Drafter:
 
 
 def _drawn(right: float, step: Step, results: list[Sampled]) -> tuple[list[Sampled], dict[str, list[Sampled]]]:
-    """verification.accepted() by chance: each guess behind right ones is right with that probability."""
+    """As verification.accepted(), but by chance: a guess behind right ones is right with that probability."""
     firsts: list[Sampled] = []
     others: dict[str, list[Sampled]] = {}
     rows = iter(results)
@@ -167,7 +167,7 @@ def step_times(off: Engine, on: Engine, contexts: list[int], model: str) -> list
 
 
 def drafted(off: Engine, on: Engine, batches: list[int], model: str, method: str) -> list[Row]:
-    """Print what a drafter gains by how often it is right."""
+    """Print what a drafter gains, for each share of right guesses."""
     rows = []
     for batch, right in itertools.product(batches, (0.6, 0.7, 0.8)):
         prompts, pairs, before = random_prompts(batch, PROMPT), [], on.stats()

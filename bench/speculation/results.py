@@ -20,9 +20,9 @@ class Row:
 
     model: str
     method: str
-    """lookup; or draft, with the draft model's name where it is one."""
+    """"lookup", or "draft" with the draft model's name where there is a draft model."""
     task: str
-    """The text; for a drafter that errs on purpose how many of its guesses are right."""
+    """The text's name; for a drafter that errs on purpose, the share of its guesses that are right."""
     batch: int
     guesses: float
     """Guesses checked for a sequence in a step that checked some, mean."""
@@ -35,12 +35,12 @@ class Row:
 
     @property
     def place(self) -> tuple[str, str, str, int]:
-        """What the row is of."""
+        """What the row is a measurement of."""
         return self.model, self.method, self.task, self.batch
 
 
 def device_name(on_gpu: bool) -> str:
-    """The device as the file's name has it."""
+    """The device's name as it stands in the file's name."""
     return torch.cuda.get_device_name().lower().replace(" ", "-") if on_gpu else f"cpu-{cores()}-cores"
 
 

@@ -51,12 +51,13 @@ __all__ = (
 
 Plan = Rows | Wgmma | Dequantize
 
-# By how much memory and tensor cores are slower than an H200's, by data sheets (A100; RTX 3090, 4090; RTX 5090): between a
-# weight read once for each few tokens and one dequantized. Not measured.
+# How many times slower than on an H200 a launch is, estimated from data sheets (A100; RTX 3090, 4090; RTX 5090), not
+# measured. The numbers lie between the ratios of memory (a weight read once for a few tokens) and of tensor cores (a
+# dequantized one).
 _SLOWER = {80: 2.5, 86: 5.0, 89: 5.0, 120: 3.0}
 # More tokens than one launch of linear_rows takes are several launches up to here, where there is no linear_wgmma.
 _MANY_TOKENS = 256
-# Microseconds that a weight's 4 bits are on their way from an H200's memory.
+# Microseconds that 4 bits of a weight take to come from an H200's memory.
 _WEIGHT_US = 0.5 / 4.2e6
 
 

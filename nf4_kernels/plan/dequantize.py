@@ -11,9 +11,9 @@ _WHOLE_ROWS = 12288
 _LAUNCHES_US = 12.5
 """Two launches, and the gap between them."""
 _WEIGHT_US = 1.1e-6
-"""For each weight: it is written and read once."""
+"""For each weight, which is written once and read once."""
 _GEMM_US = 1.5e-9
-"""For each weight and token: cuBLAS."""
+"""For each weight and token, in cuBLAS."""
 _MANY_TOKENS = 512
 _MANY_TOKENS_US = 0.6e-9
 """For each weight and token beyond _MANY_TOKENS, where power is short."""

@@ -30,24 +30,24 @@ _SMALL_SHARED_BYTES = 99 << 10
 # Microseconds on an H200, fitted to launches of one to 32 tokens.
 _LAUNCH_US = 4.0
 _TWO_TILES_LAUNCH_US = 1.0
-"""More where there are two token tiles."""
+"""Added where there are two token tiles."""
 _TWO_TILES_LONG_LAUNCH_US = 2.5
-"""More where there are two, in several passes of warps with _LONG_BLOCKS k blocks or more."""
+"""Added where there are two, in several passes of warps with _LONG_BLOCKS k blocks or more."""
 _LONG_BLOCKS = 4
 _CLUSTER_US = {1: 0.0, 2: 0.28, 4: 0.39}
 """Added by the size of the cluster, in thread blocks, through which partial sums go."""
 _GROUP_US = 0.215
 """A row group in one pass."""
 _GROUP_BLOCK_US = 0.237
-"""More for each k block of its 16 warps, times the factor of the token tiles."""
+"""Added for each k block of its 16 warps, times the factor of the token tiles."""
 _TILES_FACTOR = {1: 1.0, 2: 1.6, 4: 3.1}
 _TWO_TILES_LONG_FACTOR = 1.4
-"""In place of two tiles' where warps have _LONG_BLOCKS k blocks or more."""
+"""The factor in place of two tiles' where warps have _LONG_BLOCKS k blocks or more."""
 _FEW_STAGES_FACTOR = 1.15
-"""With two stages the copies are the bound."""
+"""The factor with two stages, where the copies are the bound."""
 _FOUR_TILES_ONE_BLOCK_FACTOR = 1.25
 _FOUR_TILES_FACTOR = 1.7
-"""With four token tiles registers run short."""
+"""The factor with four token tiles, where registers run short."""
 _PASS_ACTIVATIONS_US = 1.05
 _MORE_PASS_ACTIVATIONS_US = 0.39
 """The activations' way in, for each 64 k blocks: the first pass, and more for each one after it; times what follows."""
@@ -116,7 +116,8 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
                 part_blocks = -(-k_blocks // parts)
                 if parts > 1:
                     part_blocks = -(-part_blocks // 4) * 4  # keeps rows' scales aligned
-                # Neither more than the instance holds nor so few that a smaller one would do; no part without any.
+                # A warp has no more k blocks than the instance holds, and not so few that a smaller instance would do; no
+                # part is empty.
                 if not warps * (blocks - 1) < part_blocks <= warps * blocks or (parts - 1) * part_blocks >= k_blocks:
                     continue
                 chunk = min(-(-groups // runs), 16 // tiles) if passes > 1 else -(-groups // runs)
@@ -133,7 +134,7 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
 
 def rows_cost(rows: Rows, m: int, n: int) -> float:
     """Microseconds on an H200, roughly: the launch, the row groups of the busiest block, and its activations' way in."""
-    # What a half group at a run's end saves was too little to be measured: it counts whole.
+    # A half group at a run's end counts as a whole one, because what it saves was too little to be measured.
     groups = math.ceil(math.ceil(n / GROUP_ROWS) * rows.cluster / rows.grid) * rows.passes
     blocks: float = rows.blocks
     if rows.stages > 2:

@@ -59,22 +59,22 @@ class WgmmaCosts:
     step: float
     """A k step: groups * 64 rows x tokens x 256 k."""
     step_more_tiles: float
-    """What a k step takes longer for each token tile beyond the first (of over 128 tokens: for any beyond the first)."""
+    """Added to a k step for each token tile beyond the first; once for all of these in tiles of over 128 tokens."""
     reduction_early: float
     """The reduction of a split tile whose partial sums are there when the reducing block comes to them."""
     reduction_late: float
-    """The reduction of one all of whose blocks end at the same time."""
+    """The reduction of a split tile all of whose blocks end at the same time."""
     reduction_part: float
-    """What each of a split tile's blocks beyond two adds."""
+    """Added for each of a split tile's blocks beyond two."""
     step_away: float = 0.0
-    """What a k step takes longer for each MB of activations beyond STAYING_BYTES, where blocks are at different k."""
+    """Added to a k step for each MB of activations beyond STAYING_BYTES, where blocks are at different k."""
 
 
 STAYING_BYTES = 16e6
 """Activations that stay in L2 while blocks read them at different k."""
 
-# Fitted on an H200 to 13 to 19 shapes and 16 to 512 tokens, for tiles of 256 tokens to 4 shapes and 1024, too. Those of
-# 96, 160, 192 and 224 tokens are not fitted, but taken in proportion from the instances around them.
+# Fitted on an H200 to 13 to 19 shapes and 16 to 512 tokens, for tiles of 256 tokens also to 4 shapes with 1024 tokens.
+# Tiles of 96, 160, 192 and 224 tokens are not fitted: their costs are taken in proportion from the instances around them.
 WGMMA_COSTS = {
     (16, 2): WgmmaCosts(5.43, 0.738, 0.0, 2.31, 4.01, 0.183),
     (16, 3): WgmmaCosts(7.08, 1.072, 0.0, 0.24, 2.55, 0.393),
@@ -123,7 +123,7 @@ def wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[W
 def wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int, multiprocessors: int, costs: WgmmaCosts | None = None) -> float:
     """Microseconds on an H200, within 3 to 5 % (rms) of what was measured; costs: WGMMA_COSTS of the instance if None.
 
-    It is linear in the costs, but for the larger one of two sums of them where first_split_steps is given.
+    It is linear in the costs; only where first_split_steps is given, it takes the larger one of two sums of costs.
     """
     given = costs or WGMMA_COSTS[wgmma.tokens, wgmma.groups]
     token_tiles, steps = math.ceil(m / wgmma.tokens), math.ceil(k / K_STEP)

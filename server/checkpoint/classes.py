@@ -28,7 +28,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # the class, and how its names differ.
 _TEXT_CLASSES = {"gemma3n": {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}}
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-"""Layers that keep keys and values and nothing else, by what configurations call them.
+"""The names that configurations have for layers that keep keys and values and nothing else.
 
 Chunked attention is full attention within one chunk, to which the engine limits contexts.
 """
@@ -52,7 +52,7 @@ class Loading:
     config: Any
     """The configuration: config.json's, or its text part."""
     key_mapping: dict[str, str] | None = None
-    """Regular expressions of names in the files, and what the class calls them."""
+    """Regular expressions of names in the files, and what the class calls the tensors."""
 
 
 def loading_of(info: CheckpointInfo) -> Loading:
@@ -135,7 +135,7 @@ def leave_out_towers(model: PreTrainedModel) -> None:
 
 
 def keep_within_tables(model: PreTrainedModel) -> None:
-    """Give tokens that a table beside the embedding does not have its first row (Gemma 3n: those of images and sounds).
+    """Let tokens that a table beside the embedding lacks (Gemma 3n: of images and sounds) have the table's first row.
 
     transformers does so in newer versions; older ones (5.17) read beyond the table, which on CUDA ends the process.
     """
@@ -146,5 +146,5 @@ def keep_within_tables(model: PreTrainedModel) -> None:
 
 
 def _cross_attention_layers(config: Any) -> tuple[int, ...]:
-    """Numbers of the layers that attend to images (Mllama); text passes them by."""
+    """Numbers of the layers that attend to images (Mllama), which text does not go through."""
     return tuple(getattr(config.get_text_config(), "cross_attention_layers", None) or ())

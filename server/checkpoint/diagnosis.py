@@ -20,7 +20,7 @@ def first_line(error: BaseException) -> str:
 
 
 def linear_layers(model: nn.Module) -> str:
-    """How many linear layers a model has in what, such as "168 linear layers in NF4, 1 in bfloat16"."""
+    """How many linear layers a model has in which format, such as "168 linear layers in NF4, 1 in bfloat16"."""
     kinds = Counter(
         module.weight.quant_type.upper() if isinstance(module, Linear4bit) else str(module.weight.dtype)[6:]
         for module in model.modules()

@@ -22,7 +22,7 @@ from server.checkpoint.sharding.shards import Part, Shard, check_count
 from server.checkpoint.sharding.slices import make_linear
 
 BLOCKSIZE = 64
-# Scales around this make weights with a standard deviation near 0.02, what trained linear layers have.
+# Scales around this make weights with a standard deviation near 0.02, as trained linear layers have.
 MEAN_ABSMAX = 0.05
 SAMPLED_AT_ONCE = 1 << 26
 
@@ -53,7 +53,7 @@ def dummy_model(
 def dummy_shard(
     folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, shard: Shard
 ) -> ShardedModel:
-    """A shard of such a model; what its weights are is decided by its rank. Raises CheckpointError as load_shard() does."""
+    """A shard of such a model. Its rank decides what its weights are. Raises CheckpointError as load_shard() does."""
     config = read_config(folder)
     check_count(config, BLOCKSIZE, shard.count, str(folder))
     model, parts = empty_shard(config, dtype, shard, folder)
@@ -120,7 +120,7 @@ def _pairs_by_frequency() -> torch.Tensor:
 
 
 def _random_experts(layout: ExpertsLayout, device: torch.device, dtype: torch.dtype, biased: bool) -> NF4Experts:
-    """One layer's experts as a checkpoint with a tensor for each of them gives them."""
+    """One layer's experts, as they come from a checkpoint with a tensor for each expert."""
 
     def stacked(rows: int, columns: int) -> StackedWeight:
         shape, size = (layout.count, rows, columns), layout.count * rows * columns
@@ -159,7 +159,7 @@ def _random_linear(linear: nn.Linear, device: torch.device, dtype: torch.dtype) 
 
 
 def _random_part(part: Part, biased: bool, device: torch.device, dtype: torch.dtype) -> Linear4bit:
-    """A part of a random layer, with the groups that its blocks would be in."""
+    """A part of a random layer, whose blocks are in the groups that they would have in a whole layer."""
     (n, k), blocks = part.shape, part.whole[1] // BLOCKSIZE
     geometry = (part.columns.start // BLOCKSIZE, blocks - k // BLOCKSIZE) if part.is_partial else (0, 0)
     groups = -(-n * blocks // NESTED_BLOCKSIZE)

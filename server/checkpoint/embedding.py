@@ -24,7 +24,7 @@ class EmbeddingModel:
     """How a text's embedding comes from the final hidden state of its last token."""
 
     size: int
-    """Numbers in the hidden state."""
+    """The number of elements of the hidden state."""
     normalize: bool = True
     """Whether it is scaled to length 1."""
     prefix: str = ""
@@ -80,7 +80,7 @@ def read_embedding_model(folder: Path) -> EmbeddingModel | None:
 
 
 def hidden_size(folder: Path) -> int:
-    """Numbers in a hidden state of the model in a folder. Raises CheckpointError."""
+    """The number of elements of a hidden state of the model in a folder. Raises CheckpointError."""
     config = read_json(folder / "config.json")
     text = config.get("text_config")
     size = (text if isinstance(text, dict) else config).get("hidden_size")

@@ -1,4 +1,4 @@
-"""Whether prompts of a checkpoint may have images, and what its files say of them; without torch (ADR 28)."""
+"""Whether prompts for a checkpoint may have images, and what its files say about images. Imports no torch (ADR 28)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 IMAGE_TYPES = frozenset(("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
 """Model types whose images are served."""
 WHOLE_IMAGES = frozenset(("gemma3",))
-"""Those of them whose text attends within an image in both directions."""
+"""The types among them in which an image's tokens attend to one another in both directions."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Where a checkpoint says how its images are prepared."""
+"""The files in which a checkpoint may say how its images are prepared."""
 
 
 def without_images(folder: Path, config: EngineConfig) -> str | None:

@@ -42,11 +42,11 @@ class CheckpointInfo:
 
     @functools.cached_property
     def packed(self) -> dict[str, str]:
-        """Tensors that bitsandbytes has packed to 4 bits, each with its table: nf4 or fp4. The files say so themselves."""
+        """Tensors that bitsandbytes has packed to 4 bits, each with its table, nf4 or fp4, as the files say."""
         return packed_tensors(self.tensors)
 
     def without(self, left_out: Callable[[str], bool]) -> CheckpointInfo:
-        """The same with fewer tensors."""
+        """This checkpoint with fewer tensors."""
         return replace(self, tensors={name: kind for name, kind in self.tensors.items() if not left_out(name)})
 
     def loaded_bytes(self, item_bytes: int, keeps_fp4: bool = False) -> int:
@@ -104,7 +104,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
 
 
 def packed_tensors(tensors: Iterable[str]) -> dict[str, str]:
-    """Those names among a checkpoint's tensors that are packed to 4 bits, each with its table: nf4 or fp4."""
+    """The names of a checkpoint's tensors that are packed to 4 bits, each with its table: nf4 or fp4."""
     found = {}
     for name in tensors:
         packed, mark, table = name.partition(".quant_state.bitsandbytes__")

@@ -18,14 +18,14 @@ from server.checkpoint.inspection import read_json
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# What a tensor's name says of it: its module, and what it is of the module.
+# The parts of a tensor's name: its module, and which of the module's tensors it is.
 _NAME = re.compile(
     r"(?P<module>.+?)\.("
     r"lora_(?P<factor>[AB])\.(?P<part>weight|bias)|lora_embedding_(?P<embedding>[AB])|(?P<magnitude>lora_magnitude_vector)(\.weight)?"
     r"|token_adapter\.(?P<tokens>trainable_tokens_delta)|((base_layer|modules_to_save|original_module)\.)?(?P<whole>weight|bias))"
 )
 
-# Settings that make an adapter compute something else than base + scale * B(A x), and what they are called.
+# Settings with which an adapter computes something else than base + scale * B(A x), and their names in messages.
 _REFUSED = {
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
@@ -36,7 +36,7 @@ _REFUSED = {
     "target_parameters": "adapted parameters (target_parameters)",
     "layer_replication": "replicated layers (layer_replication)",
 }
-# Initializations that take something out of the base's own weights; the adapter is right beside those only.
+# Initializations that take something out of the base's weights: the adapter is right only beside the changed weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 OUTPUT_LAYERS = ("lm_head", "embed_out")
@@ -79,14 +79,14 @@ class VocabularyChange:
     delta: tuple[torch.Tensor, torch.Tensor] | None = None
     """left [vocabulary, rank] and right [rank, hidden], whose product is added to the weight."""
     magnitude: torch.Tensor | None = None
-    """float32, DoRA's: what the norms of the weight with delta become; [hidden], of the embedding's columns, or
-    [vocabulary], of the output layer's rows."""
+    """float32, for DoRA: the norms that the weight with delta is scaled to. [hidden] for the embedding's columns,
+    [vocabulary] for the output layer's rows."""
     rows: tuple[tuple[int, ...], torch.Tensor] | None = None
     """Tokens, and their rows [tokens, hidden], which take the place of the weight's."""
 
 
 AdapterWeights = Mapping[str, AdapterFactors | VocabularyChange]
-"""An adapter by name of the base model's module."""
+"""An adapter: what it makes of each module, by the module's name in the base model."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors |
 
 
 def _kind(match: re.Match[str]) -> str:
-    """What a tensor is of its module: A, B, B.bias, magnitude, tokens, weight or bias."""
+    """Which of its module's tensors a tensor is: A, B, B.bias, magnitude, tokens, weight or bias."""
     if match["factor"] or match["embedding"]:
         return f"{match['factor'] or match['embedding']}{'.bias' if match['part'] == 'bias' else ''}"
     return "magnitude" if match["magnitude"] else "tokens" if match["tokens"] else str(match["whole"])

@@ -16,7 +16,7 @@ from nf4_kernels import cpu
 from nf4_kernels.format import unpack
 from server.checkpoint.base import CheckpointError
 
-# Values expanded at once: the codes of so many take half a gigabyte while they are looked up.
+# How many values are expanded at once: their codes take half a gigabyte while they are looked up.
 _EXPANDED_AT_ONCE = 1 << 24
 
 

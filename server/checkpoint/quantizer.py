@@ -1,4 +1,4 @@
-"""transformers' 4-bit quantizer, but for one rule: which tensors are packed, and how, is what the files say."""
+"""transformers' 4-bit quantizer with one rule changed: the files say which tensors are packed, and how."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         return self
 
     def _convert_model_for_quantization(self, model: PreTrainedModel) -> None:
-        """Nothing: transformers would make a list of linear layers of Llama 4's experts, which ExpertsLoader loads."""
+        """Do nothing: transformers would make Llama 4's experts a list of linear layers, but ExpertsLoader loads them."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any, **options: Any) -> None:
         if not self._towers:
@@ -159,7 +159,7 @@ def by_file(
 def names_in_model(
     info: CheckpointInfo, model: PreTrainedModel, key_mapping: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """By their names in the files, the names that the model has for the tensors that transformers only renames."""
+    """The model's names of the tensors that transformers only renames, by their names in the files."""
     state = model.state_dict()
     conversions = get_model_conversion_mapping(model, key_mapping)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -179,7 +179,7 @@ def check_shapes(info: CheckpointInfo, model: PreTrainedModel, names: Mapping[st
     for name, in_model in names.items():
         dtype, shape = info.tensors[name]
         expected = tuple(state[in_model].shape)
-        # Stacked experts are in either order of dimensions in the files, and those who read them see to it.
+        # Files have stacked experts in either order of dimensions; the code that reads them handles both.
         if name in info.packed or shape == expected or len(expected) > 2:
             continue
         hint = "config.json is of another model, or the file is damaged"

@@ -1,4 +1,4 @@
-"""transformers' tokenizer of a checkpoint folder, or in one line why there is none and what helps."""
+"""transformers' tokenizer of a checkpoint folder; or, in one line, why there is none and what helps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.checkpoint.inspection import read_json
 
 # Two threads that import transformers at once leave one of them with half a module (an ImportError).
 _importing = threading.Lock()
-# What a tokenizer can be made of; without any of them transformers makes an empty one for some model types.
+# The files that a tokenizer can be made of. Without any of them transformers makes an empty one for some model types.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt")
 _NEED_PACKAGES = ("*.model", "*.tiktoken")
 
@@ -37,7 +37,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def check_same_vocabulary(folder: Path, other: Path) -> None:
-    """Raise CheckpointError where the tokens of two checkpoint folders are not the same: another text, or another id."""
+    """Raise CheckpointError where the tokens of two checkpoint folders differ in a text or in an id."""
     mine, theirs = load_tokenizer(folder).get_vocab(), load_tokenizer(other).get_vocab()
     if mine == theirs:
         return

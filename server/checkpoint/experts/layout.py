@@ -21,10 +21,10 @@ _LAYER = re.compile(r".*\blayers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """One layer's experts as transformers' module has them."""
+    """How transformers' module has one layer's experts."""
 
     name: str
-    """The module's, within the model."""
+    """The module's name within the model."""
     layer: int
     count: int
     hidden: int
@@ -57,7 +57,7 @@ def experts_layouts(model: nn.Module) -> Iterator[ExpertsLayout]:
 
 
 def replace_experts(model: nn.Module, layout: ExpertsLayout, experts: NF4Experts) -> None:
-    """Put experts in the place of the module of that layout, or of what has replaced it."""
+    """Put experts in the place of the module with this layout, or in the place of what has replaced that module."""
     model.set_submodule(layout.name, experts)
     block = layout.name.rpartition(".")[0]
     parent = model.get_submodule(block)
@@ -66,12 +66,12 @@ def replace_experts(model: nn.Module, layout: ExpertsLayout, experts: NF4Experts
 
 
 def _activation(module: Any, interleaved: bool) -> str | None:
-    """What the module puts between gates, ups and downs, tried on numbers from far below to far above its clamps."""
+    """What the module puts between gates, ups and downs; found by trying numbers from far below to above its clamps."""
     if getattr(module, "has_post_expert_norm", False) or not getattr(module, "has_gate", True):
         return None
     # Models are made on no device and in their own dtype.
     values = torch.linspace(-20, 20, 41, dtype=torch.float32, device="cpu")
-    gate_up = torch.stack((values.repeat_interleave(41), values.repeat(41)), 1)  # one gate and one up a row
+    gate_up = torch.stack((values.repeat_interleave(41), values.repeat(41)), 1)  # each row has one gate and one up
     if hasattr(module, "_apply_gate"):
         found = module._apply_gate(gate_up)
     elif isinstance(module, Llama4TextExperts):

@@ -1,4 +1,4 @@
-"""Loads experts in the place of transformers: from NF4 as it is saved, or quantized one tensor at a time."""
+"""Loads experts in transformers' stead: NF4 as it was saved, or other tensors, which are quantized one at a time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ExpertsLoader:
         return None if bias is None else bias.to(self._device, self._dtype)
 
     def _report(self, model: PreTrainedModel) -> None:
-        """Say what was found: 48 layers of 128 experts in NF4, router in bfloat16."""
+        """Log what was found, such as "48 layers of 128 experts in NF4, router in bfloat16"."""
         ours = {layout.name for layout in self._layouts}
         kinds = Counter((layout.count, True) for layout in self._layouts)
         kinds.update((layout.count, False) for layout in experts_layouts(model) if layout.name not in ours)
@@ -219,7 +219,7 @@ class _LayerReader:
         return quantize(matrix)
 
     def _stacked(self, part: Part, rows: int, columns: int) -> Weight:
-        """All experts' weights of one tensor, whose order of dimensions is the model's or the other one."""
+        """All experts' weights from one tensor, whose dimensions are in the model's order or in the other one."""
         name, count = self._names.weights[part, None], self._layout.count
         if is_nf4(name, self._tensors):
             return self._stacked_nf4(name, rows, columns)
@@ -274,5 +274,5 @@ class _LayerReader:
 
 
 def _gates_first(rows: int) -> torch.Tensor:
-    """Which rows of interleaved gates and ups are the gates, and after these the ups."""
+    """The rows of interleaved gates and ups: those of the gates, and after these those of the ups."""
     return torch.arange(rows).view(-1, 2).T.reshape(-1)

@@ -12,9 +12,9 @@ from nf4_kernels import Weight
 
 
 class StackedWeight(nn.Module):
-    """One projection of all experts, [experts, n, k] in NF4. All that the ops take are buffers.
+    """One projection of all experts, [experts, n, k] in NF4. bias is [experts, n] in the model's dtype.
 
-    So one compiled function serves all layers. bias is [experts, n] in the model's dtype.
+    Everything that the ops take is a buffer, so that one compiled function serves all layers.
     """
 
     packed: torch.Tensor

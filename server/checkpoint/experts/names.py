@@ -19,11 +19,11 @@ _FORMS = (
     re.compile(
         _LAYER + r"\.experts\.(?P<expert>\d+)\.(?P<part>(gate|up|down|gate_up)_proj|w[123])\.(?P<what>weight|bias)"
     ),
-    # Lists by projection, of gpt-oss quantized by Unsloth: mlp.experts.gate_up_projs.3.weight
+    # A list for each projection, as in gpt-oss quantized by Unsloth: mlp.experts.gate_up_projs.3.weight
     re.compile(_LAYER + r"\.experts\.(?P<part>gate_up_projs|down_projs)\.(?P<expert>\d+)\.(?P<what>weight|bias)"),
     # All experts in one tensor: mlp.experts.gate_up_proj, mlp.experts.gate_up_proj_bias
     re.compile(_LAYER + r"\.experts\.(?P<part>gate_up_proj|down_proj)(?P<what>_bias)?"),
-    # Granite's: block_sparse_moe.input_linear.weight
+    # Granite has: block_sparse_moe.input_linear.weight
     re.compile(_LAYER + r"\.block_sparse_moe\.(?P<part>input_linear|output_linear)\.(?P<what>weight)"),
 )
 _ROUTER = re.compile(_LAYER + r"\.(gate|router)(\.(linear|layer))?\.(?P<what>weight|bias)")
@@ -75,5 +75,5 @@ def is_nf4(name: str, names: Container[str]) -> bool:
 
 
 def is_packed(name: str, names: Container[str]) -> bool:
-    """Whether it has the weight in 4 bit, NF4 or FP4."""
+    """Whether a checkpoint of these tensors has the weight of that name in 4 bit, NF4 or FP4."""
     return is_nf4(name, names) or name + FP4_STATE in names

@@ -41,7 +41,7 @@ class CheckpointTensors:
         return set(self._file_of)
 
     def error(self, name: str, what: str) -> CheckpointError:
-        """What is wrong with a tensor."""
+        """A CheckpointError that says what is wrong with a tensor."""
         return CheckpointError(f"{self.folder}: damaged: {name} {what}")
 
     def read(self, name: str) -> torch.Tensor:
@@ -69,7 +69,7 @@ class CheckpointTensors:
         return shape
 
     def read_part(self, name: str, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """[index] of a tensor of that shape, without reading the rest of it."""
+        """tensor[index] of a tensor of that shape; the rest of it is not read."""
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder}: damaged: missing keys: {name}")
         part = self._file_of[name].get_slice(name)
@@ -170,7 +170,7 @@ def stack(weights: Sequence[Weight], shape: tuple[int, int, int], device: torch.
 
 
 def _joined(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """All of them in one on device; those of the host are joined there first."""
+    """All tensors joined into one on device; those on the host are joined there first."""
     flat = [tensor.reshape(-1) for tensor in tensors if tensor is not None]
     if len({tensor.device for tensor in flat}) > 1:
         flat = [tensor.to(device) for tensor in flat]

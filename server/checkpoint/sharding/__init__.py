@@ -1,1 +1,1 @@
-"""One shard of a checkpoint: who has what of each weight, and how it is read."""
+"""One shard of a checkpoint: which part of each weight a rank has, and how the part is read."""

@@ -66,7 +66,7 @@ class StoredTensors:
         return name in self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor by its name. Raises CheckpointError where there is none."""
+        """The tensor of that name. Raises CheckpointError where there is none."""
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: damaged: missing keys: {name}")
         tensor: torch.Tensor = self._files[name].get_tensor(name)
@@ -220,7 +220,7 @@ class _Filling:
         set_vocabulary(module, self._rows(f"{name}.weight"), padded)
 
     def _rows(self, name: str) -> torch.Tensor:
-        """The shard's rows of the vocabulary, with zeros where that has ended."""
+        """The shard's rows of the vocabulary, with zeros beyond the vocabulary's end."""
         whole = self._stored[name]
         rows = self._shard.rows_of(whole.shape[0])
         own = torch.zeros((len(rows), *whole.shape[1:]), dtype=self._dtype, device=self._device)

@@ -1,4 +1,5 @@
-"""How a model is divided among the processes of tensor parallelism: which rows and columns of each weight are whose.
+"""How a model is divided among the processes of tensor parallelism: which process has which rows and columns of each
+weight.
 
 A shard is a model of its own with fewer heads and a narrower MLP, which transformers builds from a configuration that
 says so. What is narrower in it than in the whole model shows how each weight is split: along n, along k, or not at all.
@@ -95,7 +96,7 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str)
 
 
 def _undivided(config: PretrainedConfig) -> str | None:
-    """What a model has that is not divided yet, whatever its sizes."""
+    """The parts of a model that cannot be divided yet, whatever their sizes."""
     text = config.get_text_config()
     if text is not config:
         return f"parts beside its text model ({config.model_type}), which are not split yet"
@@ -172,7 +173,7 @@ def _part(
 
 
 def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -> tuple[range, ...] | None:
-    """The shard's rows of a weight with n, of which it has own; None where that is no way to divide it."""
+    """The ranges of a weight's n rows that the shard has, `own` rows in all; None where n cannot be divided so."""
     last = name.rpartition(".")[2]
     sections = [(n, own)]
     if own < n and last == "qkv_proj":

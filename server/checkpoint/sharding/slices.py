@@ -21,7 +21,7 @@ class ShardedLinear(Linear4bit):  # type: ignore[misc]
 
 
 class _Scales(NamedTuple):
-    """A part's scales: those of its blocks, and of nested ones the groups that they are in."""
+    """A part's scales: the scales of its blocks; of nested scales also the groups that these are in."""
 
     absmax: torch.Tensor
     groups: torch.Tensor | None = None
@@ -65,7 +65,7 @@ def cut_linear(
 def make_linear(
     codes: torch.Tensor, state: QuantState, geometry: tuple[int, int], bias: torch.Tensor | None, dtype: torch.dtype
 ) -> ShardedLinear:
-    """A layer of codes, uint8 [n * k / 2], and a state of its own; geometry: its group_offset and group_skip."""
+    """A layer made of codes, uint8 [n * k / 2], and a state of its own; geometry: its group_offset and group_skip."""
     n, k = state.shape
     layer = ShardedLinear(k, n, bias=bias is not None, compute_dtype=dtype, quant_type="nf4", device="meta")
     layer.weight = Params4bit(

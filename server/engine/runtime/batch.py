@@ -129,7 +129,7 @@ class Batch:
     spans: Spans
     num_single: int
     images: ImageRows | None = None
-    """What the batch has of images."""
+    """The images in the batch."""
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +146,7 @@ def to_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StepInput:
-    """A step's chunks in columns, those of one token first: all that a forward pass is made from."""
+    """All that a forward pass is made from: a step's chunks in columns, those of one token first."""
 
     tables: BlockTables
     """Where the sequences' KV blocks are."""
@@ -163,13 +163,13 @@ class StepInput:
     adapters: Sequence[int | None]
     """[S]: the slots of the sequences' LoRA adapters."""
     offsets: npt.NDArray[np.int64] | None = None
-    """[S]: what the positions of a chunk's tokens are more than their places, where that is not 0 in all."""
+    """[S]: what is added to the places of a chunk's tokens to get their positions; None where that is 0 in all chunks."""
     images: ImageRows | None = None
-    """What the chunks have of images."""
+    """The images in the chunks."""
 
 
 def step_input(step: Step) -> StepInput:
-    """What computes a step, all of whose sequences hold a row of the block tables."""
+    """The columns that compute a step, all of whose sequences hold a row of the block tables."""
     chunks = step.chunks
     sequences = [chunk.sequence for chunk in chunks]
     tables = sequences[0].tables

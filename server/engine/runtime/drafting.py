@@ -44,7 +44,7 @@ class DraftGraphs:
 
     decode: DecodeGraphs
     verify: VerifyGraphs | None
-    """For its first guess, where it lacks more than the newest token."""
+    """For the first guess, where the draft model has not computed some tokens in front of the newest one yet."""
 
 
 class DraftModel:
@@ -54,7 +54,7 @@ class DraftModel:
     """
 
     def __init__(self, paged: PagedModel, vocabulary: int, longest: int, graphs: DraftGraphs | None = None) -> None:
-        """vocabulary: the other model's. longest: tokens of a sequence that this one is made for."""
+        """vocabulary: the other model's. longest: the most tokens of a sequence that this model is made for."""
         self._paged = paged
         self._graphs = graphs
         self._vocabulary = vocabulary
@@ -64,7 +64,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def follow(self, parts: Items[tuple[Sequence, int]]) -> None:
-        """Compute that many more known tokens of each sequence, which their num_drafted says then."""
+        """Compute that many more known tokens of each sequence, and add them to its num_drafted."""
         chosen = [_Part(s, s.num_drafted, s.tokens[s.num_drafted : s.num_drafted + count]) for s, count in parts]
         try:
             self._paged.hidden_states(self._batch(chosen))
@@ -78,7 +78,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def guess(self, step: Step) -> None:
-        """Put guesses in the places that step.guesses has for them, or empty it where that fails.
+        """Put guesses in the places that step.guesses has for them, or empty step.guesses where that fails.
 
         The sequences' num_drafted says then that all their known tokens are computed.
         """
@@ -108,7 +108,7 @@ class DraftModel:
         self._has_failed = True
 
     def _guesses(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
-        """That many guesses for each sequence; counts do not rise. The host waits for the device once, at the end."""
+        """As many guesses for each sequence as counts, which must not rise, says. The host waits for the device once."""
         parts = [_Part(s, s.num_drafted, s.tokens[s.num_drafted :]) for s in sequences]
         newest = self._next(parts, 0, None)
         columns = [newest]

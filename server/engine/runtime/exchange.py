@@ -18,12 +18,12 @@ import torch.distributed as dist
 from nf4_kernels.peers import PeerReducer
 from server.engine.runtime.peers import meet_peers, one_launch_bytes
 
-# Ranks reach their trials at the same time but for what they compile or load.
+# Ranks reach their trials at the same time, except for the time that they compile or load for.
 TIMEOUT = timedelta(minutes=10)
 EXCHANGE_S = 8.0
 """How long our own launches wait for a rank once requests are served; workers.STEP_S is a second more."""
 ENVIRONMENT = {
-    # Hosts with many users lack the resources of NVLink multicast, and what takes them can fail at any moment.
+    # On a host with many users the resources of NVLink multicast run out, and then what asks for them fails.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     # All ranks are on one host.
@@ -79,7 +79,7 @@ def join(membership: Membership, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """Belong to no group any more."""
+    """Leave the group."""
     if _Process.membership is not None:
         if _Process.peers is not None:
             agreed(True)

@@ -1,4 +1,4 @@
-"""What a step's chunks have of images: which rows are placeholders, and where positions and attention follow other rules."""
+"""The images in a step's chunks: which rows are placeholders, and where positions and attention follow other rules."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ImagePart:
 
 @dataclass(frozen=True)
 class ImageRows:
-    """A batch of T tokens some of whose rows images have a part in."""
+    """The images in a batch of T tokens."""
 
     parts: Sequence[ImagePart]
-    """Of all images, in the order of their rows."""
+    """The parts of all images, in the order of their rows."""
     axes: Sequence[tuple[int, IntArray]] = ()
     """(a first row, positions [3, rows]) of chunks whose positions differ by axis."""
     seen: IntArray | None = None
@@ -36,7 +36,7 @@ class ImageRows:
 
 
 def image_rows(chunks: Sequence[Chunk], starts: IntArray, lengths: IntArray) -> ImageRows | None:
-    """What a batch's chunks, which follow one another, have of images; None where they have nothing.
+    """The images in a batch's chunks, which follow one another; None where there are none.
 
     starts, lengths: [chunks], each chunk's first place and its tokens, guesses among them.
     """

@@ -46,7 +46,7 @@ def token_budget(config: EngineConfig, device: torch.device) -> int:
 
 
 def sequence_limit(config: EngineConfig, device: torch.device, cached_tokens: int | None = None) -> int:
-    """Most sequences in one batch on device. cached_tokens: what the KV cache holds, once that is known."""
+    """Most sequences in one batch on device. cached_tokens: how many tokens the KV cache holds, once that is known."""
     wanted, usual = config.max_num_seqs, SEQUENCE_LIMITS[device.type]
     if wanted != "auto":
         return wanted or usual
@@ -82,7 +82,7 @@ class ModelLimits:
 
 
 def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, budget: int) -> ModelLimits:
-    """What a cache of budget bytes allows, per_block bytes a block."""
+    """What a cache of budget bytes allows; a KV block takes per_block bytes."""
     text = model.config.get_text_config()
     num_blocks = budget // per_block
     cached_tokens = num_blocks * config.block_size

@@ -12,7 +12,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# CUDA graphs and compiled code take it, and what the allocator cannot use between tensors of different sizes.
+# The reserve is for CUDA graphs, compiled code, and memory between tensors of different sizes that the allocator cannot
+# use.
 RESERVED_SHARE = 0.03
 
 

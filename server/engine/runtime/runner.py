@@ -122,7 +122,7 @@ class ModelRunner:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether grammars' look_ahead() saves time: on a GPU, unless the masks of all sequences are found at once."""
+        """Whether grammars' look_ahead() saves time: it does on a GPU, unless all sequences' masks are found at once."""
         return self.device.type != "cpu" and self._sampler is None
 
     @property
@@ -153,7 +153,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, given: StepInput, guessed: bool = False) -> torch.Tensor:
-        """forward() of what has been taken out of the step; guessed: whether it checks guesses."""
+        """As forward(), for the columns of a step; guessed: whether the step checks guesses."""
         batch, graphs = self._batch(given), self._graphs
         if batch.images is not None:
             return self._paged.run(batch)

@@ -35,7 +35,7 @@ class SequenceAhead(Sequence):
 
 
 def sampled_sequences(step: Step) -> list[Sequence]:
-    """What each row of the logits of a step with guesses is sampled for: every chunk's sequence, and it ahead."""
+    """The sequence that each row of a step's logits is sampled for; the guesses in front of a row count as tokens."""
     found: list[Sequence] = []
     for chunk in step.chunks:
         sequence = chunk.sequence
@@ -58,7 +58,7 @@ def accepted(step: Step, results: list[Sampled]) -> tuple[list[Sampled], dict[st
         row += len(own)
         right = 0
         for guess, result, following in zip(guesses, own, own[1:], strict=False):
-            # A row whose logits are no numbers is left to the next step, where it is the first and an error.
+            # A row whose logits are not numbers is left to the next step, where it comes first and becomes an error.
             if result.error is not None or result.token != guess or following.error is not None:
                 break
             right += 1

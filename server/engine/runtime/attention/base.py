@@ -34,7 +34,7 @@ class LayerShape:
     key_dim: int
     value_dim: int
     heads: int = 1
-    """Query heads; only backends that plan a step before they attend need the number."""
+    """The number of query heads; only backends that plan a step before they attend need it."""
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Cache bytes that one token takes in this layer."""
@@ -61,9 +61,9 @@ class AttentionBackend(ABC):
     runs_compiled_layers = False
     """Whether the decoder layers may be compiled, which takes attend_next()."""
     sinks: Mapping[int, torch.Tensor] = MappingProxyType({})
-    """By layer whose options say so, each query head's sink, float32 [heads]."""
+    """The sinks of the layers whose options say that they have some, by layer: each query head's, float32 [heads]."""
     windows: Mapping[int, int | None] = MappingProxyType({})
-    """By layer, the window that its mask would have had; other layers have the one that they are called with."""
+    """The windows that layers' masks would have had, by layer; a layer that is not here has the one it is called with."""
 
     @abstractmethod
     def begin(self, batch: Batch) -> None:
@@ -83,7 +83,7 @@ class AttentionBackend(ABC):
         """Called before attend() in a layer that has sinks, [heads], unless the layer is compiled."""
 
     def see_mask(self, layer: int, module: str, mask: torch.Tensor) -> None:
-        """Called before attend() in a layer, by the name of its module, that is called with a mask."""
+        """Called before attend(), with the name of the layer's module, in a layer that is called with a mask."""
         raise UnsupportedModelError(f"{module} has a mask of its own, which the paged attention ignores")
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -93,10 +93,10 @@ class AttentionBackend(ABC):
     def attend_rotary_next(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
-        """attend_next() of a query and a key that get their rotary embedding first.
+        """As attend_next(), for a query and a key that get their rotary embedding first.
 
-        tile: if not 0, gives [T, heads * dim] as tiled activations, see result_shape(); tokens beyond T of the last tile
-        may hold anything.
+        tile: where it is not 0, the result is [T, heads * dim] as tiled activations, see result_shape(); in the last tile,
+        tokens beyond T may hold anything.
         """
         out = self.attend_next(*rotary.apply(query, key), value)
         tokens, heads, dim = out.shape

@@ -14,10 +14,10 @@ from nf4_kernels.build import find_nvcc
 
 
 def prepare_compiler(cache: Path) -> None:
-    """Set PATH and, for an nvcc from NVIDIA's wheels, CUDA_HOME of this process, which FlashInfer goes by.
+    """Set what FlashInfer goes by in this process' environment: PATH and, for an nvcc from NVIDIA's wheels, CUDA_HOME.
 
-    cache: where the wheels' toolkit() is kept, the same at every start, for FlashInfer compiles anew when CUDA_HOME
-    changes. Raises OSError or subprocess.CalledProcessError when it cannot be made there.
+    cache: where the wheels' toolkit() is kept. It must be the same at every start, because FlashInfer compiles anew when
+    CUDA_HOME changes. Raises OSError or subprocess.CalledProcessError when it cannot be made there.
     """
     if shutil.which("ninja") is None:
         # pip's ninja lies beside this Python, which is not on PATH when the virtual environment is not activated.
@@ -59,11 +59,11 @@ def toolkit(wheels: Path, cache: Path) -> Path:
             (made / "lib64" / library.name).symlink_to(library)
         newest = max((wheels / "lib").glob("libcudart.so.*"))
         (made / "lib64" / "libcudart.so").symlink_to(newest)
-        # The driver's library comes with the GPU, often without the name that a linker looks for; what is linked here
-        # is one without functions, which stands for it by its soname.
+        # The driver's library comes with the GPU, often without the name that a linker looks for. So a library without
+        # functions is linked in its place; it has the same soname.
         stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", str(stubs / "libcuda.so"), "-x", "c++", "/dev/null"]
         subprocess.run([os.environ.get("CXX", "c++"), *stub], check=True, capture_output=True)
-        # An old one's links lead nowhere, since its runtime does not exist.
+        # The links of an old folder lead nowhere, because the runtime that they point to is gone.
         shutil.rmtree(home, ignore_errors=True)
         try:
             made.rename(home)

@@ -40,8 +40,8 @@ def create_backend(
 ) -> AttentionBackend:
     """The backend for a device, with its cache allocated: the fast one where it can run, else the reference.
 
-    cache_dtype: of the keys and values, what auto_cache_dtype() says if None; in 8 bits the Triton backend's, see
-    check_cache_dtype().
+    cache_dtype: the dtype of keys and values; None: what auto_cache_dtype() says. A dtype of 8 bits takes the Triton
+    backend, see check_cache_dtype().
     """
     if cache_dtype is not None and cache_dtype.itemsize == 1:
         from server.engine.runtime.attention.paged_triton import TritonBackend
@@ -96,7 +96,7 @@ def long_chunks_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """The kernels of FlashInfer for prompts' chunks where it has better ones than for all else: FA3, on Hopper.
+    """The kernels of FlashInfer that are faster than its others for prompts' chunks, where there are any: FA3, on Hopper.
 
     Raises torch.OutOfMemoryError and torch.AcceleratorError, which are not FlashInfer's.
     """
@@ -177,7 +177,7 @@ def try_layers(
 def _load_flashinfer(
     shapes: list[LayerShape], options: list[AttentionOptions], block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    # Its logger writes past ours, in a format of its own; that it compiles is said here.
+    # FlashInfer's logger does not write to ours, and has a format of its own. So this line says that it compiles.
     os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "error")
     prepare_compiler(default_cache_dir())
     logger.info("loading FlashInfer's attention; the first time on this GPU it is compiled, which takes minutes")

@@ -91,7 +91,7 @@ class MixedWrappers:
         self._room = room
         self._block_size = block_size
         self._wrappers: dict[int, dict[Kind, Any]] = {}
-        # All sizes share one, because replays follow one another, each behind its own plan.
+        # All sizes share one room, because replays follow one another, and each has a plan of its own in front.
         self._plans = {kind: torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=room.device) for kind in kinds}
 
     def of(self, size: int, sequences: int) -> dict[Kind, Any]:

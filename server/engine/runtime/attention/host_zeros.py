@@ -32,7 +32,7 @@ def host_zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[to
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
         tensors.append(torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape))
-    # The thread holds the tensors, and they their memory, until it is done.
+    # The thread holds the tensors until it is done, and so their memory is not given back under it.
     threading.Thread(target=_populate, args=(tensors,), name=PAGES_THREAD, daemon=True).start()
     return tensors
 
@@ -44,7 +44,7 @@ def _populate(tensors: list[torch.Tensor]) -> None:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for tensor in tensors:
         begin, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
-        # In parts, because each call blocks other threads that change the address space.
+        # The pages are faulted in part by part, because each call blocks other threads that change the address space.
         for offset in range(0, size, HUGE_PAGE):
             if madvise(begin + offset, min(HUGE_PAGE, size - offset), _MADV_POPULATE_WRITE):
                 return

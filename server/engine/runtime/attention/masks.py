@@ -37,7 +37,7 @@ class MaskReader:
     """Finds which mask each layer of a model is given, where the model runs under an implementation's name."""
 
     def __init__(self, name: str) -> None:
-        """name: of an attention implementation; transformers makes masks for it by the newest reader of that name."""
+        """name: an attention implementation's; transformers makes masks for it by the newest reader of that name."""
         self._functions: list[MaskFunction] = []
         AttentionMaskInterface.register(name, self._mark)
 
@@ -46,7 +46,7 @@ class MaskReader:
         return torch.full((1, 1, 1, 1), _MARK + len(self._functions) - 1, dtype=torch.int64, device=device)
 
     def reach(self, mask: torch.Tensor, positions: int) -> Reach:
-        """What the mask that a layer was given lets it see in contexts of so many tokens. Raises UnknownMaskError."""
+        """What the mask that a layer was given lets it see in contexts of `positions` tokens. Raises UnknownMaskError."""
         index = int(mask) - _MARK if mask.numel() == 1 and mask.dtype == torch.int64 else -1
         if not 0 <= index < len(self._functions):
             raise UnknownMaskError("has a mask of its own, which the paged attention ignores")
@@ -56,7 +56,7 @@ class MaskReader:
 def read_mask(function: MaskFunction, positions: int, device: torch.device | None = None) -> Reach:
     """What a mask function of transformers' (batch, head, query, keys) lets queries below positions see.
 
-    device: of the tensors that the function has of its own; the CPU if None. Raises UnknownMaskError.
+    device: where the function's own tensors are; None: the CPU. Raises UnknownMaskError.
     """
     keys = torch.arange(positions, device=device)
 

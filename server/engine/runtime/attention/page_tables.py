@@ -30,7 +30,7 @@ class Padding:
 
     sequences: int
     tokens: int
-    """How many tokens each computes, 0 or 1."""
+    """The tokens that each of them computes, 0 or 1."""
     block: int
 
 

@@ -17,7 +17,7 @@ from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Spans
 
-# KV blocks of a sequence that there is room for at least: steps that are captured have one sequence of all their tokens.
+# The least room for a sequence, in KV blocks: a step that is captured is one sequence of all the step's tokens.
 _LEAST_TOKENS = 1024
 
 

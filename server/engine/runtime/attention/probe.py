@@ -24,7 +24,7 @@ from server.engine.runtime.limits import own_limit
 
 class _Probe(AttentionBackend):
     def __init__(self, contexts: int) -> None:
-        """contexts: tokens of the longest."""
+        """contexts: the tokens of the longest context."""
         self.contexts = contexts
         self.masks = MaskReader(PROBED_IMPLEMENTATION)
         self.windows: dict[int, int | None] = {}
@@ -62,7 +62,7 @@ class _Probe(AttentionBackend):
 
 
 def _leave_unscaled(model: PreTrainedModel) -> None:
-    """Let no layer scale its queries by their places in a step, for which Llama 4 takes them to be positions.
+    """Keep layers from scaling their queries by position (Llama 4), for which they take a token's place in the step.
 
     In contexts of own_limit() the scale is 1.
     """

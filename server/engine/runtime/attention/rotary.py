@@ -9,7 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """What attention does to query [T, heads, dim] and key [T, kv_heads, dim] first, in float32, rounded once.
+    """What attention does first to query [T, heads, dim] and key [T, kv_heads, dim]; it is computed in float32 and rounded
+    once.
 
     With norms, each head is divided by the root of its mean square and multiplied by a weight. Then element i of a head's
     first half and element i + dim / 2 are rotated together, which is Llama's pairing and that of nearly all models.

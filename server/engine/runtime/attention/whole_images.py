@@ -1,6 +1,6 @@
 """Attention of images' tokens that see one another in both directions (Gemma 3), in plain torch on any device.
 
-Kernels attend causally. What they give for the few rows that see more is computed again here, over the same cache.
+Kernels attend causally. For the few rows that see more, attention is computed again here, over the same cache.
 """
 
 from __future__ import annotations

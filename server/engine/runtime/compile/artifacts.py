@@ -42,7 +42,8 @@ def load_artifact(path: Path, layer: nn.Module) -> Callable[..., Any] | None:
     try:
         from torch._dynamo.aot_compile import AOTCompiledFunction
 
-        # Its probes of the CPU's vector instructions, two seconds of processes, succeeded when this was stored.
+        # torch would probe the CPU's vector instructions for two seconds, in processes of its own. The probes succeeded
+        # when this was stored.
         with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
             ahead: Any = AOTCompiledFunction.deserialize(data, None, {"layer": layer})
     except Exception as e:  # another torch's, or its compiled libraries have been removed

@@ -18,7 +18,7 @@ import torch
 _LONGEST_ROW = 16384
 # Compiled code is cached on disk by what is compiled. The tag keeps code with these block sizes apart.
 _CACHE_TAG = "small kernels by rule"
-# Block sizes of the dimensions that are not reduced have names that begin so; each part of a joint kernel has its own.
+# The names of the block sizes of dimensions that are not reduced begin with these; each part of a joint kernel has its own.
 _BLOCKS = ("XBLOCK", "YBLOCK", "ZBLOCK")
 
 

@@ -154,7 +154,7 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
 
 
 def _leaves(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
-    """The argument itself, the items of one that is a tuple, or those that the layer has read from a mapping."""
+    """The argument itself; of a tuple its items; of a mapping the items that the layer has read."""
     if isinstance(value, WatchedMapping):
         yield from (((*path, key, i), item) for key, entry in value.read.items() for i, item in enumerate(entry))
     elif isinstance(value, tuple):
@@ -229,7 +229,7 @@ def _kept(layer: nn.Module, kind: tuple[Any, _Signature], size: str) -> Callable
 
 
 def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any], Any]:
-    """A function of (the signature's tensors..., the layer's tensors...) without guards, and what torch stores of it."""
+    """A function of (the signature's tensors..., the layer's tensors...) without guards; what torch stores of it."""
     names = list(_named_tensors(layer))
     count = len(signature.tensors)
 

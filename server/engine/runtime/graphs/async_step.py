@@ -27,7 +27,7 @@ class Launch:
     source: list[int] | None
     """Each sequence's row among that step's tokens; None: the same rows."""
     table: Callable[[], npt.NDArray[np.float64] | None]
-    """Gives the sampling_table() of the sequences, which is made when it is first asked for: once the step runs."""
+    """Gives the sampling_table() of the sequences. It is made when it is first asked for, which is while the step runs."""
 
     @classmethod
     def of(cls, step: Step, previous: AsyncStep | None, vocabulary: int) -> Launch:

@@ -75,7 +75,7 @@ class DecodeGraphs:
         adapter_slots: int = 0,
         pool: GraphPool | None = None,
     ) -> None:
-        """pool: that of other graphs, to share it."""
+        """pool: the pool of other graphs, which these share."""
         self._model = model
         self._backend = backend
         self._graphs: dict[int, _Graph] = {}
@@ -102,7 +102,7 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """Sequences of the graphs that there are."""
+        """The sizes of the graphs that there are, in sequences."""
         return sorted(self._graphs)
 
     def fits(self, batch: Batch) -> bool:
@@ -151,7 +151,7 @@ class DecodeGraphs:
     def run_with_options(
         self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
     ) -> OptionsStep:
-        """run_async() of sequences with any options, whose tokens sampler samples."""
+        """As run_async(), for sequences with any options: sampler samples their tokens."""
         ids = batch.ids
         if previous is not None:
             rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}

@@ -30,7 +30,7 @@ _GATED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 @dataclass
 class FusedLaunches:
-    """Launches of all layers that do something beside their own work."""
+    """How many launches of all layers are fused, by kind."""
 
     norms: int = 0
     """GEMMs that normalise their input."""
@@ -90,13 +90,13 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
 
     Counts, over all decoder layers, the places for which the device has a fused launch: GEMMs directly behind a norm
     without an offset, GEMMs directly in front of a residual sum, GEMMs of gates and ups, attention, and GEMMs whose input
-    the launch in front could write tiled. Projections with room for adapters are none of these.
+    the launch in front could write tiled. Projections with room for adapters do not count.
     """
     found = FusedLaunches()
     gated_activation = _hidden_act(model) in _GATED_ACTIVATIONS
 
     def gemm_of(module: nn.Module | None, name: str) -> NF4Linear | None:
-        """The GEMM, if the passes may fuse it: in bfloat16, and not by an expanded weight."""
+        """The GEMM, if the passes may fuse it: if it is in bfloat16 and has no expanded weight; else None."""
         gemm = _gemm(module, name)
         expands = gemm is not None and gemm.expanded is not None and tokens >= gemm.EXPANDED_FROM
         return None if expands or model.dtype is not torch.bfloat16 else gemm
@@ -154,7 +154,7 @@ def _fuses(gemm: NF4Linear, tokens: int, plain_norm: bool) -> bool:
 
 
 def _question(gemm: NF4Linear, tokens: int) -> tuple[torch.device, torch.dtype, int, list[int], int, bool]:
-    """What ops.can_fuse(), ops.can_gate() and ops.token_tile() are asked about a GEMM in bfloat16."""
+    """The arguments of ops.can_fuse(), ops.can_gate() and ops.token_tile() for a GEMM in bfloat16."""
     shape, nested = [gemm.out_features, gemm.in_features], gemm.absmax_8bit is not None
     return gemm.packed.device, torch.bfloat16, tokens, shape, gemm.blocksize, nested
 

@@ -39,9 +39,9 @@ class OptionsStep:
         return self._launched.tokens
 
     def complete(self) -> bool:
-        """Launch the sampling, if it had to wait until the tokens of the step before were read. Call that then.
+        """Launch the sampling, if it had to wait until the tokens of the step before were read; call it then.
 
-        False where that failed, which is logged: the step has to be executed then.
+        Returns False where that failed, which is logged; then the step has to be executed.
         """
         if self._launched is not None:
             return True

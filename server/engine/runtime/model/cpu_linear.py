@@ -16,7 +16,7 @@ def _linear(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.T
     return _prepared[handle.item()](x)  # type: ignore[index]
 
 
-# Which layer it is comes as data, so that one compilation of a decoder layer serves all of them.
+# The layer is named by data, so that one compilation of a decoder layer serves all of them.
 _library = torch.library.Library("nf4_server_cpu", "DEF")
 _library.define("linear(Tensor x, Tensor handle, int out_features) -> Tensor")
 _library.impl("linear", _linear, "CPU")

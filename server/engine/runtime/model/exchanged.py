@@ -57,7 +57,7 @@ class VocabularyLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden] to [..., vocabulary], the same bits on every rank."""
         parts = torch.ops.nf4_server_exchange.all_gather(self.linear(x)).unbind(0)
-        # What the last ranks have beyond the vocabulary is padding.
+        # The last ranks' rows beyond the vocabulary are padding.
         each = parts[0].shape[-1]
         held = (self.vocabulary - rank * each for rank in range(len(parts)))
         return torch.cat([part[..., :size] for part, size in zip(parts, held, strict=True) if size > 0], -1)

@@ -21,7 +21,7 @@ from server.engine.scheduling.prompt_images import PromptImage, PromptImages
 from server.types import ImageInput
 
 FEATURE_CACHE_BYTES = 512 * 2**20
-"""Of host memory for the features of images seen last."""
+"""Bytes of host memory for the features of the images that were seen last."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class ImageTower:
         config = model.config
         self.token_id = int(getattr(config, "image_token_id", None) or config.image_token_index)
         """The placeholder's token."""
-        # Of the models whose positions have three axes, the class says how an image's tokens are numbered.
+        # Where positions have three axes, the model's class says how an image's tokens are numbered.
         self._numbering = getattr(model.base_model, "get_rope_index", None)
         self.whole = config.model_type in WHOLE_IMAGES
         """Whether an image's tokens see one another in both directions."""
 
     def layout(self, tokens: Sequence[int], images: Sequence[ImageInput]) -> PromptImages:
-        """The images of a prompt in its places. Raises ValueError where they do not fit there."""
+        """The images of a prompt in the places of its placeholders. Raises ValueError where they do not fit there."""
         ids = np.array(tokens, np.int64)
         placed = []
         end = 0
@@ -88,7 +88,7 @@ class ImageTower:
         return positions
 
     def features(self, image: PromptImage) -> ImageFeatures:
-        """What stands in for the image's placeholders; computed unless it is one of those seen last.
+        """The features that stand in for the image's placeholders, computed unless the image is among those seen last.
 
         On the model's device if it has just been computed, else in host memory.
 
@@ -125,7 +125,7 @@ class ImageTower:
     def inputs(self, ids: torch.Tensor, images: ImageRows) -> Iterator[dict[str, Any]]:
         """While entered, the arguments that the model takes in the place of input_ids [T] of a batch with images."""
         device, dtype = ids.device, self._model.dtype
-        # A placeholder may be no token of the embedding's.
+        # The embedding may have no row for a placeholder's id.
         table = self._model.get_input_embeddings()
         embeddings = table(ids.clamp(max=self._model.config.get_text_config().vocab_size - 1))
         found = [(part, self.features(part.image)) for part in images.parts]

@@ -149,7 +149,7 @@ class AdaptedLinear(nn.Module):
             b[: factors.rank].copy_(factors.b.T.to(b.device) * gain)
 
     def _affine(self, columns: slice, factors: AdapterFactors | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 gain and shift of one part's outputs, by which the base's are multiplied, and which is added then."""
+        """float32 gain and shift of a part: the base's outputs are multiplied by the gain, then the shift is added."""
         device, size = self.a.device, columns.stop - columns.start
         gain, shift = torch.ones(size, device=device), torch.zeros(size, device=device)
         if factors is None:
@@ -209,7 +209,7 @@ def adding(batch: Batch, slots: int) -> Iterator[None]:
 
 @contextmanager
 def adding_masked(others: torch.Tensor | None) -> Iterator[None]:
-    """While entered, projections add the adapters that others does not mask (see others_of); None adds nothing.
+    """While entered, projections add the adapters that others does not mask (see others_of); None: they add nothing.
 
     It is for CUDA graphs, whose work is always the same.
     """

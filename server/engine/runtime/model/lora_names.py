@@ -16,7 +16,7 @@ from server.checkpoint.names import is_of_tower
 
 logger = logging.getLogger(__name__)
 
-# Projections that some classes have as one: its name, and theirs in the order of its rows.
+# Several projections that some classes have as one joined: the joined one's name, and the others' in the order of its rows.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PLACE = re.compile(r".*?\b((?:layers|h)\.\d+\..+)")
 
@@ -117,6 +117,6 @@ def _join(folder: object, name: str, parts: list[Any], sizes: tuple[int, ...], i
 
 
 def _place(name: str) -> str:
-    """A projection's name from its layer's number on: what differs in front of that is the class's."""
+    """A projection's name from its layer's number on: in front of that, names differ between classes."""
     match = _PLACE.fullmatch(name)
     return name if match is None else match[1]

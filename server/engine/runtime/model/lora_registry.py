@@ -1,4 +1,4 @@
-"""Which LoRA adapters are loaded: by name, in which slot, and how they come and go while requests run."""
+"""The LoRA adapters that are loaded, by name and slot, and how they come and go while requests run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AdapterRegistry:
 
     @property
     def slots(self) -> int:
-        """Adapters there is room for."""
+        """How many adapters there is room for."""
         return self._table.slots
 
     @property
@@ -74,9 +74,8 @@ class AdapterRegistry:
     def put(self, name: str, weights: AdapterWeights, in_use: Collection[int] = (), path: str | None = None) -> None:
         """Load weights under name, in the place of the adapter that has it; in_use are slots that sequences use.
 
-        path: the folder that they are of, where every rank has to load them.
-        Sequences of a replaced adapter go on with it. Raises CheckpointError when the weights are another base's, or
-        no slot is free.
+        path: the folder that the weights are from, where every rank has to load them. Sequences of a replaced adapter go on
+        with it. Raises CheckpointError when the weights are another base's, or no slot is free.
         """
         factors, changes = self._checked(name, weights)
         kept = {adapter.slot for other, adapter in self._loaded.items() if other != name}

@@ -15,7 +15,7 @@ from server.engine.runtime.model.lora_names import AdapterNames
 
 
 class AdaptedEmbedding(nn.Module):
-    """An embedding whose rows are those of each token's sequence's adapter."""
+    """An embedding that takes each token's row from the table of its sequence's adapter."""
 
     tables: torch.Tensor
     used: torch.Tensor
@@ -44,7 +44,7 @@ class AdaptedEmbedding(nn.Module):
 
 
 class AdaptedOutputLayer(nn.Module):
-    """An output layer that multiplies each row by its sequence's adapter's weight."""
+    """An output layer that multiplies each row by the weight of its sequence's adapter."""
 
     tables: torch.Tensor
     used: torch.Tensor
@@ -73,7 +73,7 @@ class AdaptedOutputLayer(nn.Module):
 
 
 class VocabularyTables:
-    """The embedding and the output layer of a model that adapters change, where some of those at the start do."""
+    """Tables of the embedding and the output layer, for models whose adapters at the start change them."""
 
     def __init__(self, model: PreTrainedModel, names: AdapterNames, targets: Collection[str], slots: int) -> None:
         """targets: names of the modules that get tables."""
@@ -120,7 +120,7 @@ class VocabularyTables:
         embedding = changes.get(self._names.embedding)
         output = changes.get(self._names.output_layer or "")
         if output is None and self._tied and embedding is not None and embedding.rows is not None:
-            output = VocabularyChange(rows=embedding.rows)  # PEFT's trained tokens are tied, too
+            output = VocabularyChange(rows=embedding.rows)  # PEFT ties trained tokens, too
         if self.embedding is not None:
             _fill(self.embedding, slot, embedding, self.embedding.weight)
         if self.output_layer is not None:
@@ -158,7 +158,7 @@ def _fill(
         if change.magnitude is None:
             table += (left @ right).to(table.dtype)
         else:
-            # As PEFT has it: by columns in an embedding, which it treats as a layer the other way round.
+            # PEFT takes these norms by columns of an embedding, which it treats as a transposed layer.
             dim = 0 if isinstance(module, AdaptedEmbedding) else 1
             whole = weight.to(table.device).float() + left @ right
             gain = change.magnitude.to(table.device) / torch.linalg.norm(whole, dim=dim)

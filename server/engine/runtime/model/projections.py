@@ -57,7 +57,7 @@ class NF4Linear(nn.Module):
         self.register_buffer("expanded", None, persistent=False)
 
     def expand(self, dtype: torch.dtype) -> None:
-        """Keep a copy of the weight in dtype beside the codes: dequantized, so bit for bit what bitsandbytes gives."""
+        """Keep a dequantized copy of the weight in dtype beside the codes; it equals bitsandbytes' bit for bit."""
         packed, shape, absmax, blocksize, _bias, *nested = self._weight()
         self.expanded = torch.ops.nf4.dequantize(packed, shape, absmax, blocksize, dtype, *nested)
 

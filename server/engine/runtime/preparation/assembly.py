@@ -124,7 +124,7 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
 
 
 def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
-    """What samples with all options within async scheduling: on CUDA, unless NF4_ASYNC_OPTIONS=0 takes it away."""
+    """The sampler of all options within async scheduling, on CUDA unless NF4_ASYNC_OPTIONS=0 takes it away; else None."""
     if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) == "0":
         return None
     use_device_options(paged.device, paged.dtype, limits.vocab_size)

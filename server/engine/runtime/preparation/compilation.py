@@ -1,4 +1,4 @@
-"""Compiled layers in the place of the model's own code, if they compute the same on trial steps."""
+"""Puts compiled layers in the place of the model's own code, if they compute the same on trial steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compile_with_trials(paged: PagedModel, progress: Progress) -> bool:
 
 
 def _disagreement(steps: TrialSteps, plain: list[torch.Tensor]) -> str | None:
-    """How the trial steps' logits differ from plain by more than rounding, in words."""
+    """In words, how the trial steps' logits differ from plain by more than rounding."""
     for count, expected in zip(_TRIALS, plain, strict=True):
         wrong = steps.difference(steps.run(count), expected, count)
         if wrong is not None:

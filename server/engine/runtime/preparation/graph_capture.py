@@ -58,7 +58,7 @@ def capture_verify(
     decode: DecodeGraphs,
     progress: Progress,
 ) -> VerifyGraphs | None:
-    """Capture steps with guesses of so many tokens; None, with a warning, where that fails or the logits differ.
+    """Capture steps with guesses of these sizes, in tokens; None, with a warning, where that fails or the logits differ.
 
     Call in inference mode, before compilation.
     """

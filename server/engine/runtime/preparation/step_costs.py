@@ -25,7 +25,7 @@ _REPLAYS = 8
 def measure_steps(
     paged: PagedModel, limits: ModelLimits, graphs: StepGraphs, drafting: Mapping[int, float] | None = None
 ) -> StepCosts:
-    """The least seconds of some runs of steps of few tokens. Call in inference mode, before the engine serves.
+    """The least seconds that steps of few tokens took in some runs. Call in inference mode, before the engine serves.
 
     drafting: draft_times() of the draft model, where there is one.
     """

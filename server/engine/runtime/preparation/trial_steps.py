@@ -39,7 +39,7 @@ class TrialSteps:
         return Batch(ids, rows, rows, rows, Spans.of([Span(0, 0, count, blocks)]), int(count == 1))
 
     def difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
-        """How logits of a step of count tokens differ from those expected by more than rounding, in words."""
+        """In words, how the logits of a step of count tokens differ from the expected ones by more than rounding."""
         error = relative_error(logits, expected)
         within = error < TRIAL_TOLERANCES[self._paged.dtype]
         return None if within else f"are off by {error:.1e} with {count} tokens"

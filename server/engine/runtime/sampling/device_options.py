@@ -10,7 +10,7 @@ Tensor = torch.Tensor
 
 
 class DeviceOptions:
-    """See triton_options.py; None where torch's operations do the same."""
+    """See triton_options.py; None: torch's operations run instead."""
 
     penalize_rows: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
     mask_rows: Callable[[Tensor, Tensor, Tensor], None] | None = None

@@ -169,7 +169,7 @@ class DeviceSampler:
         return logits, *self._sample_constrained(adjusted, logits, lengths, errors)
 
     def _penalized(self, adjusted: AdjustedRows, output: ModelOutput) -> torch.Tensor:
-        """Logits of their own for the adjusted sequences, float32 [A, vocabulary], penalized where that is asked for."""
+        """A copy of the adjusted sequences' logits, float32 [A, vocabulary], penalized where that is asked for."""
         rows, logits = adjusted.rows_on_device, output.logits
         if adjusted.penalized is None or self._table is None:
             return logits.to(torch.float32, copy=True) if adjusted.everything else logits.index_select(0, rows).float()

@@ -74,7 +74,7 @@ class PenaltyTable:
         where the host need not know them; None: it knows all tokens.
         """
         lengths = np.array([len(sequence.tokens) for sequence in penalized.sequences], np.int64)
-        # A prompt's last token is none of the answer, and known.
+        # The last token of a prompt is not in the answer, and the host knows it.
         left = (self._known[penalized.rows] < lengths) & (lengths > penalized.prompts) & (newest is not None)
         self._count_known(penalized, lengths - left)
         self._known[penalized.rows] = lengths - left

@@ -1,4 +1,4 @@
-"""Rows of logits whose tokens are sampled, with all that decides about that but the tokens' positions, kept over steps."""
+"""Rows of logits whose tokens are sampled. What decides which tokens, except their positions, is kept over steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.engine.scheduling.sequence import Sequence
 
 
 class RandomRows:
-    """Those rows, among some sequences', whose temperature is above 0."""
+    """The rows of some sequences whose temperature is above 0."""
 
     def __init__(self, sequences: list[Sequence], vocabulary: int, rows: list[int] | None = None) -> None:
         """rows: the sequences' rows of the logits; None: 0, 1, ..."""

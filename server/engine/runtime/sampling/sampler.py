@@ -15,7 +15,7 @@ from server.types import TokenLogprob
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's next token, or why there is none; or instead of a token what it wanted."""
+    """One sequence's next token, or why there is none, or the hidden state that it wanted instead of a token."""
 
     token: int
     logprob: TokenLogprob | None = None

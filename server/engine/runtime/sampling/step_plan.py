@@ -131,7 +131,7 @@ class StepPlan:
         return is_filtered(sequence, self._vocabulary)
 
     def _scored(self, rows: list[int], at: list[int], count: int) -> ScoredRows | None:
-        """Those of rows that want log-probabilities; at: where they are in logits of count rows."""
+        """The rows of those that want log-probabilities; at: where they are in logits of count rows."""
         wanting = [
             (a, row) for a, row in zip(at, rows, strict=True) if self.sequences[row].sampling.logprobs is not None
         ]

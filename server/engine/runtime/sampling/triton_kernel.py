@@ -40,7 +40,7 @@ def _values(row, at, vocabulary):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _above(row, vocabulary, key, best, temperature, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many logits lie above a key, and the sum of their weights."""
+    """The number of logits that lie above a key, and the sum of their weights."""
     count = tl.zeros([width], tl.int32)
     mass = tl.zeros([width], tl.float32)
     for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
@@ -73,7 +73,7 @@ def _highest(row, vocabulary, width: tl.constexpr):  # type: ignore[no-untyped-d
 def _least(row, vocabulary, best, temperature, top_k, top_p, shift: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """The least key that top_k and top_p keep, found by halving. It lies in (low, high]."""
     high = (_ordered(best) >> shift).to(tl.int64)
-    # Logits below weigh nothing in float32 and are never sampled, so the search may end there.
+    # The weight of a logit below is 0 in float32 and it is never sampled, so the search may end there.
     bottom = tl.maximum(best - 110.0 * temperature, -3.0e38)
     low = (_ordered(bottom) >> shift).to(tl.int64) - 1
     key = low + 1

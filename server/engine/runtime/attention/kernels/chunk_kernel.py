@@ -8,6 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.chunk_items import FIELDS
+from server.engine.runtime.attention.kernels.instances import CacheShape
 from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_sinks, add_tile, load_tile, quantization_limit
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
 
@@ -58,17 +59,14 @@ def attend_chunks(
         query if sinks is None else sinks,
         sinks is not None,
         options.window or 0,
-        kv_heads,
         heads // kv_heads,
-        dim,
-        block_size,
+        CacheShape(kv_heads, dim, block_size, quantization_limit(cache.data.dtype)),
         0.0 if options.softcap is None else options.softcap * LOG2_E,
         ROWS,
         _TILE,
         _STAGES,
         FIELDS,
         overlap,
-        quantization_limit(cache.data.dtype),
         num_warps=_WARPS,
         launch_pdl=overlap,
     )
@@ -89,21 +87,19 @@ def _attend(  # type: ignore[no-untyped-def]
     sinks,
     has_sinks: tl.constexpr,
     window: tl.constexpr,
-    kv_heads: tl.constexpr,
     group: tl.constexpr,
-    dim: tl.constexpr,
-    block_size: tl.constexpr,
+    shape: tl.constexpr,
     cap: tl.constexpr,
     rows: tl.constexpr,
     tile: tl.constexpr,
     stages: tl.constexpr,
     fields: tl.constexpr,
     overlap: tl.constexpr,
-    limit: tl.constexpr,
 ):
     # A thread block takes some tokens of a chunk and one key head, with all query heads that share it.
     if overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
+    dim: tl.constexpr = shape.dim
     item, head = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(numbers):
         return
@@ -126,28 +122,23 @@ def _attend(  # type: ignore[no-untyped-def]
     first = 0
     if window != 0:
         first = tl.maximum(0, start + 1 - window) // tile * tile
-    # All queries see the tiles in front of the first one's key, but for those that a window's edge crosses.
+    # All queries see all keys in front of the first query's own, unless there is a window. So these tiles need no mask.
     whole = (start + 1) // tile * tile
     if window == 0:
         for begin in tl.range(0, whole, tile, num_stages=stages):
-            k, v, k_scale, v_scale, inside = load_tile(
-                pages, own_scales, table, begin, end, kv_heads * dim, kv_heads, dim, block_size, tile, limit
-            )
-            acc, best, weight = add_tile(
-                acc, best, weight, q, k, v, k_scale, v_scale, inside[None, :], scale, cap, limit
-            )
+            k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, end, shape, tile)
+            seen = inside[None, :]
+            acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
         first = whole
     for begin in tl.range(first, end, tile, num_stages=stages):
-        k, v, k_scale, v_scale, inside = load_tile(
-            pages, own_scales, table, begin, end, kv_heads * dim, kv_heads, dim, block_size, tile, limit
-        )
+        k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, end, shape, tile)
         at = begin + tl.arange(0, tile)
         seen = inside[None, :] & (at[None, :] <= newest[:, None])
         if window != 0:
             seen = seen & (at[None, :] > newest[:, None] - window)
-        acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, limit)
+        acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
     if has_sinks:
         acc, best, weight = add_sinks(acc, best, weight, sinks + head * group + sharer, real)
-    place = out + ((row + token).to(tl.int64) * (kv_heads * group) + head * group + sharer) * dim
+    place = out + ((row + token).to(tl.int64) * (shape.kv_heads * group) + head * group + sharer) * dim
     result = (acc / tl.where(real, weight, 1.0)[:, None]).to(out.dtype.element_ty)
     tl.store(place[:, None] + column[None, :], result, mask=real[:, None])

@@ -22,8 +22,8 @@ from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Spans
 
 SMALLEST_PART = 64
-"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves.
-Every part's keys, but for the last of a sequence, are a multiple of it."""
+"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves. The
+number of a part's keys is a multiple of it, except in a sequence's last part."""
 _PROGRAMS_PER_PROCESSOR = 4
 """Thread blocks of the kernel that a multiprocessor runs at a time."""
 _MOST_WAVES = 4
@@ -37,12 +37,12 @@ _Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Room:
-    """What a launch's thread blocks have room for."""
+    """How many items a launch has thread blocks for."""
 
     wave: int
-    """Items that the device runs at a time: a wave."""
+    """The items of a wave: those that the device runs at a time."""
     spare: int
-    """Items that there may be beyond one for each sequence; 0: no sequence's keys are split."""
+    """The items that there may be beyond one for each sequence; 0: no sequence's keys are split."""
 
     @classmethod
     def of(cls, processors: int, kv_heads: int) -> Room:
@@ -67,8 +67,8 @@ class Items:
 def split_keys(lengths: _Numbers, room: Room, window: int | None) -> Items:
     """Split sequences' keys into parts, at most room.spare more than sequences.
 
-    lengths: int64 [sequences], each sequence's keys, at least 1. window: only this many newest keys are split, all where
-    it is None.
+    lengths: int64 [sequences], each sequence's keys, at least 1. window: the number of newest keys that are split; None:
+    all.
     """
     seen = lengths if window is None else np.minimum(lengths, window)
     parts, own = _parts(seen, _part_length(seen, room))
@@ -105,7 +105,7 @@ def _part_length(seen: _Numbers, room: Room) -> int:
 
 
 def _least_length(seen: _Numbers, limit: int, total: int, longest: int) -> int:
-    """The least multiple of SMALLEST_PART by which there are at most limit items, at least one for each sequence."""
+    """The shortest part, a multiple of SMALLEST_PART, with which there are at most limit items."""
     # Items become fewer as parts become longer, and they are at least total / (1.25 * length).
     low, high = max(1, 4 * total // (5 * limit * SMALLEST_PART)), max(1, -(-longest // SMALLEST_PART))
     while low < high:
@@ -118,7 +118,7 @@ def _least_length(seen: _Numbers, limit: int, total: int, longest: int) -> int:
 
 
 def _parts(seen: _Numbers, most: int) -> tuple[_Numbers, _Numbers]:
-    """Each sequence's number of parts and the keys of one, where parts should have at most `most` keys."""
+    """How many parts each sequence has and how many keys each of its parts, where parts should have at most `most` keys."""
     # A sequence is split only if it is longer than a part by more than a quarter.
     own = np.where(4 * seen > 5 * most, _rounded(-(-seen // -(-seen // most))), seen)
     return -(-seen // own), own
@@ -244,7 +244,7 @@ class DecodeAttention:
     ) -> torch.Tensor:
         """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest().
 
-        sequences: what plan_singles() was told; None after plan(). written: they have been written.
+        sequences: what plan_singles() was told; None after plan(). written: the keys and values have been written already.
         """
         window, room_for = self._windows.index(options.window), query.shape[0] if sequences is None else sequences
         first = item_places(room_for, self._rooms)[window]

@@ -7,7 +7,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
-from server.engine.runtime.attention.kernels.decode_sums import add_up, put_part, put_result, result_row
+from server.engine.runtime.attention.kernels.decode_sums import finish
+from server.engine.runtime.attention.kernels.instances import CacheShape, DecodeInstance
 from server.engine.runtime.attention.kernels.key_tiles import (
     LOG2_E,
     add_sinks,
@@ -59,19 +60,18 @@ def attend_newest(
 
     query [T, heads, dim], key and value [T, kv_heads, dim] in 16 bits, the cache's own where it has 16, any strides with a
     contiguous last dimension; numbers int32, decode.layout(): from first on lie the items, at most that many; their number
-    is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key get rotary
-    first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new tensor if None.
-    written: the launch in front has written the keys and values, so that several of the tokens may be of one sequence, one
-    after another.
+    is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key are
+    rotated by rotary first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new
+    tensor if None. written: the launch in front has written the keys and values, so that several of the tokens may be of
+    one sequence, one after another.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
     turned = RotaryEmbedding(query, query) if rotary is None else rotary
-    kv_heads, block_size = key.shape[1], cache.data.shape[2]
+    instance = _instance(cache, heads // key.shape[1], counted, tables, options, rotary, tile, sinks, written)
     if out is None:
         out = query.new_empty(result_shape(tokens, heads, dim, tile))
-    overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
-    _attend[(items, kv_heads)](
+    _attend[(items, key.shape[1])](
         cache.data,
         query,
         key,
@@ -92,32 +92,45 @@ def attend_newest(
         turned.offset,
         cache.data if cache.scales is None else cache.scales,
         query if sinks is None else sinks,
-        sinks is not None,
-        rotary is not None,
-        turned.norms is not None,
-        counted,
-        tables.shape[1],
-        kv_heads,
-        heads // kv_heads,
-        max(16, triton.next_power_of_2(heads // kv_heads)),
-        triton.next_power_of_2(heads // kv_heads),
-        dim,
-        block_size,
-        0.0 if options.softcap is None else options.softcap * LOG2_E,
-        _TILE if cache.scales is None else _TILE_8_BITS,
-        _STAGES if cache.scales is None else _STAGES_8_BITS,
-        tile,
-        overlap,
-        quantization_limit(cache.data.dtype),
-        written,
+        instance,
         num_warps=_WARPS,
-        launch_pdl=overlap,
+        launch_pdl=instance.overlap,
     )
     return out
 
 
+def _instance(
+    cache: LayerCache,
+    group: int,
+    counted: int,
+    tables: torch.Tensor,
+    options: AttentionOptions,
+    rotary: RotaryEmbedding | None,
+    tile: int,
+    sinks: torch.Tensor | None,
+    written: bool,
+) -> DecodeInstance:
+    """What the kernel is compiled for, see attend_newest()."""
+    _, _, block_size, kv_heads, dim = cache.data.shape
+    return DecodeInstance(
+        cache=CacheShape(kv_heads, dim, block_size, quantization_limit(cache.data.dtype)),
+        group=group,
+        counted=counted,
+        pitch=tables.shape[1],
+        tile=_TILE if cache.scales is None else _TILE_8_BITS,
+        stages=_STAGES if cache.scales is None else _STAGES_8_BITS,
+        cap=0.0 if options.softcap is None else options.softcap * LOG2_E,
+        tile_rows=tile,
+        has_sinks=sinks is not None,
+        has_rotary=rotary is not None,
+        norms=rotary is not None and rotary.norms is not None,
+        overlap=torch.cuda.get_device_capability(cache.data.device)[0] >= 9,
+        written=written,
+    )
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0915
+def _attend(  # type: ignore[no-untyped-def]
     cache,
     query,
     key,
@@ -144,91 +157,75 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     offset,
     scales,
     sinks,
-    has_sinks: tl.constexpr,
-    has_rotary: tl.constexpr,
-    norms: tl.constexpr,
-    counted: tl.constexpr,
-    pitch: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    rows: tl.constexpr,
-    few: tl.constexpr,
-    dim: tl.constexpr,
-    block_size: tl.constexpr,
-    cap: tl.constexpr,
-    tile: tl.constexpr,
-    stages: tl.constexpr,
-    tile_rows: tl.constexpr,
-    overlap: tl.constexpr,
-    limit: tl.constexpr,
-    written: tl.constexpr,
+    instance: tl.constexpr,
 ):
     # A thread block takes a part of a sequence's keys and one key head, with all query heads that share it.
-    if overlap:  # see server/engine/runtime/compile/pdl.py
+    if instance.overlap:  # see server/engine/runtime/compile/pdl.py
         tl.extra.cuda.gdc_launch_dependents()
+    shape: tl.constexpr = instance.cache
     item, head = tl.program_id(0), tl.program_id(1)
     row, begin, end, newest = _four(items + item * 8)
     first, parts, blocks, _ = _four(items + item * 8 + 4)
-    if item >= tl.load(numbers + counted):
+    if item >= tl.load(numbers + instance.counted):
         return
     # The newest key may not be in the cache yet.
     old = tl.minimum(end, newest)
-    column, table = tl.arange(0, dim), tables + blocks.to(tl.int64) * pitch
-    width: tl.constexpr = kv_heads * dim
-    pages, own_scales = cache + head * dim, scales + head
-    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended; but
-    # where that one writes the step's keys, some of which are older than others.
-    if overlap and written:
+    column, table = tl.arange(0, shape.dim), tables + blocks.to(tl.int64) * instance.pitch
+    pages, own_scales = cache + head * shape.dim, scales + head
+    # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended. Where
+    # that launch writes the step's keys, some of these may be among a token's older keys, so it has to end first.
+    if instance.overlap and instance.written:
         tl.extra.cuda.gdc_wait()
-    k, v, k_scale, v_scale, inside = load_tile(
-        pages, own_scales, table, begin, old, width, kv_heads, dim, block_size, tile, limit
-    )
-    q_weight, q_weight_other = _weights(query_norm, offset, dim, norms)
-    k_weight, k_weight_other = _weights(key_norm, offset, dim, norms)
-    if overlap and not written:
+    k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, old, shape, instance.tile)
+    q_weights = _weights(query_norm, offset, shape.dim, instance.norms)
+    k_weights = _weights(key_norm, offset, shape.dim, instance.norms)
+    if instance.overlap and not instance.written:
         tl.extra.cuda.gdc_wait()
-    line = tl.arange(0, rows)
-    real = line < group
-    queries = query + row.to(tl.int64) * query_token + (head * group + line[:, None]) * query_head
+    line = tl.arange(0, instance.rows)
+    real = line < instance.group
+    queries = query + row.to(tl.int64) * query_token + (head * instance.group + line[:, None]) * query_head
     own_key = key + row.to(tl.int64) * key_token + head * key_head
     q = tl.load(queries + column[None, :], mask=real[:, None], other=0.0)
     k_new = tl.load(own_key + column)
     v_new = tl.load(value + row.to(tl.int64) * value_token + head * value_head + column)
-    if has_rotary:
+    if instance.has_rotary:
+        q_other = tl.load(queries + _swapped(shape.dim)[None, :], mask=real[:, None], other=0.0)
+        k_other = tl.load(own_key + _swapped(shape.dim))[None, :]
+        cos, sin = _angles(cosines, sines, row, shape.dim)
         # Everything is loaded before the first sum over threads, which the compiler moves no load across.
-        q_other = tl.load(queries + _swapped(dim)[None, :], mask=real[:, None], other=0.0)
-        k_other = tl.load(own_key + _swapped(dim))[None, :]
-        cos, sin = _angles(cosines, sines, row, dim)
-        q = _rotated(q, q_other, cos, sin, q_weight, q_weight_other, eps, dim, norms)
-        k_new = tl.reshape(
-            _rotated(k_new[None, :], k_other, cos, sin, k_weight, k_weight_other, eps, dim, norms), [dim]
-        )
+        q = _rotated(q, q_other, cos, sin, q_weights, eps, instance)
+        k_new = tl.reshape(_rotated(k_new[None, :], k_other, cos, sin, k_weights, eps, instance), [shape.dim])
     last = end > newest
-    if not written:
-        place = tl.load(table + newest // block_size).to(tl.int64) * 2 * block_size + newest % block_size
-        store_kv(pages, own_scales, place, k_new, v_new, last, width, kv_heads, dim, block_size, limit)
-    own = scores_of(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap)
-    best = tl.where(last, own, -1e38)
-    weight = tl.zeros([rows], tl.float32) + tl.where(last, 1.0, 0.0)
-    acc = tl.zeros([rows, dim], tl.float32) + tl.where(last, v_new.to(tl.float32), 0.0)[None, :]
-    acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, inside[None, :], scale, cap, limit)
-    for start in tl.range(begin + tile, old, tile, num_stages=stages):
-        k, v, k_scale, v_scale, inside = load_tile(
-            pages, own_scales, table, start, old, width, kv_heads, dim, block_size, tile, limit
+    if not instance.written:
+        place = (
+            tl.load(table + newest // shape.block_size).to(tl.int64) * 2 * shape.block_size + newest % shape.block_size
         )
-        acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, inside[None, :], scale, cap, limit)
-    if has_sinks:
-        acc, best, weight = add_sinks(acc, best, weight, sinks + head * group + line, real & (item == first))
-    to_out = result_row(out, row, head, kv_heads, group, dim, tile_rows)
-    if parts == 1:
-        put_result(to_out, acc / weight[:, None], row, head, line, group, dim, tile_rows)
-    else:
-        put_part(sums, weights, (item * kv_heads + head) * group + line, acc, best, weight, real, dim)
-        tl.debug_barrier()
-        counter = arrived + first * kv_heads + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-            tl.store(counter, 0)
-            add_up(to_out, sums, weights, first, parts, row, head, kv_heads, group, few, dim, tile_rows)
+        store_kv(pages, own_scales, place, k_new, v_new, last, shape)
+    acc, best, weight = _first_sums(q, k_new, v_new, last, scale, instance)
+    seen = inside[None, :]
+    acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, instance.cap, shape.limit)
+    for start in tl.range(begin + instance.tile, old, instance.tile, num_stages=instance.stages):
+        k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, start, old, shape, instance.tile)
+        seen = inside[None, :]
+        acc, best, weight = add_tile(
+            acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, instance.cap, shape.limit
+        )
+    if instance.has_sinks:
+        places = sinks + head * instance.group + line
+        acc, best, weight = add_sinks(acc, best, weight, places, real & (item == first))
+    finish(out, sums, weights, arrived, acc, best, weight, line, real, item, first, parts, row, head, instance)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_sums(q, k, v, wanted, scale, instance: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weighted sums, greatest scores and sums of weights of the new key alone if wanted, else of no key."""
+    rows: tl.constexpr = instance.rows
+    dim: tl.constexpr = instance.cache.dim
+    own = scores_of(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1), scale, instance.cap)
+    best = tl.where(wanted, own, -1e38)
+    weight = tl.zeros([rows], tl.float32) + tl.where(wanted, 1.0, 0.0)
+    acc = tl.zeros([rows, dim], tl.float32) + tl.where(wanted, v.to(tl.float32), 0.0)[None, :]
+    return acc, best, weight
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -257,14 +254,12 @@ def _angles(cosines, sines, row, dim: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rotated(  # type: ignore[no-untyped-def]
-    x, x_other, cos, sin, weight, weight_other, eps, dim: tl.constexpr, norms: tl.constexpr
-):
-    """Heads x [any, dim] normalised and rotated, see rotary.py; x_other, weight_other: with their halves swapped."""
+def _rotated(x, x_other, cos, sin, weights, eps, instance: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Heads x [any, dim] normalised and rotated, see rotary.py; x_other: with their halves swapped; weights: _weights()."""
     wide, swapped = x.to(tl.float32), x_other.to(tl.float32)
-    result = wide * (weight * cos)[None, :] + swapped * (weight_other * sin)[None, :]
-    if norms:
-        result *= tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)[:, None]
+    result = wide * (weights[0] * cos)[None, :] + swapped * (weights[1] * sin)[None, :]
+    if instance.norms:
+        result *= tl.rsqrt(tl.sum(wide * wide, 1) / instance.cache.dim + eps)[:, None]
     return result.to(x.dtype)
 
 

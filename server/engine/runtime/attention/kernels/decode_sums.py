@@ -23,19 +23,17 @@ def add_up(  # type: ignore[no-untyped-def]
     parts,
     row,
     head,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    few: tl.constexpr,
-    dim: tl.constexpr,
-    tile_rows: tl.constexpr,
+    instance: tl.constexpr,
 ):
     """Reduce the partial sums of all parts of a sequence's keys, in their order."""
-    line = tl.arange(0, few)
-    place = (first * kv_heads + head) * group + line
+    group: tl.constexpr = instance.group
+    dim: tl.constexpr = instance.cache.dim
+    line = tl.arange(0, instance.few)
+    place = (first * instance.cache.kv_heads + head) * group + line
     sums += place[:, None] * dim + tl.arange(0, dim)[None, :]
     weights += place * 2
     real = line < group
-    step: tl.constexpr = kv_heads * group
+    step: tl.constexpr = instance.cache.kv_heads * group
     acc, best, weight = _part(sums, weights, 0, 0, real, step, dim)
     for part in tl.range(0, parts, 8):
         # Eight loads are in flight at once.
@@ -50,7 +48,41 @@ def add_up(  # type: ignore[no-untyped-def]
         four = _both(_both(part_0, part_1), _both(part_2, part_3))
         eight = _both(four, _both(_both(part_4, part_5), _both(part_6, part_7)))
         acc, best, weight = _both((acc, best, weight), eight)
-    put_result(out, acc / tl.where(real, weight, 1.0)[:, None], row, head, line, group, dim, tile_rows)
+    put_result(out, acc / tl.where(real, weight, 1.0)[:, None], row, head, line, group, dim, instance.tile_rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def finish(  # type: ignore[no-untyped-def]
+    out,
+    sums,
+    weights,
+    arrived,
+    acc,
+    best,
+    weight,
+    line,
+    real,
+    item,
+    first,
+    parts,
+    row,
+    head,
+    instance: tl.constexpr,
+):
+    """Write a sequence's result; or leave a part's sums, and reduce all parts where this one is the last to arrive."""
+    kv_heads: tl.constexpr = instance.cache.kv_heads
+    group: tl.constexpr = instance.group
+    dim: tl.constexpr = instance.cache.dim
+    to_out = result_row(out, row, head, kv_heads, group, dim, instance.tile_rows)
+    if parts == 1:
+        put_result(to_out, acc / weight[:, None], row, head, line, group, dim, instance.tile_rows)
+    else:
+        put_part(sums, weights, (item * kv_heads + head) * group + line, acc, best, weight, real, dim)
+        tl.debug_barrier()
+        counter = arrived + first * kv_heads + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            tl.store(counter, 0)
+            add_up(to_out, sums, weights, first, parts, row, head, instance)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -11,7 +11,7 @@ from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.trials import relative_error
 
-# How far a step's outputs may be from other kernels', by rounding, in the norm of all of them.
+# How far a step's outputs may differ from other kernels', as a share of their norm: rounding alone stays below.
 _TOLERANCE = 0.02
 
 
@@ -22,7 +22,7 @@ def disagreement(
     layer: int,
     kind: Kind,
 ) -> str | None:
-    """How decode's outputs differ from reference's by more than rounding, in words; None where they do not.
+    """In words, how decode's outputs differ from reference's by more than rounding; None where they do not.
 
     Tries a step without a rotary embedding and one with it and norms. cache is reference's for the layer, [blocks, 2,
     block_size, kv_heads, dim], which is left filled with zeros; its last block is not used.
@@ -65,7 +65,7 @@ def disagreement(
 
 
 def _any_rotary(like: torch.Tensor) -> RotaryEmbedding:
-    """A rotary embedding by random angles, with norms, for the tokens and of the dtype of like [T, dim]."""
+    """A rotary embedding by random angles, with norms, for T tokens, in the dtype of like [T, dim]."""
     tokens, dim = like.shape
     angles = torch.randn(tokens, dim // 2, device=like.device).repeat(1, 2)
     cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)

@@ -17,7 +17,7 @@ class DeviceTables:
         self.blocks = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         self.blocks[rows] = scratch_block
         self.padding_row = rows
-        # Which tables the rows are copies of, up to which block, and which sequences hold them.
+        # The block tables that the rows are copies of; for each row, how many blocks are copied and which sequence holds it.
         self._source: BlockTables | None = None
         self._counts = np.zeros(rows, np.int64)
         self._holders = np.zeros(rows, np.int64)

@@ -25,29 +25,26 @@ def load_tile(  # type: ignore[no-untyped-def]
     table,
     begin,
     end,
-    width: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-    block_size: tl.constexpr,
+    shape: tl.constexpr,
     tile: tl.constexpr,
-    limit: tl.constexpr,
 ):
     """Keys and values from begin on, zeros from end on, their scales, and which of them are in front of end.
 
-    pages, scales: the cache's data and scales, at the head.
+    pages, scales: the cache's data and scales, at the head. shape: a CacheShape.
     """
+    block_size: tl.constexpr = shape.block_size
     at = begin + tl.arange(0, tile)
     inside = at < end
     block = tl.load(table + at // block_size, mask=inside, other=0).to(tl.int64)
     place = block * 2 * block_size + at % block_size
-    data = pages + (place * width)[:, None] + tl.arange(0, dim)[None, :]
+    data = pages + (place * shape.width)[:, None] + tl.arange(0, shape.dim)[None, :]
     k = tl.load(data, mask=inside[:, None], other=0.0)
-    v = tl.load(data + block_size * width, mask=inside[:, None], other=0.0)
-    if limit == 0:
+    v = tl.load(data + block_size * shape.width, mask=inside[:, None], other=0.0)
+    if shape.limit == 0:
         return k, v, 1.0, 1.0, inside
     else:
-        k_scale = tl.load(scales + place * kv_heads, mask=inside, other=0.0)
-        v_scale = tl.load(scales + (place + block_size) * kv_heads, mask=inside, other=0.0)
+        k_scale = tl.load(scales + place * shape.kv_heads, mask=inside, other=0.0)
+        v_scale = tl.load(scales + (place + block_size) * shape.kv_heads, mask=inside, other=0.0)
         return k, v, k_scale, v_scale, inside
 
 
@@ -55,7 +52,7 @@ def load_tile(  # type: ignore[no-untyped-def]
 def add_tile(  # type: ignore[no-untyped-def]
     acc, best, weight, q, k, v, k_scale, v_scale, inside, scale, cap: tl.constexpr, limit: tl.constexpr
 ):
-    """Weighted sums, greatest scores and sums of weights with a tile of keys added; inside: what each query sees of it."""
+    """Sums, greatest scores and sums of weights with a tile of keys added; inside: which of the keys each query sees."""
     if limit == 0:
         scores = scores_of(tl.dot(q, tl.trans(k)), scale, cap)
     else:
@@ -82,7 +79,7 @@ def add_sinks(acc, best, weight, places, wanted):  # type: ignore[no-untyped-def
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scores_of(dots, scale, cap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores times log2(e), with a soft cap where cap, the cap times log2(e), is not 0."""
+    """Scores times log2(e), with a soft cap unless cap, which is the soft cap times log2(e), is 0."""
     scores = dots * scale
     if cap != 0:
         # tanh
@@ -98,29 +95,25 @@ def store_kv(  # type: ignore[no-untyped-def]
     k,
     v,
     wanted,
-    width: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-    block_size: tl.constexpr,
-    limit: tl.constexpr,
+    shape: tl.constexpr,
 ):
     """Write a token's key and value of one head, [dim] each, into the cache at place if wanted.
 
-    place: the row among keys' and values' rows of all KV blocks.
+    place: the row among keys' and values' rows of all KV blocks. shape: a CacheShape.
     """
-    column = tl.arange(0, dim)
-    own = pages + place * width + column
-    inside = (column < dim) & wanted
-    if limit == 0:
+    column = tl.arange(0, shape.dim)
+    own = pages + place * shape.width + column
+    inside = (column < shape.dim) & wanted
+    if shape.limit == 0:
         tl.store(own, k, mask=inside)
-        tl.store(own + block_size * width, v, mask=inside)
+        tl.store(own + shape.block_size * shape.width, v, mask=inside)
     else:
-        k, k_scale = _quantized(k, pages.dtype.element_ty, limit)
-        v, v_scale = _quantized(v, pages.dtype.element_ty, limit)
+        k, k_scale = _quantized(k, pages.dtype.element_ty, shape.limit)
+        v, v_scale = _quantized(v, pages.dtype.element_ty, shape.limit)
         tl.store(own, k, mask=inside)
-        tl.store(own + block_size * width, v, mask=inside)
-        tl.store(scales + place * kv_heads, k_scale, mask=wanted)
-        tl.store(scales + (place + block_size) * kv_heads, v_scale, mask=wanted)
+        tl.store(own + shape.block_size * shape.width, v, mask=inside)
+        tl.store(scales + place * shape.kv_heads, k_scale, mask=wanted)
+        tl.store(scales + (place + shape.block_size) * shape.kv_heads, v_scale, mask=wanted)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

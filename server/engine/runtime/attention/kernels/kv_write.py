@@ -6,6 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from server.engine.runtime.attention.kernels.instances import CacheShape
 from server.engine.runtime.attention.kernels.key_tiles import quantization_limit, store_kv
 
 
@@ -69,7 +70,7 @@ def _write(  # type: ignore[no-untyped-def]
 def quantize_kv(
     cache: torch.Tensor, scales: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """As write_kv(), into the data of int8 or float8_e4m3fn and the scales of a kv_cache.LayerCache."""
+    """As write_kv(), into the data of a kv_cache.LayerCache in 8 bits (int8 or float8_e4m3fn) and its scales."""
     tokens, heads, dim = key.shape
     overlap = torch.cuda.get_device_capability(key.device)[0] >= 9
     _quantize[(tokens, heads)](
@@ -80,10 +81,7 @@ def quantize_kv(
         slots,
         *key.stride()[:2],
         *value.stride()[:2],
-        cache.shape[2],
-        heads,
-        dim,
-        quantization_limit(cache.dtype),
+        CacheShape(heads, dim, cache.shape[2], quantization_limit(cache.dtype)),
         overlap,
         num_warps=1,
         launch_pdl=overlap,
@@ -101,10 +99,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     key_head,
     value_token,
     value_head,
-    block_size: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-    limit: tl.constexpr,
+    shape: tl.constexpr,
     overlap: tl.constexpr,
 ):
     if overlap:  # see server/engine/runtime/compile/pdl.py
@@ -113,8 +108,8 @@ def _quantize(  # type: ignore[no-untyped-def]
     # A thread block takes one key head of one token.
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
-    column = tl.arange(0, dim)
+    column = tl.arange(0, shape.dim)
     k = tl.load(key + token * key_token + head * key_head + column)
     v = tl.load(value + token * value_token + head * value_head + column)
-    place = slot + slot // block_size * block_size
-    store_kv(cache + head * dim, scales + head, place, k, v, True, kv_heads * dim, kv_heads, dim, block_size, limit)
+    place = slot + slot // shape.block_size * shape.block_size
+    store_kv(cache + head * shape.dim, scales + head, place, k, v, True, shape)

@@ -42,7 +42,7 @@ def _result(node: Any) -> Node | None:
 
 
 def _bytes(value: torch.Tensor) -> float:
-    """Of a tensor; infinity where its sizes vary."""
+    """Bytes of a tensor; infinity where its sizes vary."""
     if not all(isinstance(size, int) for size in value.shape):
         return math.inf
     return value.numel() * value.dtype.itemsize

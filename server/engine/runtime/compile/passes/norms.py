@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def fuse_residuals(nodes: Iterable[Node], gemms: list[Node]) -> None:
-    """Put nf4::fused_linear in place of the sums of one of gemms and a residual; gemms gets the new nodes."""
+    """Put nf4::fused_linear in place of each sum of a residual and one of gemms; gemms gets the new nodes."""
     for node in nodes:
         found = _residual_sum(node, gemms)
         if found is not None:

@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Rotated:
-    """What a node rotates by which angles, after a norm if there is one."""
+    """A rotary embedding that the graph computes: of what, by which angles, and after which norm, if there is one."""
 
     heads: Node
     """[1, T, heads, dim], any strides but for the last one"""
     norm: Norm | None
-    """Its h is heads, or heads with permuted dimensions."""
+    """The norm's h is heads, or heads with permuted dimensions."""
     cos: Node
     """[1, T, dim]"""
     sin: Node
