@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 
+from server.__main__ import keep_torch_out
 from server.app import create_app
 from server.config import Config
 from server.engine.supervisor.base import EngineStatus
@@ -37,6 +39,12 @@ class Engine:
         """config: Config, dumped. Raises RuntimeError with one line, Serve's status, when the model cannot be started."""
         settings = with_assigned_cores(Config.model_validate(config))
         set_up_logging(settings.log_level, settings.log_format)
+        # Serve's worker process is this replica's alone.
+        keep_torch_out()
+        if (niceness := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
+            logger.info(
+                "Ray runs this replica at niceness %d; RAY_worker_niceness=0 where Ray is started is 0", niceness
+            )
         settled = asyncio.Event()
 
         def on_status(status: EngineStatus) -> None:
