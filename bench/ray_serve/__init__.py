@@ -1,1 +1,1 @@
-"""Replicas on a real Ray Serve on this machine: prefix affinity, scaling, what Serve costs, how soon a lost replica is back."""
+"""Replicas on a real Ray Serve on this machine: affinity, scaling, what Serve costs, how soon a lost one is back."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.machine import cores, cpu_name, current_commit, versions
 
 RESULT = Path(__file__).parents[1] / "results" / "ray-serve.json"
-PARTS = ("affinity", "scaling")
+PARTS = ("affinity", "scaling", "recovery", "throughput")
 
 
 def main() -> int:
