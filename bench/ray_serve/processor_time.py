@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -21,12 +21,12 @@ _KINDS = {
 }
 
 
-def seconds_by_kind() -> Counter[str]:
+def seconds_by_kind() -> dict[str, float]:
     """So far, of all processes below this one that live; what they are, or "Ray's others".
 
     An engine below a replica is "engine on Ray", one below a server "engine".
     """
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     kinds = {os.getpid(): ""}
     processes = sorted(_processes(), key=lambda process: process[0])
     while True:
@@ -37,6 +37,11 @@ def seconds_by_kind() -> Counter[str]:
             kind = _kind(pid)
             kinds[pid] = "engine on Ray" if kind == "engine" and kinds[parent] == "replica" else kind
             found[kinds[pid]] += seconds
+
+
+def spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """By how much each kind's seconds grew."""
+    return {kind: seconds - before.get(kind, 0.0) for kind, seconds in after.items()}
 
 
 def _processes() -> list[tuple[int, int, float]]:

