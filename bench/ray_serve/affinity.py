@@ -1,6 +1,7 @@
 """How many prompt tokens replicas find in their KV caches, by how requests are sent to them: 20 beginnings that are shared.
 
-A replica's KV cache holds a good half of them, so that all fit into two. Requests come one at a time: no replica is busier than another then, so that power of two choices is a choice at random.
+A replica's KV cache holds a good half of them, so that all fit into two. Requests come one at a time: no replica is busier
+than another then, so that power of two choices is a choice at random.
 """
 
 from __future__ import annotations
