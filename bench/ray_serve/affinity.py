@@ -26,7 +26,12 @@ REPLICAS = 2
 def measure() -> dict[str, Any]:
     """Tokens in prompts and tokens found, for each router."""
     with ray_serve() as url:
-        rows = [_row(url, router) for router in ROUTERS]
+        return measure_on(url)
+
+
+def measure_on(url: str) -> dict[str, Any]:
+    """The same on a Serve that runs, by its proxy's base URL."""
+    rows = [_row(url, router) for router in ROUTERS]
     about = {"beginnings": BEGINNINGS, "rounds": ROUNDS, "replicas": REPLICAS, "kv_cache_bytes": CACHE_BYTES}
     return {**about, "rows": rows}
 
