@@ -23,8 +23,11 @@ def main() -> int:
     """Run what is named, one after the other; each replaces its part of the file."""
     parser = argparse.ArgumentParser(prog="python -m bench.ray_serve", description=__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--haproxy", action="store_true", help="Ray's HAProxy for its own proxy; parts NAME_haproxy")
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
+    if options.haproxy:
+        os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"  # Ray reads it when it is imported
     failed = []
     for name in options.parts:
         part = import_module(f"bench.ray_serve.{name}")
@@ -38,7 +41,8 @@ def main() -> int:
             "load_averages": {"before": before, "after": os.getloadavg()},
         }
         result = json.loads(options.json.read_text()) if options.json.exists() else {}
-        options.json.write_text(json.dumps({**result, name: {**about, **measured}}, indent=1) + "\n")
+        result[name + "_haproxy" * options.haproxy] = {**about, **measured}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
         failed += [f"{name}: {failure}" for failure in part.failures(measured)]
     print("\n".join(failed), file=sys.stderr)
     return 1 if failed else 0
