@@ -20,8 +20,8 @@ from typing import get_args
 import torch
 
 from bench.e2e import engine_speed
-from bench.e2e.results import Row, current_commit
-from bench.machine import versions
+from bench.e2e.results import Row
+from bench.machine import current_commit, versions
 from server.config import EngineConfig, KVCacheDtype
 from server.engine.core import Engine
 from server.engine.start import load_runner

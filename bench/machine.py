@@ -1,9 +1,10 @@
-"""The processor, its cores and the versions that a result was measured with."""
+"""The processor, its cores, the versions and the commit that a result was measured with."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,3 +32,10 @@ def versions() -> dict[str, str]:
         **{name: version(name) for name in ("torch", "transformers", "bitsandbytes")},
         "nf4_kernels": nf4_kernels.capabilities()["cpu"],
     }
+
+
+def current_commit() -> str | None:
+    """The commit that is checked out, with a + where files differ from it; None where there is no repository."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""Make the tables of README.md and docs/performance.md from bench/results/: python -m bench.readme [--check].
+"""Make the tables of README.md and docs/*.md from bench/results/: python -m bench.readme [--check].
 
 A table stands between <!-- table:NAME --> and <!-- /table -->. --check writes nothing and fails when one is out of date.
 """
@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import tables
+from bench.api_processes.tables import api_processes
+from bench.ray_serve import tables as ray_serve
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scaling.md")
 MARKED = re.compile(r"(<!-- table:(?P<name>[a-z0-9-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     "headline": tables.headline,
@@ -29,6 +31,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "http": tables.http,
     "fidelity": tables.fidelity,
     "cpu": tables.cpu,
+    "api-processes": api_processes,
+    "ray-affinity": ray_serve.affinity,
+    "ray-throughput": ray_serve.throughput,
+    "ray-recovery": ray_serve.recovery,
 }
 
 

@@ -7,6 +7,7 @@ import re
 import selectors
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
@@ -31,24 +32,19 @@ class Stream:
         return b"data: [DONE]" in self.tail
 
 
-def run_streams(port: int, model: str, count: int, tokens: int, timeout_s: float) -> list[Stream]:
+def run_streams(
+    port: int, model: str, count: int, tokens: int, timeout_s: float, prompts: Sequence[str] = ("Tell me a story.",)
+) -> list[Stream]:
     """Ask for so many answers at once, each of so many tokens on a connection of its own, and read all.
 
-    Raises TimeoutError.
+    The prompts take turns. Raises TimeoutError.
     """
-    body = json.dumps(
-        {
-            "model": model, "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": tokens,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-        }
-    ).encode()  # fmt: skip
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-    request = head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    requests = [_request(model, prompts[index % len(prompts)], tokens) for index in range(count)]
     selector = selectors.DefaultSelector()
     # Connections first, so that the processes have their shares before the work begins.
     sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     streams = []
-    for connection in sockets:
+    for connection, request in zip(sockets, requests, strict=True):
         connection.sendall(request)
         connection.setblocking(False)
         stream = Stream(connection, time.monotonic())
@@ -65,6 +61,17 @@ def run_streams(port: int, model: str, count: int, tokens: int, timeout_s: float
         # All that came meanwhile is read at once, because that is cheaper than to read event by event.
         time.sleep(0.002)
     return streams
+
+
+def _request(model: str, prompt: str, tokens: int) -> bytes:
+    body = json.dumps(
+        {
+            "model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }
+    ).encode()  # fmt: skip
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    return head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 def _read(stream: Stream) -> bool:

@@ -18,7 +18,8 @@ import torch
 
 from bench.e2e.engine_speed import FIRST
 from bench.e2e.measure import MODELS, measure
-from bench.e2e.results import Row, current_commit, write
+from bench.e2e.results import Row, write
+from bench.machine import current_commit
 from server.engine.supervisor.process import ENVIRONMENT
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +49,3 @@ def _with_earlier(row: Row, earlier: Row) -> Row:
 def identity(row: Row) -> tuple[str, str, float, float, float, float]:
     """What a row measured: model, mode, batch, length, rate and number of GPUs, 0 where it has none."""
     return row["model"], row["mode"], *(row.get(name, 0) for name in ("batch", "length", "rate", "tp"))
-
-
-def current_commit() -> str | None:
-    """The commit that is checked out, with a + where files differ from it; None where there is no repository."""
-    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -44,14 +44,23 @@ class Beginnings:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._replicas: OrderedDict[bytes, str] = OrderedDict()
+        self._counts: Counter[str] = Counter()
 
     def record(self, blocks: Sequence[bytes], replica: str) -> None:
         """Remember that a prompt with these beginnings went to replica."""
         for block in blocks:
+            if (before := self._replicas.get(block)) is not None:
+                self._counts[before] -= 1
+            self._counts[replica] += 1
             self._replicas[block] = replica
             self._replicas.move_to_end(block)
         while len(self._replicas) > self._capacity:
-            self._replicas.popitem(last=False)
+            _, forgotten = self._replicas.popitem(last=False)
+            self._counts[forgotten] -= 1
+
+    def count(self, replica: str) -> int:
+        """How many of the blocks that are remembered were sent to replica last."""
+        return self._counts[replica]
 
     def find(self, blocks: Sequence[bytes], replicas: Collection[str]) -> tuple[str | None, int]:
         """The one of replicas that got the longest of these beginnings, and how many blocks that is."""

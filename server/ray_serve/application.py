@@ -37,6 +37,10 @@ class Options(BaseModel):
     max_replicas: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float = Field(default=24, gt=0)
     """Requests under way in each replica that autoscaling aims at."""
+    upscale_delay_s: float = Field(default=10, ge=0)
+    """Seconds that there have to be more of them before a replica is added, which takes a while to load."""
+    downscale_delay_s: float = Field(default=600, ge=0)
+    """Seconds that there have to be fewer before one is taken away, and its KV cache with it."""
     router: Literal["prefix_affinity", "power_of_two"] = "prefix_affinity"
     """power_of_two: the less busy of two at random, whatever the prompt."""
     imbalance: int = Field(default=16, ge=0)
@@ -75,9 +79,8 @@ def _engines(options: Options, config: Config) -> Application:
                 "min_replicas": options.replicas,
                 "max_replicas": options.max_replicas,
                 "target_ongoing_requests": options.target_ongoing_requests,
-                # A new replica takes minutes to load; one that goes takes its KV cache along.
-                "upscale_delay_s": 10,
-                "downscale_delay_s": 600,
+                "upscale_delay_s": options.upscale_delay_s,
+                "downscale_delay_s": options.downscale_delay_s,
             }
         }
     deployment = serve.deployment(
@@ -89,7 +92,8 @@ def _engines(options: Options, config: Config) -> Application:
         # A replica gets no new requests from here on, and may answer those it has.
         graceful_shutdown_timeout_s=config.http.drain_timeout_s + ABORT_GRACE_S,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=5,
+        # A replica that dies is noticed, and another one started, when Serve next asks.
+        health_check_period_s=2,
         health_check_timeout_s=30,
         **_routing(options),
         **scale,

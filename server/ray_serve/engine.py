@@ -5,29 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, MutableMapping
+import os
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 
+from server.__main__ import keep_torch_out
 from server.app import create_app
 from server.config import Config
 from server.engine.supervisor.base import EngineStatus
 from server.logs import set_up_logging
+from server.ray_serve.answers import Destination, Message, Sender
 
 logger = logging.getLogger(__name__)
-
-Message = MutableMapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Request:
-    """An HTTP request with its whole body: what ASGI's scope has of it."""
+    """An HTTP request with its whole body: what ASGI's scope has of it, and where the answer goes."""
 
     scope: dict[str, Any]
     body: bytes
+    destination: Destination
 
 
 class Engine:
@@ -37,6 +39,12 @@ class Engine:
         """config: Config, dumped. Raises RuntimeError with one line, Serve's status, when the model cannot be started."""
         settings = with_assigned_cores(Config.model_validate(config))
         set_up_logging(settings.log_level, settings.log_format)
+        # Serve's worker process is this replica's alone.
+        keep_torch_out()
+        if (niceness := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
+            logger.info(
+                "Ray runs this replica at niceness %d; RAY_worker_niceness=0 where Ray is started is 0", niceness
+            )
         settled = asyncio.Event()
 
         def on_status(status: EngineStatus) -> None:
@@ -45,6 +53,7 @@ class Engine:
 
         self._app: FastAPI = create_app(settings, on_status)
         self._service = self._app.state.service
+        self._sender = Sender()
         self._lifespan = contextlib.AsyncExitStack()
         await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
         await settled.wait()
@@ -59,13 +68,15 @@ class Engine:
         if status.state in ("failed", "stopped"):
             raise RuntimeError(f"the engine is {status.state}: {status.message}")
 
-    async def answer(self, request: Request, beginnings: tuple[bytes, ...] = ()) -> AsyncIterator[list[Message]]:
-        """Lists of the answer's ASGI messages, all that are there at a time; beginnings are for the router.
+    async def answer(self, request: Request, beginnings: tuple[bytes, ...] = ()) -> AsyncIterator[None]:
+        """Answer a request: its ASGI messages go to request.destination; beginnings are for the router.
 
-        The first list is empty and comes at once: it tells the ingress that the request has arrived.
+        One None comes at once: it tells the ingress that the request has arrived. The end comes when all is sent.
         Ray cancels this when the client is gone, which ends the request in the engine.
         """
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        destination = request.destination
+        connection = await self._sender.connection(destination.address)
+        yield None
         body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> Message:
@@ -75,29 +86,11 @@ class Engine:
             raise AssertionError
 
         async def send(message: Message) -> None:
-            messages.put_nowait(message)
+            connection.put(destination.number, message)
+            await connection.drain()
 
-        async def run() -> None:
-            try:
-                await self._app({**request.scope, "state": {}}, receive, send)
-            finally:
-                messages.put_nowait(None)
-
-        task = asyncio.create_task(run(), name="answer")
-        try:
-            yield []
-            done = False
-            while not done:
-                batch = [await messages.get()]
-                while not messages.empty():
-                    batch.append(messages.get_nowait())
-                done = batch[-1] is None
-                if known := [message for message in batch if message is not None]:
-                    yield known
-            await task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._app({**request.scope, "state": {}}, receive, send)
+        connection.put(destination.number, None)
 
     async def metrics(self) -> tuple[str, bytes]:
         """This replica's id, and its metrics in Prometheus' text format."""
@@ -108,6 +101,7 @@ class Engine:
         """Serve's call when no request is left, or the time for that is over: the engine process ends."""
         if lifespan := getattr(self, "_lifespan", None):
             await lifespan.aclose()
+            await self._sender.close()
 
 
 def with_assigned_cores(config: Config) -> Config:

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import ray
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -21,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from server.api.http.errors import ApiError, unavailable
 from server.ray_serve.affinity import beginnings
+from server.ray_serve.answers import Destination, Item, Receiver
 from server.ray_serve.engine import Request
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,15 @@ logger = logging.getLogger(__name__)
 TRIES = 3
 # How long Ray may look for a replica that takes a request: there may be none yet, or none with room.
 ACCEPTED_S = 10.0
-LOST = (RayActorError, DeploymentUnavailableError)
+# The end of a call and the last messages come by different ways.
+LAST_MESSAGES_S = 5.0
+
+
+class NoEndError(Exception):
+    """A replica's call has ended, and its answer has not."""
+
+
+LOST = (RayActorError, DeploymentUnavailableError, NoEndError)
 
 
 class Ingress:
@@ -39,6 +49,7 @@ class Ingress:
         self._engines = engines
         self._stream = engines.options(stream=True)
         self._max_body_bytes = max_body_bytes
+        self._receiver = Receiver(ray.util.get_node_ip_address())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -54,7 +65,7 @@ class Ingress:
                 await Response(await self._metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
                 return
             body = await self._read(HttpRequest(scope, receive))
-            await self._relay(Request(_portable(scope), body), answer)
+            await self._relay(_portable(scope), body, answer)
         except ClientDisconnect:
             return
         except ApiError as e:
@@ -68,17 +79,14 @@ class Ingress:
                 body += part
         return bytes(body[: self._max_body_bytes + 1])
 
-    async def _relay(self, request: Request, answer: Answer) -> None:
+    async def _relay(self, scope: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Pass a replica's answer on. Raises ApiError when replicas are lost, or none can take it."""
-        blocks = beginnings(request.body)
+        blocks = beginnings(body)
+        address = await self._receiver.address()
         for left in reversed(range(TRIES)):
-            messages = self._stream.answer.remote(request, blocks)
             try:
-                # The first one is empty: a replica has the request.
-                await asyncio.wait_for(anext(messages), ACCEPTED_S)
-                async for batch in messages:
-                    for message in batch:
-                        await answer.send(message)
+                with self._receiver.expect() as (number, items):
+                    await self._relay_once(Request(scope, body, Destination(address, number)), blocks, items, answer)
                 return
             except TimeoutError as e:
                 raise unavailable("No replica is ready to answer.", "no_replica", 5) from e
@@ -92,8 +100,28 @@ class Ingress:
                 raise unavailable("All replicas are busy.", "queue_full") from e
             except RayServeException as e:
                 raise unavailable(f"Ray Serve could not pass the request on: {e}", "replica_lost") from e
-            finally:
-                messages.cancel()
+            except OSError as e:
+                raise unavailable(f"A replica could not send its answer: {e}", "replica_lost") from e
+
+    async def _relay_once(
+        self, request: Request, blocks: tuple[bytes, ...], items: asyncio.Queue[Item], answer: Answer
+    ) -> None:
+        call = self._stream.answer.remote(request, blocks)
+        watch: asyncio.Task[None] | None = None
+        try:
+            # The one that comes says that a replica has the request.
+            await asyncio.wait_for(anext(call), ACCEPTED_S)
+            watch = asyncio.create_task(_watch(call, items), name="watch a call")
+            while (item := await items.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                await answer.send(item)
+            await watch
+        finally:
+            if watch is None or not watch.done():
+                call.cancel()
+            if watch is not None:
+                watch.cancel()
 
     async def _metrics(self) -> bytes:
         """The metrics of all replicas, with the label replica. Raises ApiError while there is none, or one is lost."""
@@ -103,6 +131,17 @@ class Ingress:
         except (TimeoutError, RayActorError, RayServeException) as e:
             raise unavailable("Not all replicas have told their metrics.", "no_replica", 5) from e
         return generate_latest(_Merged(replies))
+
+
+async def _watch(call: DeploymentResponseGenerator[None], items: asyncio.Queue[Item]) -> None:
+    """Wait for the end of a call; what ends it otherwise goes into items, as does the lack of an answer's end after it."""
+    try:
+        async for _ in call:
+            pass
+    except Exception as e:
+        items.put_nowait(e)
+        return
+    asyncio.get_running_loop().call_later(LAST_MESSAGES_S, items.put_nowait, NoEndError())
 
 
 class Answer:

@@ -1,4 +1,8 @@
-"""Ray Serve's request router for engines: prefix affinity within a bound on imbalance, else power of two choices."""
+"""Ray Serve's request router for engines: prefix affinity within a bound on imbalance, else power of two choices.
+
+Of two replicas with as many requests, a new beginning goes to the one that was sent fewer: placed at random, half of the KV
+caches would have more beginnings than they hold while the others have room.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +34,14 @@ class PrefixAffinityRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replica with the prompt's beginning, then two at random, of which Ray takes the one with fewer requests."""
+        """The replica with the prompt's beginning, then two at random, of which Ray takes the one with fewer requests.
+
+        Of two with as many requests Ray takes the first.
+        """
         if not candidate_replicas:
             return []
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
+        two.sort(key=lambda replica: self._beginnings.count(replica.replica_id.unique_id))
         preferred = self._with_beginning(candidate_replicas, pending_request)
         return [two] if preferred is None else [[preferred], two]
 

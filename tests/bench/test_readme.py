@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/performance.md are what bench/results/ says."""
+"""The tables of README.md, docs/performance.md and docs/scaling.md are what bench/results/ says."""
 
 from __future__ import annotations
 

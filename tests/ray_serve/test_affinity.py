@@ -72,3 +72,16 @@ def test_the_oldest_are_forgotten() -> None:
     for i in range(5):
         known.record([bytes([i])], "x")
     assert [known.find([bytes([i])], {"x"})[1] for i in range(5)] == [0, 0, 1, 1, 1]
+
+
+def test_blocks_are_counted_where_they_were_sent_last() -> None:
+    known = Beginnings(capacity=4)
+    a, b, c, d, e = (bytes([i]) for i in range(5))
+    known.record([a, b, c], "x")
+    assert (known.count("x"), known.count("y")) == (3, 0)
+    known.record([a, d], "y")
+    assert (known.count("x"), known.count("y")) == (2, 2)
+    known.record([e], "y")  # forgets b, the oldest
+    assert (known.count("x"), known.count("y")) == (1, 3)
+    known.record([a, b, d, e], "z")
+    assert (known.count("x"), known.count("y"), known.count("z")) == (0, 0, 4)
