@@ -27,7 +27,8 @@ Result = dict[str, Any]
 
 def name_of(row: Result) -> str:
     """The model's name as people write it."""
-    return NAMES.get(row["model"], row["model"])
+    name = str(row["model"])
+    return NAMES.get(name, name)
 
 
 def text_rows(found: Result) -> list[Result]:
