@@ -121,7 +121,7 @@ def test_answers_of_one_api_key_are_not_guessed_from_anothers(tmp_path: Path) ->
     chat = {
         "model": MODEL,
         "messages": user("Say something."),
-        "max_tokens": 80,
+        "max_tokens": 40,
         "temperature": 2,
         "seed": 5,
         "timings": True,
@@ -136,11 +136,10 @@ def test_answers_of_one_api_key_are_not_guessed_from_anothers(tmp_path: Path) ->
             time.sleep(0.3)  # in which the answer is indexed
             return choice["message"]["content"], choice["timings"]["accepted_tokens"]
 
-        (text, own), others = asked("one"), asked("other")
-        again = asked("one"), asked("other")
-        assert [found for found, _ in (others, *again)] == [text] * 3
-        counts = [own, others[1], *(right for _, right in again)]
-        assert max(counts[:2]) + 10 < min(counts[2:]), counts
+        found = [asked(key) for key in ("one", "other", "one")]
+        assert [text for text, _ in found] == [found[0][0]] * 3
+        first, others, again = (right for _, right in found)
+        assert max(first, others) + 5 < again
         lines = client.get("/metrics").text.splitlines()
         (taken,) = (float(x.split()[-1]) for x in lines if x.startswith("nf4_spec_decode_shared_store_bytes"))
         assert 0 < taken < 2**20
