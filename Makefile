@@ -96,8 +96,8 @@ test-routers: $(VENV)/.dev kernels model ## SGLang's router over two servers
 	$(BIN)/python -m pip install --quiet 'sglang-router>=0.3.2'
 	$(BIN)/python -m pytest tests/deploy/sglang_router.py
 
-test-speculation: $(VENV)/.dev kernels model ## 500 random requests have the same answers with speculation and without (REQUESTS=)
-	SPECULATION_REQUESTS=$(or $(REQUESTS),500) $(BIN)/python -m pytest tests/engine/test_speculation.py --timeout 3000
+test-speculation: $(VENV)/.dev kernels model ## 500 random requests for each source of guesses have the same answers with speculation and without (REQUESTS=)
+	SPECULATION_REQUESTS=$(or $(REQUESTS),500) $(BIN)/python -m pytest -m slow tests/engine/test_speculation.py --timeout 3000
 
 fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)
 	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/test_schemathesis.py

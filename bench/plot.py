@@ -1,7 +1,7 @@
-"""Plot bench/results/kernels-*.json and e2e-*.json as PNGs in docs/: python -m bench.plot [FILE ...] (extra "plots").
+"""Plot bench/results/{kernels,e2e,speculation}-*.json as PNGs in docs/: python -m bench.plot [FILE ...] (extra "plots").
 
 One picture shows the time of a linear layer over the floor by the number of tokens, for the large projections of three
-models; the other shows tokens per second of whole models by the number of sequences.
+models; one shows tokens per second of whole models by the number of sequences; and one what speculation gains.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from bench.speculation.tables import name_of, text_rows
 from bench.tables import RESULTS, large_rows
 
 DOCS = RESULTS.parents[1] / "docs"
@@ -71,6 +72,38 @@ def plot_kernels(report: dict[str, Any], target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
+def plot_speculation(report: dict[str, Any], target: Path) -> None:
+    """Write the PNG of the speed with speculation over that without, by the number of sequences, a panel a model."""
+    rows = text_rows(report)
+    models = list(dict.fromkeys(map(name_of, rows)))
+    methods, tasks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "task"))
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(max(7.5, 4.5 * len(models)), 5.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    colors, named = mpl.color_sequences["tab10"], dict[str, Any]()
+    for axis, model in zip(axes.flat, models, strict=True):
+        chosen = [row for row in rows if name_of(row) == model]
+        for method, task in dict.fromkeys((row["method"], row["task"]) for row in chosen):
+            points = sorted((r["batch"], r["ratio"]) for r in chosen if (r["method"], r["task"]) == (method, task))
+            style = ("-", "--", ":", "-.")[methods.index(method) % 4]
+            color = colors[tasks.index(task) % len(colors)]
+            (named[f"{method}: {task}"],) = axis.plot(
+                *zip(*points, strict=True), marker="o", markersize=4, color=color, linestyle=style
+            )
+        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.set_title(model, fontsize=9)
+        axis.set_xscale("log", base=2)
+        batches = sorted({row["batch"] for row in chosen})
+        axis.set_xticks(batches, labels=[str(batch) for batch in batches])
+        axis.set_xlabel("sequences")
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.supylabel("times as fast as without", fontsize=10)
+    figure.suptitle(f"Speculation on {report['machine']['device']}", fontsize=11)
+    figure.savefig(target, dpi=110)
+
+
 def _scale(axis: Any, title: str, ticks: list[int]) -> None:
     """Make both axes logarithmic, with these ticks on x."""
     axis.set_title(title, fontsize=9)
@@ -84,9 +117,10 @@ def _scale(axis: Any, title: str, ticks: list[int]) -> None:
 def main() -> int:
     """Plot the files given, or the H200's; returns the exit status."""
     mpl.use("Agg")
-    for source in map(Path, sys.argv[1:] or (RESULTS / f"{name}-nvidia-h200.json" for name in ("kernels", "e2e"))):
+    plots = {"kernels": plot_kernels, "e2e": plot_engines, "speculation": plot_speculation}
+    for source in map(Path, sys.argv[1:] or (RESULTS / f"{name}-nvidia-h200.json" for name in plots)):
         target = DOCS / source.with_suffix(".png").name
-        plot = plot_engines if source.name.startswith("e2e-") else plot_kernels
+        plot = plots[source.name.partition("-")[0]]
         plot(json.loads(source.read_text()), target)
         print(target)
     return 0

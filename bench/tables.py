@@ -60,7 +60,7 @@ def headline() -> str:
         f"**CPU**: the embedded model decodes {cpu['ours']:.0f} tokens per second on two cores, in transformers"
         f" {cpu['transformers_bnb_nf4']:.0f} with bitsandbytes and {cpu['transformers_bf16']:.0f} in bf16.",
     ]
-    return "\n".join(_wrapped(line, "* ") for line in lines)
+    return "\n".join(wrapped(line, "* ") for line in lines)
 
 
 def kernels_short() -> str:
@@ -95,7 +95,7 @@ def models() -> str:
         f"One H200, tokens per second, 128 in and 128 out; commit {commit}; vLLM {versions['vllm']}, transformers"
         f" {load(E2E)['versions']['transformers']} on two hosts, both with bitsandbytes {versions['bitsandbytes']}."
     )
-    return f"{_wrapped(about)}\n\n{_table(heads, lines)}"
+    return f"{wrapped(about)}\n\n{table(heads, lines)}"
 
 
 def decode() -> str:
@@ -113,7 +113,7 @@ def decode() -> str:
         ]
         for row in _e2e("decode")
     ]
-    return f"{_wrapped(f'Tokens per second; {_versions(load(E2E))}.')}\n\n{_table(heads, lines)}"
+    return f"{wrapped(f'Tokens per second; {_versions(load(E2E))}.')}\n\n{table(heads, lines)}"
 
 
 def prefill() -> str:
@@ -133,7 +133,7 @@ def prefill() -> str:
         vllm = [_peer("H200", "vLLM", w, row["model"], row["batch"], row["length"]) for w in ("NF4", "AWQ", "bf16")]
         cells = map(_speed, (row["ours_tok_s"], row.get("hf_generate_tok_s"), *vllm))
         lines.append([NAMES[row["model"]], f"{row['batch']} x {row['length']}", *cells, row["commit"]])
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def vllm() -> str:
@@ -145,7 +145,7 @@ def vllm() -> str:
         for engine, weights in (("nf4-server", "NF4"), ("vLLM", "AWQ"), ("vLLM", "bf16")):
             cells = [_speed(_peer(gpu, engine, weights, "llama-3.1-8b", *place)) for place in columns]
             lines.append([gpu, f"{engine}, {weights}", *cells])
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def busy() -> str:
@@ -163,7 +163,7 @@ def busy() -> str:
         lines.append([commit, *(_speed(found[column]["ours_tok_s"]) for column in columns)])
         steps = [found[column].get("step_ms") for column in columns]
         lines.append(["its median step, ms", *(f"{ms:.1f}" if ms else "" for ms in steps)])
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def paper() -> str:
@@ -173,7 +173,7 @@ def paper() -> str:
     for model, (times, batch) in PAPER.items():
         ours = (_span(_times(_find(_e2e("decode"), model, sequences))) for sequences in (1, 32))
         lines.append([NAMES[model], f"{times:.2f} (batch {batch})", *ours])
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def http() -> str:
@@ -186,7 +186,7 @@ def http() -> str:
         share = f"{alone:.0f} ({row['ours_tok_s'] / alone:.0%} of it)" if alone else ""
         times = (f"{row[k]['p50'] * 1e3:.0f}, {row[k]['p99'] * 1e3:.0f}" for k in ("ttft_s", "itl_s"))
         lines.append([NAMES[row["model"]], offered, f"{row['ours_tok_s']:.0f}", share, *times, row["commit"]])
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def fidelity() -> str:
@@ -204,7 +204,7 @@ def fidelity() -> str:
         times = [f"{start['ready_s']:.0f}", f"{start['again_s']:.0f}" if "again_s" in start else ""]
         errors = [f"{row['ours_rms']:.4f}", f"{row['hf_rms']:.4f}", row["commit"]]
         lines.append([NAMES[row["model"]], *errors, *memory, *times, start["commit"]])
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def cpu() -> str:
@@ -221,7 +221,7 @@ def cpu() -> str:
         for row in result["rows"]
     ]
     about = f"{result['device']}, {result['threads']} threads, tokens per second; {_versions(result)}."
-    return f"{_wrapped(about)}\n\n{_table(heads, lines)}"
+    return f"{wrapped(about)}\n\n{table(heads, lines)}"
 
 
 def _projection() -> list[Result]:
@@ -240,7 +240,7 @@ def _kernel_rows(rows: list[Result]) -> str:
         f"{result['device']}, {rows[0]['N']} x {rows[0]['K']}, microseconds (ours: times the floor; others: times ours);"
         f" {_versions(result)}."
     )
-    return f"{_wrapped(about)}\n\n{_table(['', 'ours', 'bitsandbytes', 'bf16 cuBLAS', 'floor'], lines)}"
+    return f"{wrapped(about)}\n\n{table(['', 'ours', 'bitsandbytes', 'bf16 cuBLAS', 'floor'], lines)}"
 
 
 def _e2e(mode: str) -> list[Result]:
@@ -282,7 +282,8 @@ def _slashes(values: Sequence[float | None]) -> str:
     return " / ".join(f"{value:.0f}" for value in values if value is not None)
 
 
-def _wrapped(text: str, bullet: str = "") -> str:
+def wrapped(text: str, bullet: str = "") -> str:
+    """Text in lines of 125 characters, as an entry of a list where there is a bullet."""
     return textwrap.fill(text, 125, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False)
 
 
@@ -290,7 +291,8 @@ def _versions(result: Result) -> str:
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 
 

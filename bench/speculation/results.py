@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bench.e2e.results import current_commit
 from bench.machine import cores, cpu_name, versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -52,8 +53,12 @@ def default_path(on_gpu: bool) -> Path:
 def write(path: Path, rows: list[Row], on_gpu: bool, **about: Any) -> None:
     """Put rows in a file in the places of those of the same model, method, task and batch.
 
-    about: how these rows were measured, which each of them gets; the machine's entry is that of the newest run.
+    about: how these rows were measured, which each of them gets, with the commit of the code where there is a repository;
+    the machine's entry is that of the newest run.
     """
+    commit = current_commit()
+    if commit is not None:
+        about["commit"] = commit
     kept: list[dict[str, Any]] = []
     if path.exists():
         places = {row.place for row in rows}

@@ -1,32 +1,76 @@
-"""The table of speculation in docs/performance.md, of all bench/results/speculation-*.json."""
+"""The tables of speculation in docs/performance.md, from bench/results/speculation-<device>.json."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import re
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-HEADS = ("device", "model", "guesses by", "text", "sequences", "guesses", "right", "tokens/s", "without", "times")
+from bench.tables import NAMES, load, table, wrapped
+
+FILE = "speculation-nvidia-h200.json"
+HEADS = (
+    "model",
+    "guesses by",
+    "text",
+    "sequences",
+    "guesses",
+    "right",
+    "tokens/s",
+    "without",
+    "times as fast",
+    "commit",
+)
+_STEP = re.compile(r"(\d+) guesses behind (\d+) tokens, none right")
+"""The task of a row that is of a step's time; see bench.speculation.drafter."""
+Result = dict[str, Any]
 
 
-def speculation(folder: Path = RESULTS) -> str:
+def name_of(row: Result) -> str:
+    """The model's name as people write it."""
+    name = str(row["model"])
+    return NAMES.get(name, name)
+
+
+def text_rows(found: Result) -> list[Result]:
+    """The rows whose tokens per second count, in the order of the file."""
+    return [row for row in found["rows"] if not _STEP.fullmatch(row["task"])]
+
+
+def speculation(file: str = FILE) -> str:
     """A row for each model, method, text and batch; the times are medians of rounds, not the quotient of the columns."""
-    lines = [HEADS, ("---",) * len(HEADS)]
-    for path in sorted(folder.glob("speculation-*.json")):
-        found = json.loads(path.read_text())
-        lines += [_cells(_device(found["machine"], row), row) for row in found["rows"]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    found = load(file)
+    lines = []
+    for row in text_rows(found):
+        guesses = (f"{row['guesses']:.1f}", f"{row['accept_rate']:.2f}") if row["guesses"] else ("0", "")
+        speeds = f"{row['tok_s']:.1f}", f"{row['off_tok_s']:.1f}", f"**{row['ratio']:.2f}**"
+        place = name_of(row), row["method"], row["task"], str(row["batch"])
+        lines.append([*place, *guesses, *speeds, row.get("commit", "")])
+    return f"{wrapped(_machine(found))}\n\n{table(HEADS, lines)}"
 
 
-def _device(machine: dict[str, Any], row: dict[str, Any]) -> str:
-    if row.get("threads") is None:
-        return str(machine["device"])
-    clock = ", processor time" if row.get("processor_time") else ""
-    return f"{machine['device']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}{clock}"
+def speculation_steps(file: str = FILE) -> str:
+    """A row for each model and length of context: the time of a step without guesses, and with some."""
+    found = load(file)
+    steps: dict[tuple[str, int], dict[int, Result]] = {}
+    for row in found["rows"]:
+        if match := _STEP.fullmatch(row["task"]):
+            steps.setdefault((name_of(row), int(match[2])), {})[int(match[1])] = row
+    counts = sorted({count for own in steps.values() for count in own})
+    lines = []
+    for (name, context), own in steps.items():
+        cells = [
+            f"{1e3 / own[count]['tok_s']:.2f} ({1 / own[count]['ratio']:.2f})" if count in own else ""
+            for count in counts
+        ]
+        # One row's figure: the step without guesses was measured once for all of them.
+        first = next(iter(own.values()))
+        lines.append([name, str(context), f"{1e3 / first['off_tok_s']:.2f}", *cells, first.get("commit", "")])
+    heads = ["model", "tokens before", "no guess", *(f"{count} guesses" for count in counts), "commit"]
+    return table(heads, lines)
 
 
-def _cells(device: str, row: dict[str, Any]) -> tuple[str, ...]:
-    guesses = (f"{row['guesses']:.1f}", f"{row['accept_rate']:.2f}") if row["guesses"] else ("0", "")
-    speeds = f"{row['tok_s']:.1f}", f"{row['off_tok_s']:.1f}", f"{row['ratio']:.2f}"
-    return (device, row["model"], row["method"], row["task"], str(row["batch"]), *guesses, *speeds)
+def _machine(found: Result) -> str:
+    machine = dict(found["machine"])
+    # What nf4_kernels has for the processor says nothing of a GPU.
+    device, _, _ = machine.pop("device"), machine.pop("cores"), machine.pop("nf4_kernels", None)
+    return f"{device}; {', '.join(f'{name} {version}' for name, version in machine.items())}."

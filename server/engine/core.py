@@ -27,6 +27,7 @@ from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
 from server.engine.scheduling.step import Step
 from server.engine.speculation.drafts import DraftSpeculator
+from server.engine.speculation.shared_store import SharedStore
 from server.engine.speculation.speculator import Speculator
 from server.logs import concerning
 from server.types import (
@@ -73,6 +74,8 @@ class Engine:
         self._pending: LaunchedStep | None = None
         self._random = random.SystemRandom()
         self._speculator = self._make_speculator(config)
+        if self._speculator is not None and self._speculator.store is not None:
+            self._scheduler.on_end = self._speculator.note_end
 
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         costs, longest, draft_model = (
@@ -83,7 +86,8 @@ class Engine:
         if config.speculation == "off" or costs is None:
             return None
         if config.speculation == "lookup":
-            return Speculator(costs, longest)
+            shared = config.speculation_shared_store
+            return Speculator(costs, longest, SharedStore(shared) if shared else None)
         assert draft_model is not None
         budget = token_budget(config, self._runner.device)
         pace = self._pace
@@ -94,6 +98,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether step() has something to do."""
         return self._scheduler.has_work or self._pending is not None or bool(self._rejected)
+
+    def use_idle_time(self) -> bool:
+        """Do for about a millisecond what can wait until there are no requests; returns whether there is more of it."""
+        return self._speculator is not None and self._speculator.use_idle_time()
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; one that cannot run gets its error as the output of the next step."""
@@ -199,6 +207,7 @@ class Engine:
             drafts=0 if speculator is None else speculator.drafts,
             draft_tokens=0 if speculator is None else speculator.draft_tokens,
             accepted_by_place=[] if speculator is None else list(speculator.accepted),
+            shared_store_bytes=None if speculator is None or speculator.store is None else speculator.store.num_bytes,
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,

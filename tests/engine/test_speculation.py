@@ -1,6 +1,6 @@
 """Speculation changes no answer: random requests with all options mixed, cancels and preemptions, on and off.
 
-SPECULATION_REQUESTS says how many requests there are; `make test-speculation` takes 500.
+The slow tests have 500 requests for each source of guesses, or SPECULATION_REQUESTS (`make test-speculation`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import tiny_model
 from tests.engine.test_async_scheduling import AsyncRunner
 
-COUNT = int(os.environ.get("SPECULATION_REQUESTS", "60")) // 3
+# Requests of each of the three kinds of engines.
+FEW, MANY = 20, int(os.environ.get("SPECULATION_REQUESTS", "500")) // 3
+METHODS: dict[str, dict[str, Any]] = {
+    "lookup": {"speculation": "lookup"},
+    "shared": {"speculation": "lookup", "speculation_shared_store": 2**20},
+    "draft": {"speculation": "draft"},
+}
 WAVE = 20
 # That of the embedded model, whose tokenizer the grammars need.
 VOCABULARY = 49152
@@ -198,19 +204,28 @@ def joined(outputs: list[RequestOutput]) -> RequestOutput:
 
 
 # 41 blocks hold two or so of the sequences, so many are preempted.
-@pytest.mark.parametrize("method", ["lookup", "draft"])
+@pytest.mark.parametrize(
+    "count", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])], ids=["few", "many"]
+)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("kind", "blocks"), [(ModelRunner, 240), (ModelRunner, 41), (LaunchingRunner, 41)], ids=["wide", "tight", "async"]
 )
 def test_answers_are_the_same_with_and_without(
-    kind: type[ModelRunner], blocks: int, method: str, model: Any, adapter: LoraModule, embedded_folder: Path
+    kind: type[ModelRunner],
+    blocks: int,
+    method: str,
+    count: int,
+    model: Any,
+    adapter: LoraModule,
+    embedded_folder: Path,
 ) -> None:
     chance = random.Random(f"{kind.__name__} {blocks}")
     plain = make_engine(model, adapter, embedded_folder)
-    guessing = make_engine(model, adapter, embedded_folder, kind, blocks, speculation=method)
+    guessing = make_engine(model, adapter, embedded_folder, kind, blocks, **METHODS[method])
     others: list[list[int]] = []
     checked = 0
-    for wave in range(-(-COUNT // WAVE)):
+    for wave in range(-(-count // WAVE)):
         requests = some_requests(chance, wave, others)
         expected, _ = run_wave(plain, requests, None)
         got, cancelled = run_wave(guessing, requests, chance)
@@ -231,12 +246,13 @@ def test_answers_are_the_same_with_and_without(
             checked += 1
         assert guessing.stats().kv_blocks_used == 0
     stats = guessing.stats()
-    assert checked > 0.7 * COUNT
-    assert sum(stats.accepted_by_place) > (COUNT // 4 if (kind, method) == (LaunchingRunner, "draft") else COUNT)
+    assert checked > 0.7 * count
+    assert sum(stats.accepted_by_place) > (count // 4 if (kind, method) == (LaunchingRunner, "draft") else count)
+    assert (stats.shared_store_bytes or 0) > 0 or method != "shared"
     assert stats.draft_tokens > sum(stats.accepted_by_place)
     assert (stats.preemptions > 0) == (blocks < 240)
     runner = guessing._runner
-    assert not isinstance(runner, LaunchingRunner) or runner.launched > COUNT // 2
+    assert not isinstance(runner, LaunchingRunner) or runner.launched > count // 2
 
 
 def test_a_step_brings_several_tokens_and_says_how_guesses_fared(

@@ -15,6 +15,10 @@ PLACEHOLDER = -1
 """Stands in a sequence's tokens for one that the device has sampled and the host has not read yet (async scheduling)."""
 
 
+Owner = tuple[bytes, int | None]
+"""Whose an answer is: the salt of its adapter (empty without one) and the number of its API key (None without one)."""
+
+
 class Constraint(Protocol):
     """A sequence's position in the grammar that bounds its text; see server.engine.grammar."""
 
@@ -126,7 +130,10 @@ class Sequence:
         self.adapter = None if adapter is None else adapter.slot
         """The slot of its LoRA adapter."""
         self.adapter_name = request.adapter
-        self.cache_salt = b"" if adapter is None else adapter.salt
+        self.owner: Owner = (b"" if adapter is None else adapter.salt, request.api_key)
+        """Only sequences of the same owner are guessed from its answer."""
+        # Every token of a prompt that is scored has to be computed.
+        self.cache_salt = self.owner[0] if self.sampling.prompt_logprobs is None else request.request_id.encode()
         """Sequences of different salts share no blocks."""
         self.num_named = 0
         """KV blocks, from the first on, that other sequences can find by key."""
@@ -153,8 +160,6 @@ class Sequence:
         """What guesses its next tokens, once it has been asked."""
         self.prompt_scores: dict[int, TokenLogprob] = {}
         """Log-probabilities of prompt tokens by position, where the request wants them."""
-        if sampling.prompt_logprobs is not None:
-            self.cache_salt = request.request_id.encode()  # every token has to be computed
 
     def __repr__(self) -> str:
         return (

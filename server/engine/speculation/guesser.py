@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from server.engine.speculation.suffixes import SuffixIndex
+from server.engine.scheduling.sequence import Owner
+from server.engine.speculation.shared_store import SharedStore
+from server.engine.speculation.suffixes import IndexReader, SuffixIndex
 
 _LONGEST = 24
 # Suffixes of these lengths and up to the next share what is learned.
@@ -10,18 +12,92 @@ _STEPS = (1, 2, 3, 4, 6, 9, 14, 22)
 # How often the token is right that followed the longest suffix before, until the sequence's own answer says otherwise: in
 # the embedded model's answers to bench.speculation.texts' tasks.
 _PRIORS = (0.2, 0.4, 0.5, 0.65, 0.75, 0.82, 0.9, 0.95)
+# Other answers say less about this one, until they turn out to.
+_SHARED_PRIORS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
 _CLASS = tuple(sum(length >= step for step in _STEPS) for length in range(_LONGEST + 1))
 _LEARNING_RATE = 1 / 8
+
+
+class _Rates:
+    """By the length of a suffix, the share of guesses that were right lately."""
+
+    def __init__(self, priors: tuple[float, ...]) -> None:
+        self._rates = [0.0, *priors]
+
+    def of(self, match: int) -> float:
+        return self._rates[_CLASS[min(match, _LONGEST)]]
+
+    def learn(self, match: int, right: bool) -> None:
+        kind = _CLASS[min(match, _LONGEST)]
+        self._rates[kind] += (right - self._rates[kind]) * _LEARNING_RATE
+
+    def survival(self, match: int, count: int) -> list[float]:
+        """How likely it is, for each of count guesses behind a suffix, that it and all before it are right."""
+        together, found = 1.0, []
+        for length in range(match, match + count):
+            together *= self._rates[_CLASS[min(length, _LONGEST)]]
+            found.append(together)
+        return found
+
+
+class SharedReader:
+    """A sequence's guesses from the answers that a shared store has of its owner."""
+
+    def __init__(self, store: SharedStore, owner: Owner) -> None:
+        self._store = store
+        self._owner = owner
+        self._indices: tuple[SuffixIndex, ...] = ()
+        self._readers: list[IndexReader] = []
+        self.rates = _Rates(_SHARED_PRIORS)
+        self.match = 0
+        """Tokens of the longest suffix that some answer has, and goes on behind it."""
+        self._best: IndexReader | None = None
+
+    def refresh(self, newest: list[int]) -> None:
+        """Read the store's present indices; newest: the sequence's newest tokens, which those that are new begin with."""
+        indices = self._store.indices(self._owner)
+        if indices is self._indices:
+            return
+        known = {reader.index: reader for reader in self._readers}
+        self._indices, self._readers = indices, []
+        for index in indices:
+            reader = known.get(index)
+            if reader is None:
+                reader = IndexReader(index)
+                for token in newest:
+                    reader.append(token)
+            self._readers.append(reader)
+        self._choose()
+
+    def append(self, token: int, counted: bool) -> None:
+        """Go on by a token; counted: whether it tells how often guesses are right."""
+        if counted and self._best is not None:
+            self.rates.learn(self.match, self._best.following(1) == [token])
+        for reader in self._readers:
+            reader.append(token)
+        self._choose()
+
+    def following(self, count: int) -> list[int]:
+        """Up to count tokens that followed."""
+        return [] if self._best is None else self._best.following(count)
+
+    def _choose(self) -> None:
+        self.match, self._best = 0, None
+        for reader in self._readers:
+            # The newer of two alike.
+            if reader.match and reader.match >= self.match and reader.following(1):
+                self.match, self._best = reader.match, reader
 
 
 class Guesser:
     """Follows a sequence's tokens. Whether a guess would have been right is counted at every token, guessed or not."""
 
-    def __init__(self, num_prompt: int) -> None:
+    def __init__(self, num_prompt: int, shared: SharedReader | None = None) -> None:
+        """shared: guesses from other answers, taken where they are likelier right than those from its own text."""
         self._num_prompt = num_prompt
         self._index = SuffixIndex()
-        self._rates = [0.0, *_PRIORS]
-        """By class of the suffix's length, the share of guesses that were right lately."""
+        self._rates = _Rates(_PRIORS)
+        self._shared = shared
 
     @property
     def known(self) -> int:
@@ -30,26 +106,35 @@ class Guesser:
 
     def follow(self, tokens: list[int], known: int, most: int) -> int:
         """Follow tokens[:known], at most `most` tokens more than so far; returns how many were followed."""
-        index, rates = self._index, self._rates
+        index, shared = self._index, self._shared
         begin = len(index.tokens)
+        if shared is not None:
+            shared.refresh(index.tokens[-_LONGEST:])
         for token in tokens[begin : min(known, begin + most)]:
-            if index.match and len(index.tokens) >= self._num_prompt:
-                kind = _CLASS[min(index.match, _LONGEST)]
-                rates[kind] += ((index.tokens[index.end] == token) - rates[kind]) * _LEARNING_RATE
+            answered = len(index.tokens) >= self._num_prompt
+            if index.match and answered:
+                self._rates.learn(index.match, index.tokens[index.end] == token)
+            # Of the prompt only the end matters.
+            if shared is not None and len(index.tokens) >= self._num_prompt - _LONGEST:
+                shared.append(token, answered)
             index.append(token)
         return len(index.tokens) - begin
 
     def survival(self, count: int) -> list[float]:
         """How likely it is, for each of the next count guesses, that it and all before it are right."""
-        match, rates = self._index.match, self._rates
-        if not match:
-            return []
-        together, found = 1.0, []
-        for length in range(match, match + count):
-            together *= rates[_CLASS[min(length, _LONGEST)]]
-            found.append(together)
-        return found
+        shared = self._likelier_shared()
+        if shared is not None:
+            return shared.rates.survival(shared.match, len(shared.following(count)))
+        return self._rates.survival(self._index.match, count) if self._index.match else []
 
     def guesses(self, count: int) -> list[int]:
         """The next count tokens, as far as there is a guess."""
-        return self._index.following(count)
+        shared = self._likelier_shared()
+        return self._index.following(count) if shared is None else shared.following(count)
+
+    def _likelier_shared(self) -> SharedReader | None:
+        """The guesses from other answers, where they are likelier right."""
+        shared = self._shared
+        if shared is None or shared.rates.of(shared.match) <= self._rates.of(self._index.match):
+            return None
+        return shared

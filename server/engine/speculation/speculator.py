@@ -7,10 +7,15 @@ from heapq import nlargest
 from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
-from server.engine.speculation.guesser import Guesser
+from server.engine.speculation.guesser import Guesser, SharedReader
+from server.engine.speculation.shared_store import SharedStore
 
 FOLLOWED_PER_STEP = 1024
 """Tokens that are indexed before a step at most, so that a long prompt does not hold up other sequences (1 ms)."""
+LEAST_SHARED_PER_STEP = 32
+"""Tokens of earlier answers that are indexed behind a step, or as many as it has (30 us)."""
+SHARED_WHEN_IDLE = 1024
+"""Tokens of earlier answers that are indexed before it is seen whether there are new requests (1 ms)."""
 MOST_GUESSES = 15
 """Guesses for one sequence in one step at most."""
 
@@ -18,8 +23,10 @@ MOST_GUESSES = 15
 class Speculator:
     """Plans the guesses of steps by lookup, and counts how they fared."""
 
-    def __init__(self, costs: StepCosts, max_model_len: int) -> None:
+    def __init__(self, costs: StepCosts, max_model_len: int, store: SharedStore | None = None) -> None:
+        """store: recent answers, where sequences are guessed from these, too."""
         self.costs = costs
+        self.store = store
         self._max_model_len = max_model_len
         self.drafts = 0
         """Times that a sequence had guesses checked."""
@@ -46,7 +53,8 @@ class Speculator:
                 continue
             guesser = sequence.guesser
             if guesser is None:
-                guesser = sequence.guesser = Guesser(sequence.num_prompt)
+                shared = None if self.store is None else SharedReader(self.store, sequence.owner)
+                guesser = sequence.guesser = Guesser(sequence.num_prompt, shared)
             unknown = int(sequence.has_placeholder)
             known = len(sequence.tokens) - unknown
             if guesser.known < known:
@@ -78,7 +86,22 @@ class Speculator:
         """Put guesses in the places that plan() has left for them; their KV blocks are taken."""
 
     def catch_up(self, step: Step) -> None:
-        """Prepare for guesses of sequences of a step that has run."""
+        """Prepare for guesses behind a step that runs, or has run."""
+        if self.store is not None:
+            self.store.work(max(LEAST_SHARED_PER_STEP, step.num_tokens))
+
+    def use_idle_time(self) -> bool:
+        """Prepare for guesses while no sequence is there, for a millisecond; returns whether there is more to do."""
+        if self.store is None:
+            return False
+        self.store.work(SHARED_WHEN_IDLE)
+        return self.store.has_work
+
+    def note_end(self, sequence: Sequence) -> None:
+        """Keep the answer of a sequence that has ended, for later ones to be guessed from."""
+        answer = sequence.tokens[sequence.num_prompt : len(sequence.tokens) - sequence.has_placeholder]
+        if self.store is not None and answer and sequence.sampling.speculation and sequence.finish_reason != "error":
+            self.store.add(sequence.owner, answer)
 
     def note_guesses(self, sequence: Sequence, checked: int, accepted: int) -> None:
         """Count one sequence's guesses in one step; all that were accepted are among its tokens."""
