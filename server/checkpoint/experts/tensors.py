@@ -26,10 +26,12 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         self.folder = folder
-        try:
-            self._open: list[Any] = [safe_open(file, framework="pt") for file in files]
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{folder}: damaged: {' '.join(str(e).split())}") from e
+        self._open: list[Any] = []
+        for file in files:
+            try:
+                self._open.append(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as e:
+                raise CheckpointError(f"{file}: damaged: {' '.join(str(e).split())}") from e
         self._file_of = {name: file for file in self._open for name in file.keys()}  # noqa: SIM118 - it is no dict
 
     def __contains__(self, name: object) -> bool:
@@ -90,7 +92,7 @@ class CheckpointTensors:
             state = QuantState.from_dict(parts, torch.device("cpu"))
             weight = Weight.from_quant_state(self.read(name), state)
             check(weight)
-            _check_scales(state)
+            _check_scales(state, weight)
         except (ValueError, KeyError, TypeError, AssertionError, AttributeError, RuntimeError) as e:
             raise self.error(name, f"has a quantization state that does not fit: {e or type(e).__name__}") from e
         if weight.shape != shape:
@@ -104,13 +106,22 @@ class CheckpointTensors:
         return weight
 
 
-def _check_scales(state: QuantState) -> None:
-    """ValueError where scales are not of the dtype that they must have, with the code table that they need."""
+def _check_scales(state: QuantState, weight: Weight) -> None:
+    """ValueError where scales are not of the dtype and number that they must have, with the code table that they need.
+
+    More of them than the weight has blocks would be taken for the next expert's.
+    """
     wanted = torch.uint8 if state.nested else torch.float32
     if state.absmax.dtype is not wanted:
         raise ValueError(f"absmax is {state.absmax.dtype}, it must be {wanted}")
     if state.nested and (state.state2.code.numel() != 256 or not state.state2.code.is_floating_point()):
         raise ValueError(f"nested_quant_map has {state.state2.code.numel()} elements, it must have 256 floats")
+    blocks = -(-math.prod(weight.shape) // weight.blocksize)
+    if state.absmax.numel() != blocks:
+        raise ValueError(f"absmax has {state.absmax.numel()} elements, it must have {blocks}")
+    groups = -(-blocks // NESTED_BLOCKSIZE)
+    if state.nested and weight.absmax.numel() != groups:
+        raise ValueError(f"nested_absmax has {weight.absmax.numel()} elements, it must have {groups}")
 
 
 def quantize(matrix: torch.Tensor) -> Weight:
