@@ -92,13 +92,19 @@ class CheckpointTensors:
             state = QuantState.from_dict(parts, torch.device("cpu"))
             weight = Weight.from_quant_state(self.read(name), state)
             check(weight)
-            _check_scales(state, weight)
+            _check_scales(state)
         except (ValueError, KeyError, TypeError, AssertionError, AttributeError, RuntimeError) as e:
             raise self.error(name, f"has a quantization state that does not fit: {e or type(e).__name__}") from e
         if weight.shape != shape:
             raise self.error(name, f"is NF4 of {list(weight.shape)}, it must be {list(shape)}")
         if weight.packed.numel() != (math.prod(shape) + 1) // 2:
             raise self.error(name, f"has {weight.packed.numel()} bytes of codes, {list(shape)} takes half its elements")
+        # More scales than there are blocks would be taken for the next expert's.
+        blocks = -(-math.prod(shape) // weight.blocksize)
+        groups = -(-blocks // NESTED_BLOCKSIZE)
+        if state.absmax.numel() != blocks or (state.nested and weight.absmax.numel() != groups):
+            nested = f" in {weight.absmax.numel()} groups" if state.nested else ""
+            raise self.error(name, f"has {state.absmax.numel()} scales{nested}, its {blocks} blocks take one each")
         if not torch.equal(state.code.float(), torch.tensor(CODEBOOK)):
             raise self.error(name, "has a quant_map that is not NF4's")
         if not (block_scales(weight).isfinite().all()):
@@ -106,22 +112,13 @@ class CheckpointTensors:
         return weight
 
 
-def _check_scales(state: QuantState, weight: Weight) -> None:
-    """ValueError where scales are not of the dtype and number that they must have, with the code table that they need.
-
-    More of them than the weight has blocks would be taken for the next expert's.
-    """
+def _check_scales(state: QuantState) -> None:
+    """ValueError where scales are not of the dtype that they must have, with the code table that they need."""
     wanted = torch.uint8 if state.nested else torch.float32
     if state.absmax.dtype is not wanted:
         raise ValueError(f"absmax is {state.absmax.dtype}, it must be {wanted}")
     if state.nested and (state.state2.code.numel() != 256 or not state.state2.code.is_floating_point()):
         raise ValueError(f"nested_quant_map has {state.state2.code.numel()} elements, it must have 256 floats")
-    blocks = -(-math.prod(weight.shape) // weight.blocksize)
-    if state.absmax.numel() != blocks:
-        raise ValueError(f"absmax has {state.absmax.numel()} elements, it must have {blocks}")
-    groups = -(-blocks // NESTED_BLOCKSIZE)
-    if state.nested and weight.absmax.numel() != groups:
-        raise ValueError(f"nested_absmax has {weight.absmax.numel()} elements, it must have {groups}")
 
 
 def quantize(matrix: torch.Tensor) -> Weight:
