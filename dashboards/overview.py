@@ -95,11 +95,27 @@ def _engine(found: dashboard.Dashboard) -> None:
     found.with_panel(graph("Guesses that were right", "percentunit", [(f"{total(right)} / {total(drafted)}", "share")]))
     gained = [(f"1 + {total(right)} / {total('nf4_spec_decode_num_drafts_total')}", "tokens")]
     found.with_panel(graph("Tokens by a guess", "short", gained, "Mean of a sequence's tokens in a step with guesses."))
+    _images(found)
     memory = [
         ('sum(nf4_device_memory_used_bytes{model_name=~"$model"})', "used"),
         ('sum(nf4_device_memory_total_bytes{model_name=~"$model"})', "total"),
     ]
     found.with_panel(graph("Device memory", "bytes", memory))
+
+
+def _images(found: dashboard.Dashboard) -> None:
+    asked, computed = total("nf4_mm_cache_queries_total"), total("nf4_images_computed_total")
+    images = [(asked, "in requests"), (computed, "computed by the tower")]
+    found.with_panel(graph("Images", "short", images, "Per second."))
+    hits = total("nf4_image_feature_hits_total")
+    kept = [
+        (f"{total('nf4_mm_cache_hits_total')} / {asked}", "prepared before"),
+        (f"{hits} / ({hits} + {computed})", "features"),
+    ]
+    found.with_panel(graph("Images found in caches", "percentunit", kept, "Prepared images; features that steps need."))
+    tower = f"{total('nf4_image_tower_seconds_total')} / {computed}"
+    times = [(mean("nf4_image_preparation_seconds"), "prepared"), (tower, "computed by the tower")]
+    found.with_panel(graph("Time of an image", "s", times, "Mean."))
 
 
 def _http(found: dashboard.Dashboard) -> None:

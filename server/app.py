@@ -183,7 +183,9 @@ async def _start(service: Service, part: Alone, on_status: StatusListener) -> No
         if config.generation_config == "auto":
             service.sampling_defaults = read_defaults(folder)
         service.embedding = embedding_kind(folder, config.engine)
-        service.images = without_images(folder, config.engine) or Images(folder, config.http)
+        service.images = without_images(folder, config.engine) or Images(
+            folder, config.http, service.metrics.image_taken
+        )
         service.tokenizer = await in_thread(lambda: Tokenizer.load(folder))
         if not isinstance(service.images, str):
             await _start_images(service, service.images)

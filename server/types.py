@@ -204,6 +204,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Guesses that were accepted, by their place among the sequence's guesses of a step; empty without speculation."""
     shared_store_bytes: int | None = None
     """Memory that the shared store of recent answers takes (speculation); None where there is none."""
+    images_computed: int = 0
+    """Images that the tower has computed."""
+    image_feature_hits: int = 0
+    """Times that a step needed an image's features and found them kept."""
+    image_tower_seconds: float = 0.0
+    """Seconds of the tower's work; on CUDA by the device's clock."""
     graph_replays: int = 0
     """CUDA graphs replayed."""
     device_memory_used: int = 0

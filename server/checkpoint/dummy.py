@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def dummy_model(
         raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        _fill(model, device, dtype, progress)
+        fill_randomly(model, device, dtype, progress)
     model.tie_weights()
     progress("making random weights", 1.0)
     return model.eval().requires_grad_(False)
@@ -67,13 +68,24 @@ def dummy_shard(
         for name, part in parts.items():
             biased = model.get_submodule(name).bias is not None and not (part.is_partial and shard.rank)
             model.set_submodule(name, _random_part(part, biased, device, dtype))
-        _fill(model, device, dtype, progress)
+        fill_randomly(model, device, dtype, progress)
     model.tie_weights()
     progress("making random weights", 1.0)
     return ShardedModel(model.eval().requires_grad_(False), parts, shard)
 
 
-def _fill(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
+def fill_randomly(
+    model: PreTrainedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    in_nf4: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Give a model on the meta device random weights on device: experts and linear layers but the head in NF4, the rest in
+    dtype.
+
+    in_nf4: of linear layers' names, those that are in NF4.
+    """
     for layout in list(experts_layouts(model)):
         if layout.activation is not None:
             biased = bool(getattr(model.get_submodule(layout.name), "has_bias", False))
@@ -82,7 +94,7 @@ def _fill(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, prog
     for done, (name, module) in enumerate(modules):
         if isinstance(module, NF4Experts | StackedWeight):
             continue
-        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+        if type(module) is nn.Linear and module is not model.get_output_embeddings() and in_nf4(name):
             model.set_submodule(name, _random_linear(module, device, dtype))
         elif isinstance(module, Linear4bit):
             continue

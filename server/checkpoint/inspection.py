@@ -158,16 +158,36 @@ def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             if length > min(size - 8, _MAX_HEADER):
                 raise CheckpointError(f"{file}: damaged: its header claims {length} bytes of {size}")
             header = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("no object")
         header.pop("__metadata__", None)
-        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        tensors = {name: (str(e["dtype"]), tuple(int(d) for d in e["shape"])) for name, e in header.items()}
+        tensors, end = {}, 0
+        for name, entry in header.items():
+            if not _is_whole(entry):
+                raise CheckpointError(f"{file}: damaged: what its header says of {name} cannot be: {str(entry)[:200]}")
+            tensors[name] = (entry["dtype"], tuple(entry["shape"]))
+            end = max(end, entry["data_offsets"][1])
     except OSError as e:
         raise CheckpointError(f"{file}: {e.strerror}") from e
-    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+    except (struct.error, ValueError, RecursionError) as e:
         raise CheckpointError(f"{file}: damaged: not a safetensors file") from e
     if size != 8 + length + end:
         raise CheckpointError(f"{file}: damaged: {size} bytes long, its header describes {8 + length + end}")
     return tensors
+
+
+def _is_whole(entry: Any) -> bool:
+    """Whether an entry of a safetensors header has a dtype, a shape, and the place of as many bytes as these take."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, place = entry.get("shape"), entry.get("data_offsets")
+    for numbers in (shape, place):
+        if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+            return False
+    if not isinstance(shape, list) or not isinstance(place, list) or len(place) != 2 or place[0] > place[1]:
+        return False
+    item = _ITEM_BYTES.get(entry["dtype"])
+    return item is None or math.prod(shape) * item == place[1] - place[0]
 
 
 def read_json(path: Path) -> dict[str, Any]:

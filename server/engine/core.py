@@ -187,7 +187,7 @@ class Engine:
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
         clock = self._step_clock
-        adapters, speculator = self._runner.adapters, self._speculator
+        adapters, speculator, tower = self._runner.adapters, self._speculator, self._runner.tower
         memory_used, memory_total = self._runner.memory.read()
         return EngineStats(
             running=self._scheduler.num_running,
@@ -208,6 +208,9 @@ class Engine:
             draft_tokens=0 if speculator is None else speculator.draft_tokens,
             accepted_by_place=[] if speculator is None else list(speculator.accepted),
             shared_store_bytes=None if speculator is None or speculator.store is None else speculator.store.num_bytes,
+            images_computed=0 if tower is None else tower.runs,
+            image_feature_hits=0 if tower is None else tower.hits,
+            image_tower_seconds=0.0 if tower is None else tower.seconds,
             graph_replays=self._runner.graph_replays,
             device_memory_used=memory_used,
             device_memory_total=memory_total,

@@ -11,14 +11,14 @@ from server.config import HttpConfig
 from server.images.client import ImageProcess
 from server.images.data_urls import is_data_url, read_data_url
 from server.images.fetching import ImageFetcher
-from server.images.store import ImageStore, StoredImage
+from server.images.store import ImageStore, StoredImage, TakenListener, ignore
 
 
 class Images:
     """What one server needs for images. Use from one event loop only."""
 
-    def __init__(self, folder: Path, config: HttpConfig) -> None:
-        """Raises CheckpointError for a checkpoint that does not say which token an image's are."""
+    def __init__(self, folder: Path, config: HttpConfig, taken: TakenListener = ignore) -> None:
+        """taken: see ImageStore. Raises CheckpointError for a checkpoint that does not say which token an image's are."""
         self.token_id = image_token_id(folder)
         """The token that stands for a row of an image's features."""
         self.most = config.max_images
@@ -26,7 +26,7 @@ class Images:
         self._max_bytes = config.max_image_bytes
         self._fetcher = ImageFetcher(config.image_hosts, config.image_timeout_s)
         self._process = ImageProcess(folder)
-        self._store = ImageStore(self._process, config.max_image_pixels)
+        self._store = ImageStore(self._process, config.max_image_pixels, taken=taken)
 
     async def placeholder(self) -> str:
         """What the chat template writes in the place of an image. Raises ImagesUnavailableError."""

@@ -7,8 +7,9 @@ import contextlib
 import hashlib
 import shutil
 import tempfile
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,13 @@ CACHE_BYTES = 2**30
 """Of disk for prepared images that no request uses."""
 LOW_DETAIL_BOX = 512
 """Images of OpenAI's detail "low" are scaled down to fit into a square of so many pixels."""
+
+TakenListener = Callable[[float | None], None]
+"""Called with the seconds that preparing an image took, or None for one that had been prepared."""
+
+
+def ignore(seconds: float | None) -> None:
+    """A TakenListener that counts nothing."""
 
 
 @dataclass
@@ -41,10 +49,14 @@ class StoredImage:
 class ImageStore:
     """Prepares images through an ImageProcess, each once. Use from one event loop only."""
 
-    def __init__(self, process: ImageProcess, max_pixels: int, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self, process: ImageProcess, max_pixels: int, cache_bytes: int = CACHE_BYTES, taken: TakenListener = ignore
+    ) -> None:
+        """taken is called for every image that take() gives: see TakenListener."""
         self._process = process
         self._max_pixels = max_pixels
         self._cache_bytes = cache_bytes
+        self._taken = taken
         self._folder: Path | None = None
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()
         self._preparing: dict[bytes, asyncio.Lock] = {}
@@ -59,12 +71,17 @@ class ImageStore:
         lock = self._preparing.setdefault(key, asyncio.Lock())
         try:
             async with lock:
-                image = self._images.get(key) or await self._prepare(key, data, box)
+                image, seconds = self._images.get(key), None
+                if image is None:
+                    begun = time.monotonic()
+                    image = await self._prepare(key, data, box)
+                    seconds = time.monotonic() - begun
         finally:
             if not lock.locked():
                 self._preparing.pop(key, None)
         self._images.move_to_end(key)
         image.users += 1
+        self._taken(seconds)
         return image
 
     def give_back(self, images: Iterable[StoredImage]) -> None:

@@ -74,6 +74,13 @@ class EngineCollector(Collector):
                 "Guesses that were checked and right.",
                 sum(stats.accepted_by_place),
             ),
+            ("images_computed", "Images that the model's tower has computed.", stats.images_computed),
+            (
+                "image_feature_hits",
+                "Times that a step needed an image's features and found them kept.",
+                stats.image_feature_hits,
+            ),
+            ("image_tower_seconds", "Time spent in the image tower.", stats.image_tower_seconds),
             ("graph_replays", "CUDA graphs replayed since the engine started.", stats.graph_replays),
             ("engine_restarts", "How often the engine was restarted.", restarts),
             (

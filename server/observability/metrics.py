@@ -101,6 +101,11 @@ class Metrics:
         self._computed = self._histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", LENGTH_BUCKETS
         )
+        self._images = self._counter("mm_cache_queries", "Images of requests, looked up among the prepared ones.")
+        self._prepared_images = self._counter("mm_cache_hits", "Images of requests that had been prepared already.")
+        self._preparation = self._histogram(
+            "image_preparation_seconds", "Time to decode and prepare an image, its turn included.", REQUEST_BUCKETS
+        )
         success = Counter(
             "nf4_request_success",
             "Requests ended, by reason.",
@@ -239,6 +244,14 @@ class Metrics:
             self._dequant["decode"].observe(timings.dequant_decode)
             self._linear["prefill"].observe(timings.linear_prefill)
             self._linear["decode"].observe(timings.linear_decode)
+
+    def image_taken(self, seconds: float | None) -> None:
+        """Count an image of a request; seconds: what preparing it took, None where that had been done."""
+        self._images.inc()
+        if seconds is None:
+            self._prepared_images.inc()
+        else:
+            self._preparation.observe(seconds)
 
     def prompt_finished(self, answers: int, longest: int) -> None:
         """Count one prompt: how many answers were asked for, and the tokens of the longest."""

@@ -13,7 +13,7 @@ THEIRS = "vllm:"
 
 SHARED = frozenset({
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info", "lora_requests_info"),
-    *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits"),
+    *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "mm_cache_queries", "mm_cache_hits"),
     *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success"),
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),

@@ -93,7 +93,7 @@ def given_to_transformers(model: PreTrainedModel, prompt: Prompt, more: int = 0)
     """What transformers' model takes beside the ids of a prompt and of more tokens behind it."""
     given: dict[str, torch.Tensor] = {}
     for name in prompt.pictures[0].tensors if prompt.pictures else ():
-        given[name] = torch.cat([picture.tensors[name] for picture in prompt.pictures])
+        given[name] = _joined([picture.tensors[name] for picture in prompt.pictures])
     ids = torch.tensor([prompt.ids])
     kinds = torch.zeros(1, len(prompt.ids) + more, dtype=torch.int64)
     for image in prompt.images:
@@ -104,6 +104,16 @@ def given_to_transformers(model: PreTrainedModel, prompt: Prompt, more: int = 0)
     elif model.config.model_type.startswith("qwen") and prompt.pictures:
         given["mm_token_type_ids"] = kinds
     return given
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Images' tensors as one batch, the smaller ones with zeros behind, as processors make it."""
+    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = [most - size for most, size in zip(shape, tensor.shape[1:], strict=True)]
+        padded.append(torch.nn.functional.pad(tensor, [n for size in missing[::-1] for n in (0, size)]))
+    return torch.cat(padded)
 
 
 def expected(model: PreTrainedModel, prompt: Prompt, count: int = NEW_TOKENS) -> Answer:

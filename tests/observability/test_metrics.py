@@ -24,6 +24,7 @@ def test_engine_state_is_read_when_scraped() -> None:
         running=3, waiting=2, kv_blocks_used=5, kv_blocks_total=20, preemptions=1, step_batch=3, step_tokens=40,
         step_seconds=0.002, dequant_seconds_total=1.5, linear_seconds_total=2.5,
         drafts=3, draft_tokens=9, accepted_by_place=[2, 1], shared_store_bytes=4096,
+        images_computed=3, image_feature_hits=2, image_tower_seconds=0.25,
         prefix_cache_queries=10, prefix_cache_hits=4, graph_replays=7, device_memory_used=2**30,
         device_memory_total=2**31, nf4_weight_bytes=12, kernel_seconds={"cuda_rows": 1.0, "cuda_dequantize": 0.5},
     )  # fmt: skip
@@ -42,6 +43,9 @@ def test_engine_state_is_read_when_scraped() -> None:
     assert value(metrics, "nf4_prefix_cache_queries_total") == 10
     assert value(metrics, "nf4_prefix_cache_hits_total") == 4
     assert value(metrics, "nf4_graph_replays_total") == 7
+    assert value(metrics, "nf4_images_computed_total") == 3
+    assert value(metrics, "nf4_image_feature_hits_total") == 2
+    assert value(metrics, "nf4_image_tower_seconds_total") == 0.25
     assert value(metrics, "nf4_spec_decode_num_drafts_total") == 3
     assert value(metrics, "nf4_spec_decode_num_draft_tokens_total") == 9
     assert value(metrics, "nf4_spec_decode_num_accepted_tokens_total") == 3
@@ -108,6 +112,17 @@ def test_a_sequence_from_first_token_to_last() -> None:
     assert timeline.total is not None
     assert timeline.tokens_per_second is not None
     assert value(metrics, "nf4_e2e_request_latency_seconds_count") == 1
+
+
+def test_images_are_counted_with_those_that_had_been_prepared() -> None:
+    metrics = Metrics("m", "both")
+    for seconds in (0.5, None, 0.25, None, None):
+        metrics.image_taken(seconds)
+    assert value(metrics, "nf4_mm_cache_queries_total") == 5
+    assert value(metrics, "nf4_mm_cache_hits_total") == 3
+    assert value(metrics, "nf4_image_preparation_seconds_count") == 2
+    assert value(metrics, "nf4_image_preparation_seconds_sum") == 0.75
+    assert 'vllm:mm_cache_hits_total{engine="0",model_name="m"} 3.0' in metrics.exposition("")[0].decode()
 
 
 def test_answers_to_one_prompt() -> None:

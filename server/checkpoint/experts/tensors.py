@@ -26,10 +26,12 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         self.folder = folder
-        try:
-            self._open: list[Any] = [safe_open(file, framework="pt") for file in files]
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{folder}: damaged: {' '.join(str(e).split())}") from e
+        self._open: list[Any] = []
+        for file in files:
+            try:
+                self._open.append(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as e:
+                raise CheckpointError(f"{file}: damaged: {' '.join(str(e).split())}") from e
         self._file_of = {name: file for file in self._open for name in file.keys()}  # noqa: SIM118 - it is no dict
 
     def __contains__(self, name: object) -> bool:
@@ -97,6 +99,12 @@ class CheckpointTensors:
             raise self.error(name, f"is NF4 of {list(weight.shape)}, it must be {list(shape)}")
         if weight.packed.numel() != (math.prod(shape) + 1) // 2:
             raise self.error(name, f"has {weight.packed.numel()} bytes of codes, {list(shape)} takes half its elements")
+        # More scales than there are blocks would be taken for the next expert's.
+        blocks = -(-math.prod(shape) // weight.blocksize)
+        groups = -(-blocks // NESTED_BLOCKSIZE)
+        if state.absmax.numel() != blocks or (state.nested and weight.absmax.numel() != groups):
+            nested = f" in {weight.absmax.numel()} groups" if state.nested else ""
+            raise self.error(name, f"has {state.absmax.numel()} scales{nested}, its {blocks} blocks take one each")
         if not torch.equal(state.code.float(), torch.tensor(CODEBOOK)):
             raise self.error(name, "has a quant_map that is not NF4's")
         if not (block_scales(weight).isfinite().all()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,10 @@ class ImageTower:
         self._cached_bytes = 0
         self.runs = 0
         """Images that the tower has computed."""
+        self.seconds = 0.0
+        """Of the tower's work on them; on CUDA by the device's clock."""
+        self.hits = 0
+        """Times that an image's features were asked for and found."""
         config = model.config
         self.token_id = int(getattr(config, "image_token_id", None) or config.image_token_index)
         """The placeholder's token."""
@@ -96,7 +101,9 @@ class ImageTower:
         """
         found = self._cache.get(image.key)
         if found is None:
-            found = self._compute(_read(image.file))
+            tensors = _read(image.file)
+            with self._timed():
+                found = self._compute(tensors)
             self.runs += 1
             if found.nbytes <= self._cache_bytes:
                 self._cache[image.key] = found.in_host_memory()
@@ -105,11 +112,27 @@ class ImageTower:
                     self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         else:
             self._cache.move_to_end(image.key)
+            self.hits += 1
         if len(found.embeddings) != len(image.places):
             raise ValueError(
                 f"an image has {len(image.places)} placeholders, the model's tower makes {len(found.embeddings)} rows of it"
             )
         return found
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add the time of the work within to seconds. On CUDA wait for it, as the copy to host memory behind it does."""
+        if self._model.device.type != "cuda":
+            begun = time.perf_counter()
+            yield
+            self.seconds += time.perf_counter() - begun
+            return
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        yield
+        last.record()
+        last.synchronize()
+        self.seconds += first.elapsed_time(last) / 1000
 
     def _compute(self, tensors: Mapping[str, torch.Tensor]) -> ImageFeatures:
         given = {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
