@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.e2e.results import current_commit
+from bench.machine import current_commit
 from bench.machine import cores, cpu_name, versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -30,8 +30,8 @@ PLAIN, WINDOW, CAPPED = (
 )
 # Largest error of an output of about 1, of caches in 16 bits.
 TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.01}
-# The error's norm beside the result's, of caches in 8 bits. What the cache loses is in the reference, too; but values half-way
-# between two of 8 bits may go either way, and in a decode step the newest token has 16 bits.
+# The error's norm beside the result's, of caches in 8 bits. What the cache loses is in the reference, too; but values
+# half-way between two of 8 bits may go either way, and in a decode step the newest token has 16 bits.
 RELATIVE = {torch.int8: 0.02, torch.float8_e4m3fn: 0.08}
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
