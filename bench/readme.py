@@ -23,6 +23,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "models": tables.models,
     "kernels": tables.kernels_all,
     "kernels-large": tables.kernels_large,
+    "experts": tables.experts,
     "decode": tables.decode,
     "prefill": tables.prefill,
     "vllm": tables.vllm,

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.kernels.tables import LARGE, large
+from bench.kernels.tables import LARGE, experts_rows, large
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KERNELS, E2E, CPU = "kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "cpu.json"
-BUSY = "busy-nvidia-h200.json"
+BUSY, EXPERTS = "busy-nvidia-h200.json", "moe-nvidia-h200.json"
 PEERS = {"H200": "peers-nvidia-h200.json", "H100": "peers-nvidia-h100.json"}
 NAMES = {
     "qwen3-8b": "Qwen3-8B",
@@ -20,6 +20,8 @@ NAMES = {
     "gemma-3-27b": "Gemma-3-27B",
     "llama-3.3-70b": "Llama-3.3-70B",
     "llama-3.1-8b": "Llama-3.1-8B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gpt-oss-20b": "gpt-oss-20b",
 }
 # The paper's best ratios to bitsandbytes 0.47.0 on an A100, and the batch sizes at which they were reached.
 PAPER = {"llama-3.3-70b": (1.54, 2), "qwen3-32b": (1.29, 32), "gemma-3-27b": (1.32, 64)}
@@ -78,6 +80,11 @@ def kernels_large() -> str:
     result = load(KERNELS)
     count = len({(r["N"], r["K"]) for r in large_rows(result)})
     return f"{count} projections of three models, each of {LARGE // 1_000_000}M weights or more.\n\n{large(result)}"
+
+
+def experts() -> str:
+    """GEMMs of mixtures of experts beside the floor and torch's grouped GEMM."""
+    return experts_rows(load(EXPERTS))
 
 
 def models() -> str:

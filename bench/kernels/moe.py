@@ -2,7 +2,8 @@
 
 Each launch's result is compared with the others' first. Times are those of clock.py (in CUDA graphs, cold L2), beside the
 floor and beside torch: dequantizing as many experts as are chosen, and torch's grouped GEMM of tokens that are sorted
-already, without activation or sum. The JSON is bench/results/moe-DEVICE.json; nf4_kernels/plan/moe.py is to be fitted to it.
+already, without activation or sum. The JSON is bench/results/moe-DEVICE.json, to which the constants of nf4_kernels/plan/moe.py
+are fitted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn import functional
 
 from bench.kernels.clock import Bench
 from bench.kernels.measure import BLOCKSIZE, random_weight
+from bench.machine import current_commit
 from nf4_kernels import Weight, cuda, cuda_moe
 from nf4_kernels.plan.moe import MoePlan, MoeRows, moe_candidates
 
@@ -154,6 +156,7 @@ def measure(models: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[
     """The report of a run, of which every row is printed as it is there."""
     bench = Bench(repeats)
     rows = []
+    commit = current_commit()
     for model in models:
         mixture = MODELS[model]
         weights = (
@@ -163,7 +166,8 @@ def measure(models: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[
         for count in tokens:
             bench.warm_up()
             for name, call in random_calls(mixture, weights, count).items():
-                row = {"model": model, "gemm": name, "tokens": count, **measure_call(bench, call, count)}
+                state = {"model": model, "gemm": name, "tokens": count, "commit": commit}
+                row: dict[str, Any] = {**state, **measure_call(bench, call, count)}
                 best = min(row["us"], key=row["us"].__getitem__)
                 print(
                     f"{model} {name} {count}: {row['us'][row['chosen']]:.1f} us by {row['chosen']}, best "

@@ -100,3 +100,24 @@ def table(report: dict[str, Any], op: str, model: str | None) -> str:
             cells.append(f"{other:.1f} ({other / row['ours_us']:.2f}x)" if other else "")
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def experts_rows(report: dict[str, Any]) -> str:
+    """Markdown: the launches that the plan chooses for experts' GEMMs, beside the floor and torch."""
+    lines = [
+        "| model | GEMM | tokens | ours, us | times the floor | torch / ours | commit |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in report["rows"]:
+        us = row["us"][row["chosen"]]
+        name = "gate and up" if row["gemm"] == "gate_up" else "down"
+        cells = (
+            row["model"],
+            name,
+            row["tokens"],
+            f"{us:.1f}",
+            f"{us / row['floor_us']:.1f}",
+            f"{row['torch_us'] / us:.1f}",
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['commit']} |")
+    return "\n".join(lines)

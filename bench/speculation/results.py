@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import current_commit
-from bench.machine import cores, cpu_name, versions
+from bench.machine import cores, cpu_name, current_commit, versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

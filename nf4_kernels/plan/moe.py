@@ -44,6 +44,8 @@ TILING_US, TILED_PER_US = 25.2, 8.53e5
 """What gathering into tiles takes: the launches in front, and elements of activations in a microsecond."""
 MOST_OF_ROWS = 4.5
 """Choices of an expert, on average, up to which moe_rows is the faster one."""
+LEAST_OF_TILES = 10
+"""Choices of an expert, on average, from which tiles are gathered by a launch in front."""
 SHORT_BLOCKS = 16
 """With up to so many 64-wide k blocks moe_rows has too little work for each group."""
 _SMALL_SHARED_BYTES = 99 << 10
@@ -215,14 +217,17 @@ def plan_moe(
     choices = tokens * top_k
     chosen = experts * (1 - (1 - 1 / experts) ** choices)
     each = choices / chosen
-    wgmma = [c for c in candidates if isinstance(c, MoeWgmma)]
+    wgmma: list[MoeWgmma] = [c for c in candidates if isinstance(c, MoeWgmma)]
     rows = [c for c in candidates if isinstance(c, MoeRows)]
     short = k // 64 <= SHORT_BLOCKS
     if wgmma and (each > MOST_OF_ROWS or choices > MOST_UNSORTED or not rows or (short and choices > GROUP_ROWS)):
+        if each < LEAST_OF_TILES:
+            wgmma = [c for c in wgmma if not c.tiled]
         return min(wgmma, key=lambda plan: _wgmma_cost(plan, choices, chosen, n, k))
     tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
     if short and choices <= GROUP_ROWS:
         rows.sort(key=lambda c: (not c.adds, c.blocks, c.tiles))
     else:
-        rows.sort(key=lambda c: (abs(c.tiles - tiles), c.parts, abs(c.blocks - 2)))
+        blocks = 2 if choices <= GROUP_ROWS else 4
+        rows.sort(key=lambda c: (abs(c.tiles - tiles), c.parts, abs(c.blocks - blocks)))
     return rows[0] if rows else None
