@@ -2,8 +2,8 @@
 
 Each launch's result is compared with the others' first. Times are those of clock.py (in CUDA graphs, cold L2), beside the
 floor and beside torch: dequantizing as many experts as are chosen, and torch's grouped GEMM of tokens that are sorted
-already, without activation or sum. The JSON is bench/results/moe-DEVICE.json, to which the constants of nf4_kernels/plan/moe.py
-are fitted.
+already, without activation or sum. The JSON is bench/results/moe-DEVICE.json, to which the constants of
+nf4_kernels/plan/moe.py are fitted.
 """
 
 from __future__ import annotations
