@@ -4,7 +4,7 @@ python -m bench.options --model llama-3.1-8b --batch 32
 
 Each form runs as it does by default ("device") and as with NF4_ASYNC_OPTIONS=0 ("host"), in one engine with random weights.
 Before anything is timed, both have to give the same tokens. A tokenizer of the model's size is made of the embedded
-model's and of words made up.
+model's and of words made up. Writes bench/results/options-<device>.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.machine import versions
+import torch
+
+from bench.machine import current_commit, versions
 from server.checkpoint.source import resolve_checkpoint
 from server.config import ASYNC_OPTIONS_VARIABLE, EMBEDDED_MODEL, EngineConfig, default_cache_dir
 from server.engine.core import Engine
@@ -34,6 +36,7 @@ from server.text.grammars.grammar import json_grammar, regex_grammar
 from server.types import GenerateRequest, SamplingParams, TokenLogprob
 
 MODELS = Path(__file__).parent / "models"
+RESULTS = Path(__file__).parent / "results"
 PROMPT, ANSWER, CHECKED = 128, 160, 24
 FIRST = 16
 """Decode is timed from the step in which every request has this many tokens."""
@@ -186,12 +189,13 @@ def _report_difference(bench: Bench, form: str) -> None:
 
 
 def main() -> int:
-    """Print a table of shares, and then a JSON row for each form and mode."""
+    """Print each form's shares, and write them; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(path.name for path in MODELS.iterdir()))
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--out", type=Path, help="default: bench/results/options-<device>.json")
     asked = parser.parse_args()
     bench = Bench(asked.model, asked.batch)
     for form in asked.forms:
@@ -202,14 +206,16 @@ def main() -> int:
             greedy, own = bench.speed("greedy", mode, seed), bench.speed(form, mode, seed)
             if seed:  # the first round warms up
                 rates[form, mode].append((own, own / greedy))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for form, mode in rates:
         rate, share = (statistics.median(column) for column in zip(*rates[form, mode], strict=True))
         rows.append({"model": asked.model, "batch": asked.batch, "form": form, "mode": mode, "tok_s": round(rate)})
         rows[-1]["of_greedy"] = round(share, 3)
         print(f"{form:>32} {mode:>7} {rate:8.0f} tokens/s, {share:.3f} of greedy", flush=True)
-    for row in rows:
-        print(json.dumps(row | versions()))
+    device = torch.cuda.get_device_name()
+    target = asked.out or RESULTS / f"options-{device.replace(' ', '-').lower()}.json"
+    report = {"device": device, "commit": current_commit(), "versions": versions(), "rows": rows}
+    target.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import tables
+from bench import sampling_tables, tables
 from bench.api_processes.tables import api_processes
 from bench.ray_serve import tables as ray_serve
 
@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "busy": tables.busy,
     "paper": tables.paper,
     "http": tables.http,
+    "options": sampling_tables.options,
     "fidelity": tables.fidelity,
     "cpu": tables.cpu,
     "api-processes": api_processes,
