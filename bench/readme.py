@@ -36,7 +36,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "api-processes": api_processes,
     "ray-affinity": ray_serve.affinity,
     "ray-throughput": ray_serve.throughput,
-    "ray-recovery": ray_serve.recovery,
 }
 
 

@@ -55,15 +55,16 @@ def measure() -> dict[str, Any]:
 
 
 def _lose(what: str, act: Callable[[], None]) -> dict[str, Any]:
-    """cores_had: of this machine's cores, what all of Ray's processes that live had, the other replica's engine included."""
-    load, before = os.getloadavg()[0], seconds_by_kind()
+    """cores_had: of this machine's cores, what all of Ray's processes had after that, the other replica's engine included."""
+    load = os.getloadavg()[0]
     began = time.monotonic()
     act()
     until(lambda: running() < REPLICAS)
     noticed = time.monotonic() - began
+    before = seconds_by_kind()  # without the processes that were lost
     until(lambda: running() == REPLICAS)
     back = time.monotonic() - began
-    used = sum(spent(before, seconds_by_kind()).values()) / back
+    used = sum(spent(before, seconds_by_kind()).values()) / (back - noticed)
     row: dict[str, Any] = {
         "lost": what,
         "noticed_s": round(noticed, 1),

@@ -28,39 +28,28 @@ def affinity() -> str:
 
 def throughput() -> str:
     """Medians over the rounds of both ways to two replicas."""
-    rounds = _part("throughput")["rounds"]
+    measured = _part("throughput")
     rows = []
     for side, name in (("balancer", "HAProxy, TCP"), ("ray", "Ray Serve")):
-        found = [each[side] for each in rounds]
-        kinds = sorted({kind for each in found for kind in each["cpu_ms_per_token"]})
-        cost = {kind: statistics.median(each["cpu_ms_per_token"].get(kind, 0.0) for each in found) for kind in kinds}
-        engines = sum(ms for kind, ms in cost.items() if kind.startswith("engine"))
+        found = [each[side] for each in measured["rounds"]]
+        engines = [_engines(each["cpu_ms_per_token"]) for each in found]
+        others = [sum(each["cpu_ms_per_token"].values()) - ms for each, ms in zip(found, engines, strict=True)]
         rows.append(
             [
                 name,
                 f"{statistics.median(each['tokens_per_s'] for each in found):.0f}",
+                f"{measured['throughput_ratio']:.2f}" if side == "ray" else "",
                 f"{1000 * statistics.median(each['ttft_alone_s'] for each in found):.0f}",
-                f"{engines:.2f}",
-                f"{sum(cost.values()) - engines:.2f}",
+                f"{statistics.median(engines):.1f}",
+                f"{statistics.median(others):.1f}",
             ]
         )
-    heads = ["in front", "tokens/s", "first token of a request alone, ms"]
-    return _table([*heads, "engines, ms of processor time a token", "everything else, ms a token"], rows)
+    heads = ["in front", "tokens/s", "median of the rounds' ratios", "first token of a request alone, ms"]
+    return _table([*heads, "engines, processor ms a token", "all else, processor ms a token"], rows)
 
 
-def recovery() -> str:
-    """Each loss, and how long replicas were missing."""
-    rows = [
-        [
-            row["lost"],
-            f"{row['noticed_s']:.1f}",
-            f"{row['back_s']:.1f}",
-            f"{row['cores_had']:.2f}",
-            f"{row['load_average_before']:.0f}",
-        ]
-        for row in _part("recovery")["losses"]
-    ]
-    return _table(["lost", "noticed after, s", "back after, s", "cores that Ray got meanwhile", "load average"], rows)
+def _engines(milliseconds: dict[str, float]) -> float:
+    return sum(ms for kind, ms in milliseconds.items() if kind.startswith("engine"))
 
 
 def _part(name: str) -> dict[str, Any]:

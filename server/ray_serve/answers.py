@@ -1,7 +1,7 @@
 """Answers' messages on their way from replicas to an ingress: one TCP connection for each pair, beside Ray's calls.
 
-Ray's stream of a call takes a remote call and several changes of thread for each item, and a token is an item. Here all that
-a replica has for an ingress at a time, of whatever requests, is one frame. The calls themselves still go through Serve,
+Ray's stream of a call takes a remote call and several changes of thread for each item, and a token is an item. Here all
+that a replica has for an ingress at a time, of whatever requests, is one frame. The calls themselves still go through Serve,
 which routes, counts, cancels and tells when a replica is lost (ADR 30).
 
 A connection begins with the receiver's token. A frame is its length (4 bytes, big-endian) and msgpack:
