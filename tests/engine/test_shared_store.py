@@ -58,6 +58,7 @@ def test_a_reader_finds_the_longest_suffix_in_an_index(alphabet: int, grows: boo
                 assert bool(match) == bool(longest)
                 found = reader.following(3)
                 assert END not in found
+                assert reader.next == (found[0] if found else END)
                 if match:
                     behind = [i + match for i in range(len(indexed)) if indexed[i : i + match] == text[-match:]]
                     assert any(indexed[i : i + len(found)] == found for i in behind)

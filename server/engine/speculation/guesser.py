@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from server.engine.scheduling.sequence import Owner
 from server.engine.speculation.shared_store import SharedStore
-from server.engine.speculation.suffixes import IndexReader, SuffixIndex
+from server.engine.speculation.suffixes import END, IndexReader, SuffixIndex
 
 _LONGEST = 24
 # Suffixes of these lengths and up to the next share what is learned.
@@ -53,11 +53,12 @@ class SharedReader:
         """Tokens of the longest suffix that some answer has, and goes on behind it."""
         self._best: IndexReader | None = None
 
-    def refresh(self, newest: list[int]) -> None:
-        """Read the store's present indices; newest: the sequence's newest tokens, which those that are new begin with."""
+    def refresh(self, tokens: list[int]) -> None:
+        """Read the store's present indices; tokens: the sequence's so far, whose newest those that are new begin with."""
         indices = self._store.indices(self._owner)
         if indices is self._indices:
             return
+        newest = tokens[-_LONGEST:]
         known = {reader.index: reader for reader in self._readers}
         self._indices, self._readers = indices, []
         for index in indices:
@@ -72,7 +73,7 @@ class SharedReader:
     def append(self, token: int, counted: bool) -> None:
         """Go on by a token; counted: whether it tells how often guesses are right."""
         if counted and self._best is not None:
-            self.rates.learn(self.match, self._best.following(1) == [token])
+            self.rates.learn(self.match, self._best.next == token)
         for reader in self._readers:
             reader.append(token)
         self._choose()
@@ -85,7 +86,7 @@ class SharedReader:
         self.match, self._best = 0, None
         for reader in self._readers:
             # The newer of two alike.
-            if reader.match and reader.match >= self.match and reader.following(1):
+            if reader.match >= self.match and reader.next != END:
                 self.match, self._best = reader.match, reader
 
 
@@ -109,7 +110,7 @@ class Guesser:
         index, shared = self._index, self._shared
         begin = len(index.tokens)
         if shared is not None:
-            shared.refresh(index.tokens[-_LONGEST:])
+            shared.refresh(index.tokens)
         for token in tokens[begin : min(known, begin + most)]:
             answered = len(index.tokens) >= self._num_prompt
             if index.match and answered:

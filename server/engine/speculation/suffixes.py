@@ -109,6 +109,8 @@ class IndexReader:
         self._state = 0
         self.match = 0
         """Tokens of the longest suffix of the text that are in the index."""
+        self.next = END
+        """What followed that suffix; END where nothing did."""
 
     def append(self, token: int) -> None:
         """Go on by a token."""
@@ -122,7 +124,12 @@ class IndexReader:
             state = links[state]
             match = lengths[state]
         found = following[state].get(token)
-        self._state, self.match = (0, 0) if found is None else (found, match + 1)
+        if found is None:
+            self._state, self.match, self.next = 0, 0, END
+        else:
+            behind = index._ends[found] + 1
+            self._state, self.match = found, match + 1
+            self.next = index.tokens[behind] if behind < len(index.tokens) else END
 
     def following(self, count: int) -> list[int]:
         """Up to count tokens that followed that suffix, to the end of the text that it was in; none where match is 0."""
