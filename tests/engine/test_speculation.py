@@ -20,6 +20,7 @@ from server.engine.grammar import Grammars
 from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling.inverse_cdf import uniform
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
@@ -203,6 +204,32 @@ def joined(outputs: list[RequestOutput]) -> RequestOutput:
     return whole
 
 
+@torch.inference_mode()
+def is_at_a_boundary(model: Any, request: GenerateRequest, one: list[int], other: list[int]) -> bool:
+    """Whether two answers part where the uniform number is as near to the boundary of both tokens as float32's rounding.
+
+    Of requests whose distribution is found here in float64: without an adapter, filters and penalties but presence_penalty.
+    """
+    sampling = request.sampling
+    plain = SamplingParams(
+        max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty, logit_bias=sampling.logit_bias, ignore_eos=sampling.ignore_eos,
+    )  # fmt: skip
+    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    if place is None or sampling != plain or not sampling.temperature or request.adapter is not None:
+        return False
+    ids = request.prompt_token_ids + one[:place]
+    logits = copy.deepcopy(model).double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].clone()
+    logits[list(set(one[:place]))] -= sampling.presence_penalty
+    for token, bias in sampling.logit_bias.items():
+        logits[token] += bias
+    below = torch.softmax(logits / sampling.temperature, -1).cumsum(0)
+    lower, upper = sorted((one[place], other[place]))
+    assert sampling.seed is not None
+    distance = abs(below[lower].item() - uniform(sampling.seed, len(ids)))
+    return upper == lower + 1 and distance < 1e-6
+
+
 # 41 blocks hold two or so of the sequences, so many are preempted.
 KINDS: dict[str, tuple[type[ModelRunner], int]] = {
     "wide": (ModelRunner, 240), "tight": (ModelRunner, 41), "async": (LaunchingRunner, 41),
@@ -240,6 +267,9 @@ def test_answers_are_the_same_with_and_without(
                 assert begun == wanted.new_token_ids[: len(begun)], request
                 continue
             found = joined(got[name])
+            if is_at_a_boundary(model, request, found.new_token_ids, wanted.new_token_ids):
+                print(f"{name}: another token at a boundary of the distribution: {request}")
+                continue
             assert found.new_token_ids == wanted.new_token_ids, request
             assert (found.finish_reason, found.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id), request
             assert close(found.logprobs, wanted.logprobs), request
