@@ -13,7 +13,9 @@ from server.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-IMAGE_TYPES = frozenset(("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"))
+IMAGE_TYPES = frozenset(
+    ("gemma3", "idefics3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
+)
 """Model types whose images are served."""
 WHOLE_IMAGES = frozenset(("gemma3",))
 """The types among them in which an image's tokens attend to one another in both directions."""

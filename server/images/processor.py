@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from server.checkpoint.inspection import read_json
 from server.checkpoint.tokenizer_files import load_tokenizer
 from server.images.decoding import ImageError
 
-TENSORS = ("pixel_values", "image_sizes", "image_grid_thw")
+TENSORS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
 """What image towers take, of all that image processors give."""
 
 Tensors = dict[str, npt.NDArray[Any]]
@@ -53,6 +54,8 @@ class ImageProcessor:
         except Exception as e:
             raise ImageError(f"is not one that the model takes: {' '.join(str(e).split())[:200]}") from e
         tensors = {name: np.ascontiguousarray(found[name]) for name in TENSORS if name in found}
+        if "pixel_attention_mask" in tensors:  # zeros and ones of 8 bytes for each pixel
+            tensors["pixel_attention_mask"] = tensors["pixel_attention_mask"].astype(bool)
         ids = self._tokenizer.encode(texts[0], add_special_tokens=False)
         return tensors, texts[0], ids.count(self._token_id)
 
@@ -81,7 +84,11 @@ def _load(folder: Path, tokenizer: Any) -> Any:
 def _processor_class(config: Any) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    return PROCESSOR_MAPPING[type(config)]
+    found = PROCESSOR_MAPPING[type(config)]
+    module = sys.modules[found.__module__]
+    if getattr(module, "num2words", module) is None:
+        module.num2words = str  # type: ignore[attr-defined] # SmolVLM's asks for this package, which only videos need
+    return found
 
 
 class PixtralLayout:

@@ -67,6 +67,18 @@ _QWEN = Kind(
     "<|vision_start|><|image_pad|><|vision_end|>",
     {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 20},
 )
+_IDEFICS = Kind(
+    {
+        "image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
+        "end_of_utterance_token": "<end_of_utterance>",
+        **{f"tile_{row}_{column}": f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)},
+    },
+    "<image>",
+    {
+        "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 56},
+        "max_image_size": {"longest_edge": 28}, "do_image_splitting": True,
+    },
+)  # fmt: skip
 KINDS: dict[str, Kind] = {
     "llava": Kind(
         {"image_token": "<image>"},
@@ -97,6 +109,12 @@ KINDS: dict[str, Kind] = {
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
     ),
+    "idefics3": replace(_IDEFICS, settings={"processor_class": "Idefics3Processor", "image_seq_len": 1}),
+    "smolvlm": replace(
+        _IDEFICS,
+        processor={**_IDEFICS.processor, "image_processor_type": "SmolVLMImageProcessor"},
+        settings={"processor_class": "SmolVLMProcessor", "image_seq_len": 1},
+    ),
     "qwen2_vl": replace(_QWEN, settings={"processor_class": "Qwen2VLProcessor"}),
     "qwen2_5_vl": replace(_QWEN, settings={"processor_class": "Qwen2_5_VLProcessor"}),
     "qwen3_vl": replace(_QWEN, settings={"processor_class": "Qwen3VLProcessor"}),
@@ -114,7 +132,7 @@ def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) 
     if name.startswith("qwen"):
         settings |= {f"{key}_id": found for key, found in ids.items()}
     else:
-        settings["image_token_index"] = ids["image_token"]
+        settings["image_token_id" if kind.shown == "<image>" else "image_token_index"] = ids["image_token"]
     save_nf4(random_model(config_of(name, **settings)), folder)
     tokenizer.save_pretrained(folder)
     add = {"extra_special_tokens": kind.tokens} if "boi_token" in kind.tokens else {}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.api.image_models import KINDS, Kind, encoded, image_part, picture, write_image_model
 from tests.checkpoint.layouts import reference_model
@@ -76,6 +76,14 @@ class Served:
             names = ("pixel_values", "image_sizes")
             return {n: both[n] for n in names if n in both}, own.tokenizer.decode(both["input_ids"][0])
         own = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+        if self.name in (
+            "idefics3",
+            "smolvlm",
+        ):  # the latter's class needs num2words, and lays images out as the former's
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.folder)
+            both = Idefics3Processor(own, tokenizer, image_seq_len=1)(images=[image], text=token, return_tensors="pt")
+            names = ("pixel_values", "pixel_attention_mask")
+            return {n: both[n] for n in names}, tokenizer.decode(both["input_ids"][0])
         if self.name == "mistral3":
             tensors = own(images=[image], patch_size=28, return_tensors="pt")
             height, width = (int(side) // 28 for side in tensors["image_sizes"][0])

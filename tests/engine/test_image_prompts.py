@@ -57,11 +57,22 @@ def gemma3(seed: int) -> Picture:
     return Picture({"pixel_values": pixels(seed, 1, 3, 28, 28)}, [123] + [TOKEN] * 4 + [124])
 
 
+def idefics3(seed: int) -> Picture:
+    """An image of 56 x 28 in two tiles and as a whole, the second tile's right half of padding."""
+    mask = torch.ones(1, 3, 28, 28, dtype=torch.bool)
+    mask[0, 1, :, 14:] = False
+    rows = [BREAK, 110, TOKEN, BREAK, 111, TOKEN, 112, BREAK, 113, TOKEN, BREAK]
+    tensors = {"pixel_values": pixels(seed, 1, 3, 3, 28, 28), "pixel_attention_mask": mask}
+    return Picture(tensors, rows, TOKEN)
+
+
 PICTURES: dict[str, Callable[[int], Picture]] = {
     "llava": llava,
     "llava_next": llava_next,
     "mistral3": mistral3,
     "gemma3": gemma3,
+    "idefics3": idefics3,
+    "smolvlm": idefics3,
     "qwen2_vl": qwen,
     "qwen2_5_vl": qwen,
     "qwen3_vl": qwen,
@@ -165,7 +176,9 @@ def test_the_tower_runs_once_an_image(served: Served) -> None:
 
 def test_preempted_sequences_compute_their_images_again(served: Served) -> None:
     engine = served.engine(enable_prefix_caching=False)
-    prompts = [Prompt([text(i, 12), served.picture(i), text(i, 2)]) for i in (1, 3, 5)]
+    # Of whole blocks, so that every sequence needs two more for its answer, of which each gets one.
+    pictures = {i: served.picture(i) for i in (1, 3, 5)}
+    prompts = [Prompt([text(i, 12 + -(14 + len(p.tokens)) % 4), p, text(i, 2)]) for i, p in pictures.items()]
     engine._blocks._free = deque(range(sum(-(-len(prompt.ids) // 4) for prompt in prompts) + 3))
     served.check(engine, *prompts)
     assert engine.stats().preemptions > 0
