@@ -55,7 +55,7 @@ def measure() -> dict[str, Any]:
 
 
 def _lose(what: str, act: Callable[[], None]) -> dict[str, Any]:
-    """cores_had: of this machine's cores, what all of Ray's processes had after that, the other replica's engine included."""
+    """cores_had: what all of Ray's processes had of this machine's cores after it was noticed, other engines included."""
     load = os.getloadavg()[0]
     began = time.monotonic()
     act()
