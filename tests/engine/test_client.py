@@ -158,7 +158,7 @@ async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Pa
         first = client.pid
         assert first is not None
         assert _name(first) == "nf4-engine"
-        await until(lambda: _standby() is not None)
+        await until(lambda: _standby() is not None, START_S)
         second = _standby()
         assert second is not None
         os.kill(first, signal.SIGKILL)
@@ -169,7 +169,7 @@ async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Pa
         assert _session_niceness(second) == 0
         assert (await collect(client, 5))[-1].finish_reason in ("stop", "length")
         # One that dies while it waits is missed by nobody.
-        await until(lambda: _standby() not in (None, second))
+        await until(lambda: _standby() not in (None, second), START_S)
         third = _standby()
         assert third is not None
         os.kill(third, signal.SIGKILL)
@@ -178,7 +178,7 @@ async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Pa
         await until(lambda: client.status.state == "restarting")
         await asyncio.wait_for(client.wait_ready(), START_S)
         assert client.pid not in (first, second, third)
-        await until(lambda: _standby() is not None)
+        await until(lambda: _standby() is not None, START_S)
     assert not _children()
 
 
@@ -189,7 +189,7 @@ async def test_an_engine_that_dies_early_is_started_afresh(embedded_folder: Path
         await asyncio.wait_for(client.wait_ready(), START_S)
         first = client.pid
         assert first is not None
-        await until(lambda: _child("nf4-imports") is not None)
+        await until(lambda: _child("nf4-imports") is not None, START_S)
         importing = _child("nf4-imports")
         await until(lambda: _session_niceness(importing) == (19 if _SESSIONS_COUNT else 0))
         os.kill(first, signal.SIGKILL)
