@@ -121,13 +121,14 @@ class PreparedLinear:
             raise KernelError(f"nf4_cpu_linear_at refused M={m}, N={self.n}, K={self.k}")
         return out
 
-
     def recorded(self, x: Tensor, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """The address of the C function that a call with x makes, and its arguments, each a pointer or an integer.
 
         x [..., K] and out [..., N] are contiguous, of one dtype, and stay where they are, as this object does.
         """
-        if x.dtype not in DTYPES or not (x.is_cpu and x.is_contiguous() and out.is_contiguous() and x.dtype is out.dtype):
+        if x.dtype not in DTYPES or not (
+            x.is_cpu and x.is_contiguous() and out.is_contiguous() and x.dtype is out.dtype
+        ):
             raise ValueError(f"x and out must be contiguous and of one dtype, got {x.dtype} and {out.dtype}")
         if x.shape[-1] != self.k or out.shape != (*x.shape[:-1], self.n):
             raise ValueError(f"x must end in {self.k}, out in {self.n}, got {list(x.shape)} and {list(out.shape)}")

@@ -121,6 +121,10 @@ class PagedCpuBackend(SdpaBackend):
         assert function is not None
         return function, (ctypes.addressof(call), self._address), call
 
+    def go_to(self, layer: int) -> None:
+        """Let attend_next() be this layer's."""
+        self._next_layer = layer
+
     @property
     def sees_later_tokens(self) -> bool:
         """Whether tokens of the step that has begun attend to later ones, which recorded() leaves out."""

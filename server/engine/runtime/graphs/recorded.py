@@ -116,6 +116,9 @@ class RecordedLayers:
         self._recordings: dict[int, _Recording] = {}
         self._recording: _Recording | None = None
         self._replayed = False
+        self._shared: list[int] = []
+        self.refusal: str | None = None
+        """Why the layers could not be recorded, once that has been tried."""
         self._modules: list[dict[str, Any]] = []
         for index, layer in enumerate(layers):
             layer.forward = self._forward_of(index)
@@ -136,7 +139,7 @@ class RecordedLayers:
                 return compiled.pick(args, kwargs)[0]
             if self._recording is None:
                 return compiled(*args, **kwargs)
-            return self._record(index, compiled.pick(args, kwargs))
+            return self._record_or_run(index, compiled.pick(args, kwargs))
 
         return later if index else first
 
@@ -153,7 +156,18 @@ class RecordedLayers:
         self._shared = [tensor.data_ptr() for tensor in tensors[1:]]
         self._recording = _Recording(tensors, self._run)
         self._recording.output = tensors[0]
-        return self._record(0, tensors)
+        return self._record_or_run(0, tensors)
+
+    def _record_or_run(self, index: int, tensors: list[torch.Tensor]) -> Any:
+        """Run a layer and record it; where that fails, the layers are compiled layers again."""
+        try:
+            return self._record(index, tensors)
+        except RecordingError as e:
+            self.refusal = str(e)
+            self._recording = None
+            self.undo()
+            self._backend.go_to(index)
+            return self._compiled[index].run(tensors)
 
     def _record(self, index: int, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Run a layer and record its calls."""
@@ -228,7 +242,9 @@ def _recorded_calls(
     def op(function: Callable[..., torch.Tensor]) -> SimpleNamespace:
         return SimpleNamespace(default=function)
 
-    ops = _Known("torch.ops", nf4_server_cpu=_Known("ops", linear=op(linear)), nf4_server=_Known("ops", attend=op(attend)))
+    ops = _Known(
+        "torch.ops", nf4_server_cpu=_Known("ops", linear=op(linear)), nf4_server=_Known("ops", attend=op(attend))
+    )
     dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     stand_ins: dict[str, Any] = {"torch": _Known("torch", ops=ops, **dtypes), "empty_strided_cpu": recording.empty}
     for name, value in names.items():

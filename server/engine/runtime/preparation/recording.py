@@ -39,9 +39,9 @@ def record_with_trials(paged: PagedModel, num_blocks: int) -> bool:
             if not torch.equal(paged.run(batch), logits):
                 raise RecordingError(f"a step of {len(batch.ids)} tokens gives other logits")
 
-    wrong = failure(try_it)
+    wrong = failure(try_it) or recorded.refusal
     if wrong is not None:
-        logger.info("small steps are not recorded: %s", wrong)
+        logger.debug("small steps are not recorded: %s", wrong)
         recorded.undo()
     return wrong is None
 
