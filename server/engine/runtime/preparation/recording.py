@@ -53,8 +53,11 @@ def _batches(paged: PagedModel, num_blocks: int) -> Iterator[Batch]:
         yield steps.first_chunk(count)
         rows = torch.arange(count)
         ids = (rows + 211) % paged.vocab_size
-        sequences = Spans.of([Span(row, 0, 1, (min(row, num_blocks - 1),)) for row in range(count)])
-        yield Batch(ids, rows * 0, rows * paged.block_size, rows, sequences, count)
+        if count <= num_blocks:
+            sequences = Spans.of([Span(row, 0, 1, (row,)) for row in range(count)])
+            yield Batch(ids, rows * 0, rows * paged.block_size, rows, sequences, count)
     # A sequence that goes on behind the first chunk of two.
-    rows = torch.arange(1)
-    yield Batch(rows + 307, rows + 2, rows + 2, rows, Spans.of([Span(0, 2, 1, (0,))]), 1)
+    if paged.block_size > 2:
+        rows = torch.arange(1)
+        ids = (rows + 307) % paged.vocab_size
+        yield Batch(ids, rows + 2, rows + 2, rows, Spans.of([Span(0, 2, 1, (0,))]), 1)
