@@ -49,7 +49,7 @@ class Server:
             time.sleep(0.02)
 
     def processes(self) -> dict[str, int]:
-        """Process ids by name: `api`, `nf4-engine` and, where one stands by, `nf4-standby`."""
+        """Process ids by name: `api`, `nf4-engine` and, where one stands by, `nf4-standby` (before: `nf4-imports`)."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return {"api": pid, **{Path(f"/proc/{c}/comm").read_text().strip(): int(c) for c in children}}

@@ -95,7 +95,8 @@ class PreparedLinear:
                 f"bias must be float32, bfloat16 or float16 with {self.n} elements, got {bias.dtype} with {bias.numel()}"
             )
         self._keep = weight.contiguous()
-        self._weight = ctypes.byref(struct_of(self._keep, self.n, self.k))
+        self._struct = struct_of(self._keep, self.n, self.k)
+        self._weight = ctypes.byref(self._struct)
         self.bias = None if bias is None else bias.contiguous()
         self._bias_pointer = None if self.bias is None else self.bias.data_ptr()
         self._run = usable().nf4_cpu_linear_at
@@ -119,6 +120,22 @@ class PreparedLinear:
         ):
             raise KernelError(f"nf4_cpu_linear_at refused M={m}, N={self.n}, K={self.k}")
         return out
+
+    def recorded(self, x: Tensor, out: Tensor) -> tuple[int, tuple[int, ...]]:
+        """The address of the C function that a call with x makes, and its arguments, each a pointer or an integer.
+
+        x [..., K] and out [..., N] are contiguous, of one dtype, and stay where they are, as this object does.
+        """
+        if x.dtype not in DTYPES or not (
+            x.is_cpu and x.is_contiguous() and out.is_contiguous() and x.dtype is out.dtype
+        ):
+            raise ValueError(f"x and out must be contiguous and of one dtype, got {x.dtype} and {out.dtype}")
+        if x.shape[-1] != self.k or out.shape != (*x.shape[:-1], self.n):
+            raise ValueError(f"x must end in {self.k}, out in {self.n}, got {list(x.shape)} and {list(out.shape)}")
+        function = ctypes.cast(self._run, ctypes.c_void_p).value
+        assert function is not None
+        pointers = (ctypes.addressof(self._struct), self._bias_pointer or 0, x.data_ptr(), out.data_ptr())
+        return function, (*pointers, x.numel() // self.k, DTYPES[x.dtype], torch.get_num_threads())
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from server.config import Config
 from server.engine.supervisor import process, standby
 
 
-async def start_stub(config: Config, *, standby: bool = False) -> asyncio.subprocess.Process:
+async def start_stub(config: Config, *, tells_imported: int | None = None) -> asyncio.subprocess.Process:
     """Like process.start_child(); stands by for nothing."""
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.api_processes.stub", stdin=asyncio.subprocess.PIPE, start_new_session=True

@@ -1,6 +1,6 @@
 """The engine process: `python -m server.engine.loop`, whose input begins with an EngineSetup (supervisor.process).
 
-With --standby it imports what an engine needs before it reads the EngineSetup.
+With --standby it imports what an engine needs before it reads the EngineSetup, behind everything else.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ IDLE_POLL_MS = 200
 READING_POLL_MS = 10
 # After the API process has gone, a step in progress may take this long before the process just ends.
 ORPHAN_GRACE_S = 10.0
-# Niceness of a standby process's import thread. On Linux it is that thread's own, and the engine's threads keep theirs.
-STANDBY_NICENESS = 10
+# While a standby process imports, its session counts this little beside others (Linux groups threads by sessions, and
+# their own priorities only count within one).
+STANDBY_SESSION_NICENESS = 19
 
 
 class _Stop:
@@ -78,9 +79,9 @@ def main() -> int:
     set_up_logging(options.log_level, options.log_format)
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_saying)
     importing: threading.Thread | None = None
-    if options.standby:
-        _name_process("nf4-standby")
-        importing = threading.Thread(target=_import_engine, name="import", daemon=True)
+    if options.standby is not None:
+        _name_process("nf4-imports")
+        importing = threading.Thread(target=_stand_by, args=(options.standby,), name="import", daemon=True)
         importing.start()
     line = _first_line()
     if importing is not None:
@@ -109,7 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m server.engine.loop", description=__doc__)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", choices=["console", "json"], default="console")
-    parser.add_argument("--standby", action="store_true")
+    parser.add_argument("--standby", type=int, help="a file descriptor that gets a byte when everything is imported")
     return parser.parse_args()
 
 
@@ -119,13 +120,34 @@ def _name_process(name: str) -> None:
         Path("/proc/self/comm").write_text(name)
 
 
-def _import_engine() -> None:
-    """Import what an engine on CPU will need, behind everything else that wants the cores."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STANDBY_NICENESS)
+def _stand_by(tells_imported: int) -> None:
+    """Import what an engine on CPU will need, behind everything else that wants the cores, and tell."""
+    with contextlib.suppress(OSError, AttributeError):
+        # This thread's own policy; the engine's threads keep theirs.
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    _set_session_niceness(STANDBY_SESSION_NICENESS)
     import server.engine.core
     import server.engine.grammar
     import server.engine.start  # noqa: F401
+
+    _set_session_niceness(0)
+    _name_process("nf4-standby")
+    with contextlib.suppress(OSError):
+        os.write(tells_imported, b"\n")
+    os.close(tells_imported)
+
+
+def _set_session_niceness(niceness: int) -> None:
+    """What all processes of this session together count beside other sessions', where Linux groups threads so."""
+    for _ in range(10):
+        try:
+            Path("/proc/self/autogroup").write_text(str(niceness))
+        except BlockingIOError:  # the system takes one such change in a tenth of a second
+            time.sleep(0.1)
+        except OSError:
+            return
+        else:
+            return
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:

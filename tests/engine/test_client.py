@@ -17,10 +17,12 @@ from transformers import AutoTokenizer
 
 from server.config import Config, EngineConfig
 from server.engine.supervisor.client import EngineClient, EngineStatus, EngineUnavailableError
+from server.engine.supervisor.standby import IDLE_S
 from server.types import RequestOutput, StepOutputs, TokenLogprob
 from tests.engine.factories import make_request
 
 START_S = 120
+_SESSIONS_COUNT = Path("/proc/self/autogroup").exists()
 
 
 @asynccontextmanager
@@ -156,7 +158,7 @@ async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Pa
         first = client.pid
         assert first is not None
         assert _name(first) == "nf4-engine"
-        await until(lambda: _standby() is not None)
+        await until(lambda: _standby() is not None, START_S)
         second = _standby()
         assert second is not None
         os.kill(first, signal.SIGKILL)
@@ -164,9 +166,10 @@ async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Pa
         await asyncio.wait_for(client.wait_ready(), START_S)
         assert client.pid == second
         assert _name(second) == "nf4-engine"
+        assert _session_niceness(second) == 0
         assert (await collect(client, 5))[-1].finish_reason in ("stop", "length")
         # One that dies while it waits is missed by nobody.
-        await until(lambda: _standby() not in (None, second))
+        await until(lambda: _standby() not in (None, second), START_S)
         third = _standby()
         assert third is not None
         os.kill(third, signal.SIGKILL)
@@ -175,8 +178,25 @@ async def test_the_process_that_stands_by_becomes_the_engine(embedded_folder: Pa
         await until(lambda: client.status.state == "restarting")
         await asyncio.wait_for(client.wait_ready(), START_S)
         assert client.pid not in (first, second, third)
-        await until(lambda: _standby() is not None)
+        await until(lambda: _standby() is not None, START_S)
     assert not _children()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_dies_early_is_started_afresh(embedded_folder: Path) -> None:
+    """The process that still imports is not waited for: it yields to everything else."""
+    async with running(embedded_folder) as client:
+        await asyncio.wait_for(client.wait_ready(), START_S)
+        first = client.pid
+        assert first is not None
+        await until(lambda: _child("nf4-imports") is not None, START_S)
+        importing = _child("nf4-imports")
+        await until(lambda: _session_niceness(importing) == (19 if _SESSIONS_COUNT else 0))
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: client.status.state == "restarting")
+        await asyncio.wait_for(client.wait_ready(), START_S)
+        assert client.pid not in (first, importing)
+        assert [_name(pid) for pid in _children()] == ["nf4-engine"]
 
 
 @pytest.mark.slow
@@ -184,6 +204,7 @@ async def test_no_process_stands_by_that_nobody_asked_for(embedded_folder: Path)
     async with running(embedded_folder, standby=False) as client:
         await asyncio.wait_for(client.wait_ready(), START_S)
         await collect(client, 5)
+        await asyncio.sleep(IDLE_S + 1)
         assert [_name(pid) for pid in _children()] == ["nf4-engine"]
 
 
@@ -195,7 +216,16 @@ def _children() -> list[int]:
 
 
 def _standby() -> int | None:
-    return next((pid for pid in _children() if _name(pid) == "nf4-standby"), None)
+    return _child("nf4-standby")
+
+
+def _session_niceness(pid: int | None) -> int:
+    """As Linux divides time among sessions; 0 where it does not."""
+    return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1]) if _SESSIONS_COUNT else 0
+
+
+def _child(name: str) -> int | None:
+    return next((pid for pid in _children() if _name(pid) == name), None)
 
 
 def _name(pid: int) -> str:

@@ -54,7 +54,7 @@ class EngineClient(EngineBase):
         self._adapters = AdapterList(config.engine.lora_modules)
         self._step_listeners: list[Callable[[StepOutputs], None]] = []
         self._process: EngineProcess | None = None
-        self._standby = Standby(config)
+        self._standby = Standby(config, self._is_busy)
         self._keeper: asyncio.Task[None] | None = None
 
     @property
@@ -125,10 +125,14 @@ class EngineClient(EngineBase):
         if self._process is not None:
             self._process.send(message)
 
-    async def _prepare_standby(self) -> None:
+    def _prepare_standby(self) -> None:
         """Have a process ready for when this engine dies; call once it takes requests."""
         if self._status.ready is not None:
-            await self._standby.prepare(self._status.ready.device)
+            self._standby.prepare(self._status.ready.device)
+
+    def _is_busy(self) -> bool:
+        # The engine's own figures count requests of other API processes, too.
+        return self.num_requests > 0 or self._stats.running > 0 or self._stats.waiting > 0
 
     def _finish_all(self, reason: Literal["abort", "error"], error: str | None) -> None:
         super()._finish_all(reason, error)
@@ -157,7 +161,8 @@ class EngineClient(EngineBase):
         """Run one engine process to its end: (why it ended, whether another start is pointless, was it ready)."""
         config = self._config
         try:
-            process = await EngineProcess.start(self._folder, config, self._adapters.changed, self._standby.take())
+            child = await self._standby.take()
+            process = await EngineProcess.start(self._folder, config, self._adapters.changed, child)
         except OSError as e:
             return f"it could not be started: {e}", False, False
         self._process = process

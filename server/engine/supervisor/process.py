@@ -61,16 +61,18 @@ class EngineSetup(msgspec.Struct, frozen=True):
         return EngineConfig.model_validate(self.engine)
 
 
-async def start_child(config: Config, *, standby: bool = False) -> asyncio.subprocess.Process:
-    """Start engine/loop.py as a process, which waits for an EngineSetup; standby: it imports meanwhile what it will need.
+async def start_child(config: Config, *, tells_imported: int | None = None) -> asyncio.subprocess.Process:
+    """Start engine/loop.py as a process, which waits for an EngineSetup.
 
-    Raises OSError.
+    tells_imported: a pipe's end for writing. The process then stands by: it imports meanwhile what it will need, at the
+    lowest priority, and writes a byte when that is done. Raises OSError.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", f"{PACKAGE}.engine.loop", "--log-level", config.log_level, "--log-format", config.log_format),
-        *(["--standby"] if standby else []),
+        *([] if tells_imported is None else ["--standby", str(tells_imported)]),
         stdin=asyncio.subprocess.PIPE,
+        pass_fds=[] if tells_imported is None else [tells_imported],
         # A terminal's Ctrl-C must reach the API only, which then ends the engine in order.
         start_new_session=True,
         env={**ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1"},

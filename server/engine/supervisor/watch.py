@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,7 +16,7 @@ class EngineRun:
     """One engine process from its start to its end."""
 
     def __init__(
-        self, process: EngineProcess, handle: Callable[[FromEngine], None], when_ready: Callable[[], Awaitable[None]]
+        self, process: EngineProcess, handle: Callable[[FromEngine], None], when_ready: Callable[[], None]
     ) -> None:
         """handle is called with every message; when_ready once, after the engine said that it takes requests."""
         self._process = process
@@ -41,7 +41,7 @@ class EngineRun:
             if not (self._ready.is_set() or exited.done() or reader.done()):
                 return f"it was not ready after {time.monotonic() - started:.0f} s", False, False
             if self._ready.is_set():
-                await self._when_ready()
+                self._when_ready()
             await asyncio.wait({reader, exited}, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
                 # What it sent last (why it failed, most of all) may still be on its way.

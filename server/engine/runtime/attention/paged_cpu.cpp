@@ -178,4 +178,16 @@ void paged_attend(const PagedAttention* p) {
   }
 }
 
+// A recorded layer's attention: what changes from step to step is step's, the rest is the layer's.
+void paged_attend_step(const PagedAttention* layer, const PagedAttention* step) {
+  PagedAttention call = *layer;
+  call.slots = step->slots;
+  call.tables = step->tables;
+  call.spans = step->spans;
+  call.singles = step->singles;
+  call.sequences = step->sequences;
+  call.table_width = step->table_width;
+  paged_attend(&call);
+}
+
 }  // extern "C"

@@ -67,6 +67,7 @@ class PagedCpuBackend(SdpaBackend):
         self._attend = library.paged_attend
         self._attend.argtypes = (ctypes.c_void_p,)
         self._attend.restype = None
+        self._attend_step = library.paged_attend_step
         self._shapes = shapes
         self._options = options
         self._pointers = [(k.data_ptr(), v.data_ptr()) for k, v in zip(self._keys, self._values, strict=True)]
@@ -96,10 +97,47 @@ class PagedCpuBackend(SdpaBackend):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        call, shape, dtype = self._call, self._shapes[layer], query.dtype
+        dtype = query.dtype
         self._next_layer = layer + 1
         query, key, value = query.float(), key.float(), value.float()
-        out = torch.empty(query.shape[0], query.shape[1], shape.value_dim)
+        out = torch.empty(query.shape[0], query.shape[1], self._shapes[layer].value_dim)
+        self._fill(self._call, layer, (query, key, value, out), options)
+        self._attend(self._address)
+        self._attend_again(layer, query, out, options)
+        return out.to(dtype)
+
+    def recorded(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor
+    ) -> tuple[int, tuple[int, int], object]:
+        """What attends as attend_next() does in the step that has begun, and in all later ones of as many tokens.
+
+        Tensors are float32 and stay where they are. Returns a C function's address, its two arguments, and what must be
+        kept while these are used.
+        """
+        call = _Call.from_buffer_copy(self._call)
+        self._fill(call, layer, (query, key, value, out), self._options[layer])
+        self._next_layer = layer + 1
+        function = ctypes.cast(self._attend_step, ctypes.c_void_p).value
+        assert function is not None
+        return function, (ctypes.addressof(call), self._address), call
+
+    def go_to(self, layer: int) -> None:
+        """Let attend_next() be this layer's."""
+        self._next_layer = layer
+
+    @property
+    def sees_later_tokens(self) -> bool:
+        """Whether tokens of the step that has begun attend to later ones, which recorded() leaves out."""
+        return bool(self._image_queries)
+
+    def value_dim(self, layer: int) -> int:
+        """Columns of a head's result."""
+        return self._shapes[layer].value_dim
+
+    def _fill(self, call: _Call, layer: int, tensors: tuple[torch.Tensor, ...], options: AttentionOptions) -> None:
+        """What a layer's attention has in call beside what begin() puts there; tensors: query, key, value, result."""
+        query, key, value, out = tensors
+        shape = self._shapes[layer]
         call.query, call.key, call.value, call.out = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
         call.query_token, call.query_head, _ = query.stride()
         call.key_token, call.key_head, _ = key.stride()
@@ -109,6 +147,3 @@ class PagedCpuBackend(SdpaBackend):
         call.key_dim, call.value_dim = shape.key_dim, shape.value_dim
         call.window, call.scaling, call.softcap = options.window or 0, options.scaling, options.softcap or 0.0
         call.sinks = self.sinks[layer].data_ptr() if options.sinks else None
-        self._attend(self._address)
-        self._attend_again(layer, query, out, options)
-        return out.to(dtype)

@@ -73,7 +73,7 @@ def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progre
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise CompileError(f"{type(layer).__name__}: {reason}") from e
     for layer, kind in zip(layers, kinds, strict=True):
-        layer.forward = _call(*functions[kind], kind[1], _tensors(layer))
+        layer.forward = CompiledLayer(*functions[kind], kind[1], _tensors(layer))
 
     def undo() -> None:
         for layer in layers:
@@ -255,35 +255,45 @@ def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any
     return ahead.fn, ahead
 
 
-def _call(
-    few: Callable[..., Any], many: Callable[..., Any], signature: _Signature, own: list[torch.Tensor]
-) -> Callable[..., Any]:
-    """A layer's forward: picks the tensors out of the arguments; the rest of them are known to be constant.
+class CompiledLayer:
+    """A layer's forward: picks the tensors out of the arguments; the rest of them are known to be constant."""
 
-    few serves up to FEW_TOKENS, many more than that.
-    """
+    def __init__(
+        self, few: Callable[..., Any], many: Callable[..., Any], signature: _Signature, own: list[torch.Tensor]
+    ) -> None:
+        """few serves up to FEW_TOKENS, many more than that; both take the signature's tensors and then own."""
+        self._few, self._many, self._own = few, many, own
+        self._signature = signature
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer takes its tensors as they are, and its result is all that it gives."""
+        return self._signature.shared is None and not self._signature.strided
+
+    def pick(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call's arguments; the first holds the hidden states [..., tokens, width]."""
         tensors = []
-        for path in signature.tensors:
+        for path in self._signature.tensors:
             key = path[0]
             value = args[key] if isinstance(key, int) else kwargs[key]
             for step in path[1:]:
                 value = value[step]
             tensors.append(value)
-        for index in signature.strided:
+        for index in self._signature.strided:
             tensors[index] = tensors[index].contiguous()
-        # The first tensor holds the hidden states [..., tokens, width].
-        function = few if tensors[0].shape[-2] <= FEW_TOKENS else many
-        return function(*tensors, *own)
+        return tensors
 
-    shared = signature.shared
-    if shared is None:
-        return forward
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        """What the compiled function gives for the tensors that pick() has found."""
+        function = self._few if tensors[0].shape[-2] <= FEW_TOKENS else self._many
+        return function(*tensors, *self._own)
 
-    def forward_and_share(*args: Any, **kwargs: Any) -> Any:
-        output, entries = forward(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output."""
+        output = self.run(self.pick(args, kwargs))
+        shared = self._signature.shared
+        if shared is None:
+            return output
+        output, entries = output
         kwargs[shared.argument].update(zip(shared.written, entries, strict=True))
         return output
-
-    return forward_and_share

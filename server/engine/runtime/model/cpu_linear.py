@@ -16,6 +16,11 @@ def _linear(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.T
     return _prepared[handle.item()](x)  # type: ignore[index]
 
 
+def prepared_linear(handle: torch.Tensor) -> cpu.PreparedLinear:
+    """The layer that a handle of CpuNF4Linear's stands for."""
+    return _prepared[handle.item()]  # type: ignore[index]
+
+
 # The layer is named by data, so that one compilation of a decoder layer serves all of them.
 _library = torch.library.Library("nf4_server_cpu", "DEF")
 _library.define("linear(Tensor x, Tensor handle, int out_features) -> Tensor")

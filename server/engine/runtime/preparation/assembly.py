@@ -32,6 +32,7 @@ from server.engine.runtime.preparation.graph_capture import (
     capture_verify,
     verify_sizes,
 )
+from server.engine.runtime.preparation.recording import record_with_trials
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.runner import Followers, ModelRunner, StepGraphs
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
@@ -100,8 +101,8 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
                 "engine.batch_invariant needs CUDA graphs, and attention has them with FlashInfer only; a warning in the"
                 " log says why that cannot be used"
             )
-        if backend.runs_compiled_layers:
-            compile_with_trials(paged, progress)
+        if backend.runs_compiled_layers and compile_with_trials(paged, progress):
+            record_with_trials(paged, limits.num_blocks)
         return StepGraphs()
     # Decode graphs first: they compile the model's own code, for each of their sizes.
     try:

@@ -1,0 +1,71 @@
+"""Recorded small steps: the bits of the compiled layers' own calls, and layers that cannot be recorded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.config import EngineConfig
+from server.engine.runtime.attention.paged_cpu import paged_cpu_error
+from server.engine.runtime.compile.layers import CompiledLayer
+from server.engine.runtime.graphs.recorded import MOST_TOKENS
+from server.engine.runtime.model.decoder import decoder_layers
+from server.engine.runtime.preparation import assembly, recording
+from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.runner import ModelRunner
+from server.engine.scheduling.block_tables import BlockTables
+from server.engine.scheduling.step import Chunk, Step
+from server.engine.start import load_runner
+from tests.engine.factories import make_sequence
+from tests.engine.models import tiny_model
+
+
+def _logits(runner: ModelRunner) -> list[torch.Tensor]:
+    """Of steps of 1 to 9 tokens, each twice: sequences that decode, and chunks of prompts beside one that decodes."""
+    count = MOST_TOKENS + 1
+    sequences = [make_sequence(5 + i) for i in range(count)]
+    tables = BlockTables(count, 4)  # of 16 tokens each
+    for i, sequence in enumerate(sequences):
+        sequence.blocks = list(range(4 * i, 4 * i + 4))
+        sequence.take_row(tables)
+    lengths = [5 + i for i in range(count)]
+    found = [runner.forward(Step([Chunk(s, 0, n, True) for s, n in zip(sequences, lengths, strict=True)]))]
+    for batch in [*range(1, count + 1)] * 2:
+        for i in range(batch):
+            sequences[i].append(11 * batch + i, 100)
+        found.append(runner.forward(Step([Chunk(sequences[i], lengths[i], 1, True) for i in range(batch)])))
+        lengths[:batch] = [length + 1 for length in lengths[:batch]]
+    for chunk in (3, 5):
+        # The first one decodes; the last one's tokens are computed anew, as if they were a prompt's.
+        sequences[0].append(chunk, 100)
+        last = Chunk(sequences[-1], 2, chunk, True)
+        found.append(runner.forward(Step([Chunk(sequences[0], lengths[0], 1, True), last])))
+        lengths[0] += 1
+    return found
+
+
+def test_recorded_steps_give_the_same_bits(embedded_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := paged_cpu_error()) is not None:
+        pytest.skip(reason)
+    config = EngineConfig(device="cpu", kv_cache_bytes=50 << 20)
+    recorded = load_runner(embedded_folder, config, lambda *_: None)
+    layers = decoder_layers(recorded._paged.model)
+    assert not any(isinstance(layer.forward, CompiledLayer) for layer in layers)
+    monkeypatch.setattr(assembly, "record_with_trials", lambda *_: False)
+    plain = load_runner(embedded_folder, config, lambda *_: None)
+    assert all(isinstance(layer.forward, CompiledLayer) for layer in decoder_layers(plain._paged.model))
+    for found, expected in zip(_logits(recorded), _logits(plain), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_layers_that_cannot_be_recorded_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """The linear layers of this one are not packed, and so are calls of torch's."""
+    if (reason := paged_cpu_error()) is not None:
+        pytest.skip(reason)
+    with caplog.at_level(logging.DEBUG, logger=recording.__name__):
+        runner = build_runner(tiny_model("llama"), EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20))
+    assert "small steps are not recorded: a layer uses extern_kernels." in caplog.text
+    assert all(isinstance(layer.forward, CompiledLayer) for layer in decoder_layers(runner._paged.model))

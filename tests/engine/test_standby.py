@@ -1,0 +1,151 @@
+"""When a process is started that stands by, and when it is of use; a short program is in the place of the imports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from server.config import Config
+from server.engine.supervisor import standby
+from server.engine.supervisor.standby import Standby
+
+LIMIT_S = 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "IDLE_S", 0.3)
+    monkeypatch.setattr(standby, "POLL_S", 0.02)
+
+
+class Imports:
+    """Starts a process that says that it has imported everything, or never says it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, end: bool = True) -> None:
+        self.started: list[asyncio.subprocess.Process] = []
+        self._end = end
+        monkeypatch.setattr(standby, "start_child", self._start)
+
+    async def _start(self, _config: Config, *, tells_imported: int) -> asyncio.subprocess.Process:
+        tell = f"os.write({tells_imported}, b'.'); os.close({tells_imported}); " if self._end else ""
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", f"import os, sys; {tell}print(flush=True); sys.stdin.read()"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[tells_imported],
+        )
+        self.started.append(child)
+        return child
+
+    async def begun(self, count: int = 1) -> asyncio.subprocess.Process:
+        """The process with this number, from 1 on, once it has said what it says."""
+        async with asyncio.timeout(LIMIT_S):
+            while len(self.started) < count:  # noqa: ASYNC110 - a task of the standby's appends to it
+                await asyncio.sleep(0.01)
+            child = self.started[count - 1]
+            assert child.stdout is not None
+            await child.stdout.readline()
+        return child
+
+
+async def test_it_starts_when_nothing_has_run_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = Imports(monkeypatch)
+    busy = True
+    waiting = Standby(Config(), lambda: busy)
+    waiting.prepare("cpu")
+    await asyncio.sleep(0.6)
+    assert not imports.started
+    busy = False
+    idle_since = time.monotonic()
+    await imports.begun()
+    assert time.monotonic() - idle_since >= 0.25
+    waiting.prepare("cpu")
+    await asyncio.sleep(0.5)
+    assert len(imports.started) == 1, "one is enough"
+    await waiting.end()
+    assert imports.started[0].returncode is not None
+
+
+async def test_a_server_that_is_never_idle_gets_one_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "PATIENCE_S", 0.6)
+    imports = Imports(monkeypatch)
+    waiting = Standby(Config(), lambda: True)
+    begun = time.monotonic()
+    waiting.prepare("cpu")
+    await imports.begun()
+    assert time.monotonic() - begun >= 0.6
+    await waiting.end()
+
+
+async def test_it_is_taken_when_it_has_imported_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = Imports(monkeypatch)
+    waiting = Standby(Config(), lambda: False)
+    waiting.prepare("cpu")
+    child = await imports.begun()
+    assert await waiting.take() is child
+    assert child.returncode is None
+    assert await waiting.take() is None
+    child.kill()
+    await child.wait()
+
+
+async def test_one_that_still_imports_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = Imports(monkeypatch, end=False)
+    before = _descriptors()
+    waiting = Standby(Config(), lambda: False)
+    waiting.prepare("cpu")
+    child = await imports.begun()
+    assert await waiting.take() is None
+    assert child.returncode is not None
+    assert _descriptors() == before
+
+
+async def test_one_that_has_not_begun_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = Imports(monkeypatch)
+    waiting = Standby(Config(), lambda: False)
+    waiting.prepare("cpu")
+    assert await waiting.take() is None
+    await asyncio.sleep(0.6)
+    assert not imports.started
+
+
+async def test_one_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = Imports(monkeypatch)
+    before = _descriptors()
+    waiting = Standby(Config(), lambda: False)
+    waiting.prepare("cpu")
+    child = await imports.begun()
+    child.kill()
+    await child.wait()
+    waiting.prepare("cpu")
+    second = await imports.begun(2)
+    await waiting.end()
+    assert second.returncode is not None
+    assert _descriptors() == before
+
+
+async def test_none_on_a_gpu_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = Imports(monkeypatch)
+    waiting = Standby(Config(), lambda: False)
+    waiting.prepare("cuda")
+    await asyncio.sleep(0.5)
+    assert not imports.started
+    await waiting.end()
+
+
+def _descriptors() -> int:
+    """How many ends of pipes this process has open."""
+    return sum(_is_pipe(name) for name in os.listdir("/proc/self/fd"))
+
+
+def _is_pipe(name: str) -> bool:
+    try:
+        return str(Path(f"/proc/self/fd/{name}").readlink()).startswith("pipe:")
+    except OSError:
+        return False
