@@ -7,18 +7,15 @@ import random
 import time
 from collections.abc import Callable
 
-import torch
-
 from server.config import EngineConfig
+from server.engine.execution import execute
 from server.engine.grammar import Grammars
 from server.engine.outputs import OutputBuilder
 from server.engine.requests import check_request
-from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.pace import PrefillPace
@@ -223,7 +220,7 @@ class Engine:
 
     def _compute(self, step: Step) -> list[RequestOutput]:
         """Execute a scheduled step, account for it, and say what each of its requests got."""
-        results, failures = self._execute(step)
+        results, failures = execute(self._runner, step)
         self._scheduler.advance(step)
         if step.guesses:
             return self._account_guesses(step, results)
@@ -286,25 +283,3 @@ class Engine:
             if not failures or chunk.sequence.request_id not in failures:
                 outputs.append(self._outputs.token(chunk.sequence, result))
         return outputs
-
-    def _execute(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
-        """One result for each of step.sampled, and the requests that failed with the reasons."""
-        try:
-            return self._runner.execute(step), {}
-        except (torch.AcceleratorError, ExchangeError):
-            raise  # the device's context is lost, or other ranks wait in the step: only a new process helps
-        except Exception:
-            step.guesses = {}
-            logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
-        # Computing a chunk again writes the same keys and values again, so sequences that are not at fault lose nothing.
-        results: list[Sampled] = []
-        failures: dict[str, str] = {}
-        for chunk in step.chunks:
-            try:
-                results += self._runner.execute(Step([chunk]))
-            except (torch.AcceleratorError, ExchangeError):
-                raise
-            except Exception as e:
-                failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {first_line(e)}"
-                results += [Sampled(0)] if chunk.samples else []
-        return results, failures

@@ -17,16 +17,15 @@ MOST_SCORED = 256
 
 
 class Scheduler:
-    """First come, first served. In every step decoding sequences go first; prefills share what is left of the budget,
-    or what the pace leaves of it beside decoding sequences.
+    """First come, first served. In every step decoding sequences go first; prefills share what is left of the budget, or
+    what the pace leaves of it beside decoding sequences.
 
-    A sequence is admitted when the blocks for all its present tokens are free, so only growth by decoding can run out
-    of blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes
-    them again when it is admitted anew, before any newer request.
+    A sequence is admitted when the blocks for all its present tokens are free, so only growth by decoding can run out of
+    blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes them
+    again when it is admitted anew, before any newer request.
 
-    With prefix_caching a sequence starts with the blocks that hold its first tokens already, held or free. Only full
-    blocks whose computation has succeeded are shared, and the last token is always computed, so nobody ever writes to
-    a shared block.
+    With prefix_caching a sequence starts with the blocks that hold its first tokens already. Only full blocks whose
+    computation has succeeded are shared, and the last token is always computed, so nobody writes to a shared block.
     """
 
     def __init__(
