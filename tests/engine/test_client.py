@@ -261,14 +261,16 @@ async def main():
     client = EngineClient(Config(), Path({str(embedded_folder)!r}))
     await client.start()
     await client.wait_ready()
-    await asyncio.sleep(1)
-    print(Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read_text(), flush=True)
+    children = Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children")
+    while len(children.read_text().split()) < 2:  # the one that stands by comes when nothing has run for a while
+        await asyncio.sleep(0.1)
+    print(children.read_text(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
     parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
     children = [int(pid) for pid in parent.stdout.split()]
-    assert len(children) == 2  # and the one that stands by
+    assert len(children) == 2
     deadline = 30.0
     while any(map(_is_alive, children)) and deadline > 0:
         deadline -= 0.1
