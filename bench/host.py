@@ -59,6 +59,7 @@ class HostRunner:
     sequences: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     adapters: None = None
+    tower: None = None
     nf4_weight_bytes: int = 0
     graph_replays: int = 0
     step_costs: None = None
