@@ -62,9 +62,12 @@ serve: $(READY) ## set everything up and serve the model of config.yaml on 127.0
 	@$(BIN)/python -m nf4_kernels.build --native
 	@exec $(BIN)/python -m server --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
+# Replicas that do not yield to everything else, and a proxy that asks the ingress by gRPC (docs/scaling.md).
+RAY_ENV := RAY_worker_niceness=0 RAY_SERVE_USE_GRPC_BY_DEFAULT=1 RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0
+
 serve-ray: $(READY) $(VENV)/.ray ## two replicas of the embedded model on Ray Serve, on 127.0.0.1:8000 (RAY_CONFIG=)
 	@$(BIN)/python -m nf4_kernels.build --native
-	@RAY_worker_niceness=0 $(BIN)/serve run $(or $(RAY_CONFIG),deploy/ray/app.yaml)
+	@$(RAY_ENV) $(BIN)/serve run $(or $(RAY_CONFIG),deploy/ray/app.yaml)
 
 kernels: $(READY) ## compile the kernel libraries (CUDA too where nvcc is found)
 	@$(BIN)/python -m nf4_kernels.build
@@ -89,7 +92,7 @@ test-clients: $(VENV)/.dev kernels model ## coding agents, SDKs and others on th
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 test-ray: $(VENV)/.dev $(VENV)/.ray kernels model ## two replicas on a real Ray: streams, a replica that is killed, one that cannot start
-	RAY_worker_niceness=0 $(BIN)/python -m pytest tests/ray_serve/replicas.py
+	$(RAY_ENV) $(BIN)/python -m pytest tests/ray_serve/replicas.py
 	RAY_worker_niceness=0 $(BIN)/python -m pytest tests/ray_serve/cluster.py
 
 test-routers: $(VENV)/.dev kernels model ## SGLang's router over two servers

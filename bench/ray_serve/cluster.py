@@ -16,8 +16,13 @@ from ray import serve
 from bench.processes import free_port
 from server.ray_serve.application import build
 
-# By Ray's default replicas yield to whatever else the machine does.
-ENVIRONMENT = {"RAY_worker_niceness": "0"}
+# As docs/scaling.md has Ray started. By its default replicas yield to whatever else the machine does, and its HTTP proxy
+# takes each piece of an answer as a task's result.
+ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 NAME = "nf4"
 PATIENCE_S = 240.0
 

@@ -24,7 +24,8 @@ _KINDS = {
 def seconds_by_kind() -> dict[str, float]:
     """So far, of all processes below this one that live; what they are, or "Ray's others".
 
-    An engine below a replica is "engine on Ray", one below a server "engine".
+    An engine below a replica is "engine on Ray", one below a server "engine"; an HAProxy that this process has not started
+    itself is "Ray's HAProxy".
     """
     found: dict[str, float] = defaultdict(float)
     kinds = {os.getpid(): ""}
@@ -35,12 +36,16 @@ def seconds_by_kind() -> dict[str, float]:
             return found
         for pid, parent, seconds in below:
             kind = _kind(pid)
-            kinds[pid] = "engine on Ray" if kind == "engine" and kinds[parent] == "replica" else kind
+            if kind == "engine" and kinds[parent] == "replica":
+                kind = "engine on Ray"
+            elif kind == "TCP balancer" and kinds[parent]:
+                kind = "Ray's HAProxy"
+            kinds[pid] = kind
             found[kinds[pid]] += seconds
 
 
 def spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """By how much each kind's seconds grew."""
+    """The seconds by which each kind grew."""
     return {kind: seconds - before.get(kind, 0.0) for kind, seconds in after.items()}
 
 

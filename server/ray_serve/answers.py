@@ -5,7 +5,8 @@ that a replica has for an ingress at a time, of whatever requests, is one frame.
 which routes, counts, cancels and tells when a replica is lost (ADR 30).
 
 A connection begins with the receiver's token. A frame is its length (4 bytes, big-endian) and msgpack:
-[[number, message], ...].
+[[number, message], ...]. An empty message says only by which connection an answer will come. Answers whose connection
+breaks are lost: a node that is switched off does not end its calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hmac
 import itertools
 import logging
 import os
+import socket
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,12 @@ Message = MutableMapping[str, Any]
 
 TOKEN_BYTES = 16
 CONNECT_S = 5.0
+# A connection from which nothing comes is asked after IDLE_S, and broken when that was in vain PROBES times.
+IDLE_S, PROBE_S, PROBES = 5, 5, 3
+
+
+class ConnectionLostError(Exception):
+    """The connection broke by which the rest of an answer should have come."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,14 @@ Item = Message | BaseException | None
 """A message; the answer's end; what it ended with instead."""
 
 
+@dataclass
+class _Incoming:
+    """An answer that is waited for, and by which connection it comes, once that is known."""
+
+    items: asyncio.Queue[Item]
+    source: asyncio.StreamWriter | None = None
+
+
 class Receiver:
     """An ingress' end."""
 
@@ -62,7 +78,7 @@ class Receiver:
         self._address: Address | None = None
         self._server: asyncio.Server | None = None
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Queue[Item]] = {}
+        self._waiting: dict[int, _Incoming] = {}
 
     async def address(self) -> Address:
         """Where this listens, from the first call on. Raises OSError."""
@@ -75,27 +91,39 @@ class Receiver:
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[tuple[int, asyncio.Queue[Item]]]:
-        """A number for one answer, and where its messages come in; None after the last."""
+        """A number for one answer, and where its messages come in; None after the last, or what it ended with instead."""
         number, items = next(self._numbers), asyncio.Queue[Item]()
-        self._waiting[number] = items
+        self._waiting[number] = _Incoming(items)
         try:
             yield number, items
         finally:
             del self._waiting[number]
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _keep_alive(writer.get_extra_info("socket"))
         try:
             if not hmac.compare_digest(await reader.readexactly(TOKEN_BYTES), self._token):
                 return
             while True:
                 frame = await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
                 for number, message in msgspec.msgpack.decode(frame):
-                    if items := self._waiting.get(number):
-                        items.put_nowait(message)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the replica has gone, which Serve tells the requests that wait for it
+                    if incoming := self._waiting.get(number):
+                        incoming.source = writer
+                        if message != {}:
+                            incoming.items.put_nowait(message)
+        except (asyncio.IncompleteReadError, OSError):
+            for incoming in self._waiting.values():
+                if incoming.source is writer:
+                    incoming.items.put_nowait(ConnectionLostError())
         finally:
             writer.close()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", PROBE_S), ("TCP_KEEPCNT", PROBES)):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Sender:
@@ -142,7 +170,7 @@ class Connection:
         return self._writer.is_closing()
 
     def put(self, number: int, message: Message | None) -> None:
-        """Send a message of an answer; None: its end."""
+        """Send a message of an answer; empty: there will be some; None: its end."""
         if not self._frame:
             self._loop.call_soon(self._flush)
         self._frame.append((number, message))

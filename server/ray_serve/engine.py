@@ -76,6 +76,7 @@ class Engine:
         """
         destination = request.destination
         connection = await self._sender.connection(destination.address)
+        connection.put(destination.number, {})
         yield None
         body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from grpc import RpcError
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from server.api.http.errors import ApiError, unavailable
 from server.ray_serve.affinity import beginnings
-from server.ray_serve.answers import Destination, Item, Receiver
+from server.ray_serve.answers import ConnectionLostError, Destination, Item, Receiver
 from server.ray_serve.engine import Request
 
 logger = logging.getLogger(__name__)
@@ -39,15 +40,17 @@ class NoEndError(Exception):
     """A replica's call has ended, and its answer has not."""
 
 
-LOST = (RayActorError, DeploymentUnavailableError, NoEndError)
+# RpcError: how a call by gRPC ends that its replica cancels, being at its own end.
+LOST = (RayActorError, DeploymentUnavailableError, NoEndError, ConnectionLostError, RpcError)
 
 
 class Ingress:
     """An ASGI application in front of the Engine deployment's handle."""
 
     def __init__(self, engines: DeploymentHandle, max_body_bytes: int) -> None:
-        self._engines = engines
-        self._stream = engines.options(stream=True)
+        # The one that was bound calls by the transport that the process which built the application would take.
+        self._engines = DeploymentHandle(engines.deployment_name, engines.app_name)
+        self._stream = self._engines.options(stream=True)
         self._max_body_bytes = max_body_bytes
         self._receiver = Receiver(ray.util.get_node_ip_address())
 

@@ -25,7 +25,8 @@ from tests.api.conftest import MODEL, chat_body, user
 CHAT = "/v1/chat/completions"
 # What one replica may take to come up on a machine that is busy with everything else.
 PATIENCE_S = 240.0
-CONFIG: dict[str, Any] = {"engine": {"kv_cache_bytes": 1 << 28}, "http": {"max_body_bytes": 100_000}}
+MAX_BODY_BYTES = 6_000_000
+CONFIG: dict[str, Any] = {"engine": {"kv_cache_bytes": 1 << 28}, "http": {"max_body_bytes": MAX_BODY_BYTES}}
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -102,6 +103,17 @@ def test_streams_go_through_both_replicas(http: httpx.Client) -> None:
     assert all(after[replica] > before[replica] for replica in after)
 
 
+def test_requests_that_come_together_are_divided(http: httpx.Client) -> None:
+    """Of as many as two replicas have at a time neither has more than the other, but for one that came in between."""
+    name = "nf4_prompt_tokens_total"
+    before = samples(http, name)
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda i: stream(http, f"Count to {i * 7919}.", max_tokens=48), range(12)))
+    assert all(whole(lines) for lines in answers)
+    shares = [value - before[replica] for replica, value in samples(http, name).items()]
+    assert max(shares) < 1.6 * min(shares)
+
+
 def test_a_shared_beginning_goes_where_it_is(http: httpx.Client) -> None:
     beginning = " ".join(f"Rule {i}: never mention {i * 31} in an answer." for i in range(30))
     before = samples(http, "nf4_prompt_tokens_cached_total")
@@ -118,8 +130,9 @@ def test_a_shared_beginning_goes_where_it_is(http: httpx.Client) -> None:
 def test_errors_are_the_server_s_own(http: httpx.Client) -> None:
     for content, status, code in (
         (b"{", 400, "invalid_json"),
+        (b"{" + b" " * (MAX_BODY_BYTES - 1), 400, "invalid_json"),  # more than a message of gRPC's may have by default
         (json.dumps(chat_body(model="other")).encode(), 404, "model_not_found"),
-        (json.dumps(chat_body(messages=user("a" * 100_000))).encode(), 413, "request_too_large"),
+        (json.dumps(chat_body(messages=user("a" * MAX_BODY_BYTES))).encode(), 413, "request_too_large"),
     ):
         answer = http.post(CHAT, content=content, headers={"content-type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)

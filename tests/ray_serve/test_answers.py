@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.ray_serve.answers import Connection, Item, Receiver, Sender
+from server.ray_serve.answers import Connection, ConnectionLostError, Item, Receiver, Sender
 
 HOST = "127.0.0.1"
 
@@ -89,6 +89,27 @@ async def test_a_closed_connection_is_opened_again() -> None:
             second = await sender.connection(address)
             second.put(number, None)
             assert await all_of(items) == []
+
+
+async def test_answers_are_lost_with_their_connection() -> None:
+    """After what came before; an answer that comes from elsewhere, and one that nobody has taken yet, are not."""
+    async with pair() as (receiver, sender):
+        address = await receiver.address()
+        with contextlib.ExitStack() as stack:
+            begun, announced, elsewhere, untaken = (stack.enter_context(receiver.expect()) for _ in range(4))
+            breaks, other = await sender.connection(address), await Connection.open(address)
+            breaks.put(begun[0], {"body": b"x"})
+            breaks.put(announced[0], {})
+            other.put(elsewhere[0], {})
+            breaks.close()
+            assert await begun[1].get() == {"body": b"x"}
+            for _, items in (begun, announced):
+                assert isinstance(await asyncio.wait_for(items.get(), 10), ConnectionLostError)
+            other.put(elsewhere[0], {"body": b"y"})
+            other.put(elsewhere[0], None)
+            assert await all_of(elsewhere[1]) == [{"body": b"y"}]
+            assert untaken[1].empty()
+            other.close()
 
 
 async def test_an_ingress_that_is_gone_is_an_error() -> None:
