@@ -14,8 +14,9 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from server.engine.grammar import GrammarError, Grammars, fill_masks
+from server.engine.grammar import THREADED_STEPS, GrammarError, Grammars, MaskFiller
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
+from server.engine.runtime.sampling.grammar_masks import MaskBuffer
 from server.engine.runtime.sampling.sampler import Sampled, sample
 from server.engine.scheduling.sequence import Sequence
 from server.text.tokenizer import Tokenizer
@@ -91,9 +92,8 @@ def test_single_tokens_are_permitted_as_the_mask_says(grammars: Grammars) -> Non
             alone = [state.permits(token) for token in tokens]
             mask = state.allowed()
             permitted = [token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1]
-            assert [token for token, said in zip(tokens, alone, strict=True) if said] == [
-                token for token in tokens if token in set(permitted)
-            ]
+            known = set(permitted)
+            assert alone == [token in known for token in tokens]
             state.accept(random.choice([token for token in permitted if token != END] or [END]))
             if state.done:
                 break
@@ -163,12 +163,28 @@ def test_each_of_many_is_bound_by_its_own_grammar(grammars: Grammars, choose: Ch
         assert all(constraint.permits(token) for token in (result.token, *(t for t, _ in result.logprob.top)))
 
 
-def test_masks_of_many_are_those_of_each(grammars: Grammars) -> None:
+@pytest.mark.parametrize("quick_s", [0.0, 60.0], ids=["threads", "one after another"])
+def test_masks_of_many_are_those_of_each(grammars: Grammars, quick_s: float) -> None:
     states = [grammars.start(LLMatcher.grammar_from_regex(f"[a-{letter}]+x?")) for letter in "bcdefgh"]
-    masks = np.zeros((len(states), VOCABULARY // 32), np.int32)
-    assert fill_masks(states, masks) == {}
-    assert [row.tobytes() for row in masks] == [state.allowed()[: VOCABULARY // 8] for state in states]
+    masks = np.full((len(states), VOCABULARY // 32), -1, np.int32)
+    filler = MaskFiller(quick_s)
+    # After the first step in which there was no time all masks are found on threads, until another one is tried.
+    for _ in range(2 if quick_s else THREADED_STEPS + 3):
+        masks[:] = -1
+        assert filler.fill(states, masks) == {}
+        assert [row.tobytes() for row in masks] == [state.allowed()[: VOCABULARY // 8] for state in states]
     assert len({row.tobytes() for row in masks}) == len(states)
+
+
+def test_masks_take_the_place_of_earlier_ones(grammars: Grammars) -> None:
+    """The memory of masks is kept, and grows: none has anything of a step before."""
+    rows = [sequence(grammars, LLMatcher.grammar_from_regex(f"[a-{letter}]+"), 1) for letter in "bcdefgh"]
+    buffer = MaskBuffer(VOCABULARY, torch.device("cpu"))
+    for some in (rows[3:5], rows[:1], rows, rows[5:], rows[2:]):
+        found, failed = buffer.find(some)
+        assert failed == {}
+        expected = [s.constraint.allowed()[: VOCABULARY // 8] for s in some if s.constraint is not None]
+        assert [row.numpy().tobytes() for row in found] == expected
 
 
 def test_a_sequence_that_leaves_its_grammar_ends_alone(grammars: Grammars) -> None:

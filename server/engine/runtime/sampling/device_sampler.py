@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.sampling.grammar_masks import find_masks, mask, permitted_by_masks
+from server.engine.runtime.sampling.grammar_masks import MaskBuffer, mask, permitted_by_masks
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.sampling.step_plan import AdjustedRows, ScoredRows, StepPlan
@@ -110,6 +110,7 @@ class DeviceSampler:
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._device = device
+        self._masks = MaskBuffer(vocabulary, device)
         self._table: PenaltyTable | None = None
         self._plan: StepPlan | None = None
 
@@ -190,20 +191,18 @@ class DeviceSampler:
         assert self._plan is not None
         own = [self._plan.sequences[row] for row in adjusted.rows]
         bound = [own[place] for place in adjusted.constrained]
-        masks, failed = find_masks(bound, self._vocabulary)
+        masks, failed = self._masks.find(bound)
         errors.update((adjusted.rows[adjusted.constrained[index]], reason) for index, reason in failed.items())
-        pinned = torch.from_numpy(masks)
-        masks_on_device = (pinned.pin_memory() if logits.is_cuda else pinned).to(logits.device, non_blocking=True)
         if len(adjusted.tried):
             free_best, free_tokens = logits.max(dim=-1)
             free_tokens = adjusted.tried.sample(logits, lengths, free_tokens)
-        mask(logits, adjusted.constrained_on_device, masks_on_device)
+        mask(logits, adjusted.constrained_on_device, masks)
         best, tokens = logits.max(dim=-1)
         tokens = adjusted.random.sample(logits, lengths, tokens)
         if len(adjusted.tried):
             tokens = adjusted.tried.sample(logits, lengths, tokens, again=True)
             places = adjusted.tried_places
             permitted = torch.zeros_like(tokens, dtype=torch.bool)
-            permitted[places] = permitted_by_masks(masks_on_device[adjusted.tried_masks], free_tokens[places])
+            permitted[places] = permitted_by_masks(masks[adjusted.tried_masks], free_tokens[places])
             best, tokens = torch.where(permitted, free_best, best), torch.where(permitted, free_tokens, tokens)
         return best, tokens

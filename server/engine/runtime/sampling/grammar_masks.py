@@ -7,11 +7,10 @@ import math
 from collections.abc import Collection
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.functional import embedding
 
-from server.engine.grammar import fill_masks
+from server.engine.grammar import MaskFiller
 from server.engine.runtime.sampling.device_options import DeviceOptions
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.sequence import Sequence
@@ -48,22 +47,38 @@ def apply_constraints(logits: torch.Tensor, rows: list[int], sequences: list[Seq
         logits.index_add_(0, torch.tensor(rows, device=device), added)
 
 
-def find_masks(sequences: list[Sequence], vocabulary: int) -> tuple[npt.NDArray[np.uint8], dict[int, str]]:
-    """The tokens that sequences with grammars may have next: bit i of byte i // 8 is token i.
+class MaskBuffer:
+    """Finds the masks of a step's sequences. Their host memory is kept from step to step, pinned where a GPU copies it."""
 
-    uint8 [sequences, 4 * ceil(vocabulary / 32)], found on several threads; and by row, why a grammar cannot be followed.
-    """
-    masks = np.zeros((len(sequences), -(-vocabulary // 32)), np.int32)
-    constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
-    failed = fill_masks(constraints, masks)
-    found = masks.view(np.uint8)
-    for row, (sequence, constraint) in enumerate(zip(sequences, constraints, strict=True)):
-        ends = _ends(sequence)
-        if row not in failed and ends and constraint.may_end:
-            for token in ends:
-                if 0 <= token < vocabulary:
-                    found[row, token // 8] |= 1 << token % 8
-    return found, {row: f"the model failed: {type(e).__name__}: {first_line(e)}" for row, e in failed.items()}
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self._vocabulary = vocabulary
+        self._device = device
+        self._filler = MaskFiller()
+        self._memory = torch.empty(0, -(-vocabulary // 32), dtype=torch.int32)
+
+    def find(self, sequences: list[Sequence]) -> tuple[torch.Tensor, dict[int, str]]:
+        """The tokens that sequences with grammars may have next: bit i of byte i // 8 is token i.
+
+        uint8 [sequences, 4 * ceil(vocabulary / 32)] on the device, valid until the next call, which may come when the device
+        has copied them. And by row, why a grammar cannot be followed; such a row holds anything.
+        """
+        count = len(sequences)
+        if count > len(self._memory):
+            shape = max(count, 2 * len(self._memory)), self._memory.shape[1]
+            self._memory = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        memory = self._memory[:count]
+        constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
+        masks = memory.numpy()
+        failed = self._filler.fill(constraints, masks)
+        found = masks.view(np.uint8)
+        for row, (sequence, constraint) in enumerate(zip(sequences, constraints, strict=True)):
+            ends = _ends(sequence)
+            if row not in failed and ends and constraint.may_end:
+                for token in ends:
+                    if 0 <= token < self._vocabulary:
+                        found[row, token // 8] |= 1 << token % 8
+        errors = {row: f"the model failed: {type(e).__name__}: {first_line(e)}" for row, e in failed.items()}
+        return memory.view(torch.uint8).to(self._device, non_blocking=True), errors
 
 
 def mask(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor) -> None:
@@ -92,7 +107,7 @@ def permitted_by_masks(masks: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
 
 
 def refused(tokens: list[int], rows: list[int], sequences: list[Sequence]) -> list[int]:
-    """Those of rows whose token (tokens has one for each sequence) the sequence's grammar forbids. Raises GrammarError."""
+    """The rows whose token the sequence's grammar forbids; tokens has one for each sequence. Raises GrammarError."""
     return [row for row in rows if not _is_permitted(tokens[row], sequences[row])]
 
 

@@ -127,7 +127,7 @@ def _try_sampling(sample_rows: _SampleRows, device: torch.device, dtype: torch.d
 
 
 def sampling_table(sequences: list[Sequence], vocabulary: int, again: bool = False) -> npt.NDArray[np.float64] | None:
-    """What decides the sampled tokens: [rows whose temperature is above 0, 6], see triton_kernel.sample_rows().
+    """The numbers that decide the sampled tokens: [rows with a temperature above 0, 6], see triton_kernel.sample_rows().
 
     None where there is no such row. again: as of sample_by_inversion().
     """

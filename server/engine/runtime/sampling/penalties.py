@@ -26,11 +26,11 @@ def penalties(vocabulary: int, device: torch.device) -> Penalties | HostPenaltie
 
 @dataclass
 class _History:
-    """How often a sequence has had its tokens, of which the first known ones are counted."""
+    """How often a sequence has had each token; the first `known` of its tokens are counted."""
 
     known: int = 0
     counts: dict[int, int] = field(default_factory=dict)
-    """By token, how often it is in the answer; 0 for tokens of the prompt alone."""
+    """How often each token is in the answer; 0 for tokens that only the prompt has."""
 
 
 class HostPenalties:
@@ -68,7 +68,7 @@ class Penalties:
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self._table_rows: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
         self._known: dict[int, int] = {}
-        """By row, how many of its sequence's tokens are counted."""
+        """How many of its sequence's tokens are counted, by row."""
         self._free: list[int] = []
         self._seen = torch.zeros(0, vocabulary, dtype=torch.bool, device=device)
         """[rows, vocabulary]: whether the token is in the prompt or the answer."""

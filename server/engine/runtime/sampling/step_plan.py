@@ -21,9 +21,9 @@ class ScoredRows:
     rows: list[int]
     """The sequences' places in the step."""
     most: int
-    """Alternatives of the sequence that wants the most."""
+    """How many alternatives the sequence wants that wants the most."""
     at: torch.Tensor | None
-    """int64: their rows of the logits; None: all, in order."""
+    """int64: their rows of the logits; None where they are all rows, in order."""
     rows_on_device: torch.Tensor
     """int64: rows."""
 
@@ -37,9 +37,9 @@ class AdjustedRows:
     rows_on_device: torch.Tensor
     """int64 [A]: rows."""
     everything: bool
-    """Whether they are all of the step, in order."""
+    """Whether they are all sequences of the step, in order."""
     penalized: PenalizedRows | None
-    """The first ones."""
+    """The penalized ones, which come first."""
     bias: tuple[torch.Tensor, torch.Tensor] | None
     """int64 places in the flattened logits [A, vocabulary] and float32 what is added there."""
     bans: torch.Tensor | None
@@ -49,13 +49,13 @@ class AdjustedRows:
     constrained_on_device: torch.Tensor
     """int64 [C]: constrained."""
     random: RandomRows
-    """Those whose tokens are sampled, once their logits are final."""
+    """The sequences whose tokens are sampled with a temperature once their logits are final."""
     tried: RandomRows
-    """Those whose tokens are sampled without regard to the grammar first, and again where it refuses them."""
+    """The sequences whose tokens are sampled without regard to the grammar first, and again where it refuses them."""
     tried_places: torch.Tensor
-    """int64: which of the A the tried ones are."""
+    """int64: the places of the tried sequences among the A."""
     tried_masks: torch.Tensor
-    """int64: which of the C the tried ones are."""
+    """int64: the places of the tried sequences among the C."""
 
 
 class StepPlan:
@@ -75,11 +75,11 @@ class StepPlan:
         changed = set(rows)
         raw = [row for row in range(len(sequences)) if row not in changed]
         self.random = RandomRows([sequences[row] for row in raw], vocabulary, raw)
-        """Those whose tokens are sampled from the model's logits as they are."""
+        """The sequences whose tokens are sampled from the model's logits as they are."""
         self.scored_raw = self._scored(raw, raw, len(sequences))
-        """Those whose log-probabilities are of the model's logits."""
+        """The sequences whose log-probabilities are taken from the model's logits."""
         self.scored_adjusted = self._scored(rows, list(range(len(rows))), len(rows))
-        """Those whose log-probabilities are of the adjusted logits."""
+        """The sequences whose log-probabilities are taken from the adjusted logits."""
 
         self.is_random = any(sequence.sampling.temperature > 0 for sequence in sequences)
         """Whether any token is sampled with a temperature."""
