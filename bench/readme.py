@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import sampling_tables, tables
+from bench import parallel_tables, sampling_tables, tables
 from bench.api_processes.tables import api_processes
 from bench.ray_serve import tables as ray_serve
 
@@ -33,6 +33,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": sampling_tables.options,
     "fidelity": tables.fidelity,
     "cpu": tables.cpu,
+    "several-gpus": parallel_tables.several_gpus,
+    "gpu-starts": parallel_tables.gpu_starts,
+    "exchange": parallel_tables.exchange,
     "api-processes": api_processes,
     "ray-affinity": ray_serve.affinity,
     "ray-throughput": ray_serve.throughput,

@@ -45,9 +45,7 @@ def headline() -> str:
     """The README's three lines of figures: decode, the kernels, a CPU."""
     batches = (1, 8, 32, 128)
     ours = [_find(_e2e("decode"), "qwen3-8b", batch)["ours_tok_s"] for batch in batches]
-    awq, bf16 = (
-        [_peer("H200", "vLLM", weights, "qwen3-8b", batch) for batch in batches] for weights in ("AWQ", "bf16")
-    )
+    awq, bf16 = ([peer("H200", "vLLM", weights, "qwen3-8b", batch) for batch in batches] for weights in ("AWQ", "bf16"))
     linear = {row["M"]: row for row in _projection() if row["op"] == "linear"}
     one, many = linear[1], linear[2048]
     cpu = load(CPU)["rows"][0]
@@ -94,7 +92,7 @@ def models() -> str:
     lines = []
     for row in sorted(rows, key=lambda row: (list(NAMES).index(row["model"]), row["batch"])):
         place = row["model"], row["batch"]
-        vllm = [_speed(_peer("H200", "vLLM", weights, *place)) for weights in ("NF4", "AWQ", "bf16")]
+        vllm = [_speed(peer("H200", "vLLM", weights, *place)) for weights in ("NF4", "AWQ", "bf16")]
         lines.append([NAMES[place[0]], str(place[1]), f"**{_speed(row['ours_tok_s'])}**", *vllm, _transformers(row)])
     heads = ["model", "sequences", "ours, NF4", "vLLM, NF4", "vLLM, AWQ-Marlin", "vLLM, bf16", "transformers, NF4"]
     versions = load(PEERS["H200"])["runs"][0]["versions"]
@@ -137,7 +135,7 @@ def prefill() -> str:
     ]
     lines = []
     for row in _e2e("prefill"):
-        vllm = [_peer("H200", "vLLM", w, row["model"], row["batch"], row["length"]) for w in ("NF4", "AWQ", "bf16")]
+        vllm = [peer("H200", "vLLM", w, row["model"], row["batch"], row["length"]) for w in ("NF4", "AWQ", "bf16")]
         cells = map(_speed, (row["ours_tok_s"], row.get("hf_generate_tok_s"), *vllm))
         lines.append([NAMES[row["model"]], f"{row['batch']} x {row['length']}", *cells, row["commit"]])
     return table(heads, lines)
@@ -150,7 +148,7 @@ def vllm() -> str:
     lines = []
     for gpu in PEERS:
         for engine, weights in (("nf4-server", "NF4"), ("vLLM", "AWQ"), ("vLLM", "bf16")):
-            cells = [_speed(_peer(gpu, engine, weights, "llama-3.1-8b", *place)) for place in columns]
+            cells = [_speed(peer(gpu, engine, weights, "llama-3.1-8b", *place)) for place in columns]
             lines.append([gpu, f"{engine}, {weights}", *cells])
     return table(heads, lines)
 
@@ -258,16 +256,18 @@ def _find(rows: Iterable[Result], model: str, batch: int) -> Result:
     return next(row for row in rows if (row["model"], row["batch"]) == (model, batch))
 
 
-def _peer(gpu: str, engine: str, weights: str, model: str, batch: int, length: int | None = None) -> float | None:
-    """The tokens per second of another engine on that GPU; None where it was not measured."""
-    place = {"engine": engine, "weights": weights, "model": model, "batch": batch, "length": length}
+def peer(
+    gpu: str, engine: str, weights: str, model: str, batch: int, length: int | None = None, gpus: int | None = None
+) -> float | None:
+    """The tokens per second of another engine on that GPU, or on `gpus` of them; None where it was not measured."""
+    place = {"engine": engine, "weights": weights, "model": model, "batch": batch, "length": length, "gpus": gpus}
     rows = (row for run in load(PEERS[gpu])["runs"] for row in run["rows"])
     return next((row["tok_s"] for row in rows if {key: row.get(key) for key in place} == place), None)
 
 
 def _theirs(row: Result) -> list[float]:
     """transformers' speeds of a decode row: on the host of our own figure first, then on the other host."""
-    other = _peer("H200", "transformers generate", "NF4", row["model"], row["batch"])
+    other = peer("H200", "transformers generate", "NF4", row["model"], row["batch"])
     return [speed for speed in (row.get("hf_generate_tok_s"), other) if speed is not None]
 
 

@@ -1,7 +1,7 @@
 """Sums over the GPUs of a host in one launch: `PeerReducer`, for the small tensors that tensor parallelism exchanges.
 
-Source: csrc/cuda/all_reduce.cu. Each rank is a process with a GPU; they write to one another through CUDA IPC, over NVLink
-or PCIe, without NVLink multicast. The caller has to bring the ranks' handles to one another.
+Sources: csrc/cuda/all_reduce.cu and inbox.cu. Each rank is a process with a GPU; they write to one another through CUDA IPC,
+over NVLink or PCIe, without NVLink multicast. The caller has to bring the ranks' handles to one another.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from nf4_kernels.cuda_library import AllReduce, raise_for, usable
 from nf4_kernels.params import DTYPES
 
 MOST_RANKS = 8
-MOST_BYTES = 262144
-"""The largest tensor, in bytes. This and MOST_RANKS are limits of csrc/params.h."""
+MOST_BYTES = 2097152
+"""The largest tensor, in bytes, with two ranks. This and MOST_RANKS are limits of csrc/params.h."""
 _HANDLE_BYTES = 64
 _CHUNK = 16
+
+
+def most_bytes(ranks: int) -> int:
+    """The largest tensor that one launch sums over so many ranks, in bytes: what a rank sends grows with them."""
+    return MOST_BYTES // (1 if ranks <= 2 else 2 if ranks <= 4 else 4)
 
 
 class PeerReducer:
     """One rank's side. All ranks make one, open() one another's inboxes, and then make the same calls in the same order.
 
-    Launches may be captured in CUDA graphs. The inbox takes 1 MB of the GPU's memory for each rank.
+    Launches may be captured in CUDA graphs. The inbox takes 16 MB of the GPU's memory.
     """
 
     def __init__(self, device: torch.device, rank: int, ranks: int) -> None:
@@ -46,7 +51,7 @@ class PeerReducer:
         """The handle that the other ranks need, 64 bytes."""
 
     def open(self, handles: Sequence[bytes]) -> None:
-        """Open the others' inboxes; handles: of all ranks, in their order. KernelError where a GPU cannot be reached."""
+        """Open the others' inboxes; handles are those of all ranks, in order. KernelError where a GPU cannot be reached."""
         if len(handles) != self.ranks or any(len(handle) != _HANDLE_BYTES for handle in handles):
             raise ValueError(f"there must be {self.ranks} handles of {_HANDLE_BYTES} bytes")
         with torch.cuda.device(self.device):
@@ -59,10 +64,10 @@ class PeerReducer:
                 self._opened[rank] = inbox.value or 0
 
     def takes(self, x: Tensor) -> bool:
-        """Whether all_reduce() takes x: a dense tensor of up to MOST_BYTES, a multiple of 16 bytes, aligned to 16."""
+        """Whether all_reduce() takes x: dense, of up to most_bytes(ranks), a multiple of 16 bytes, aligned to 16."""
         return (
             x.dtype in DTYPES
-            and x.nbytes <= MOST_BYTES
+            and x.nbytes <= most_bytes(self.ranks)
             and x.nbytes % _CHUNK == 0
             and x.data_ptr() % _CHUNK == 0
             and x.is_contiguous()
@@ -76,7 +81,8 @@ class PeerReducer:
         take, KernelError where it cannot be launched.
         """
         if not self.takes(x) or x.device != self.device:
-            raise ValueError(f"x must be dense on {self.device}, of up to {MOST_BYTES} bytes in 16s, got {x.nbytes}")
+            most = most_bytes(self.ranks)
+            raise ValueError(f"x must be dense on {self.device}, of up to {most} bytes in 16s, got {x.nbytes}")
         if residual is not None and not (residual.shape == x.shape and residual.dtype == x.dtype):
             raise ValueError(f"residual must be {x.dtype} of shape {tuple(x.shape)}")
         if residual is not None and (residual.device != x.device or not self.takes(residual)):

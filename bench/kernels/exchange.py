@@ -22,7 +22,7 @@ from server.engine.runtime.exchange import ENVIRONMENT
 from server.engine.runtime.peers import meet_peers
 
 RESULTS = Path(__file__).parents[1] / "results"
-KILOBYTES = (2, 8, 16, 32, 64, 80, 128, 160, 256)
+KILOBYTES = (2, 8, 16, 40, 64, 80, 120, 160, 256, 320, 480, 640, 1000, 1280, 2048)
 CHAIN, REPLAYS, ROUNDS = 100, 20, 5
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from nf4_kernels.cuda_library import KernelError
-from nf4_kernels.peers import MOST_BYTES, PeerReducer
+from nf4_kernels.peers import PeerReducer, most_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Of a chunk, of a thread block, of several, all that one launch takes, and odd numbers of chunks between.
-BYTES = (16, 32, 2048, 2064, 8192, 10240, 81920, 160 * 1024 + 16, MOST_BYTES)
+# A chunk, a thread block, several, all that one launch takes (-1), and odd numbers of chunks between.
+BYTES = (16, 32, 2048, 2064, 8192, 10240, 81920, 160 * 1024 + 16, 999_984, -1)
 PATIENCE_S = 1.0
 
 
@@ -35,11 +35,17 @@ def expected(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch
     return total.to(xs[0].dtype)
 
 
+def sizes(ranks: int) -> list[int]:
+    """Bytes of the tensors."""
+    most = most_bytes(ranks)
+    return [most if bytes_ < 0 else min(bytes_, most) for bytes_ in BYTES]
+
+
 def sums(peers: PeerReducer) -> None:
     """Launches of all sizes, one after another: thread blocks that take part in few of them count other epochs."""
     rng = random.Random(0)
     for step in range(120):
-        dtype, bytes_ = rng.choice(DTYPES), rng.choice(BYTES)
+        dtype, bytes_ = rng.choice(DTYPES), rng.choice(sizes(peers.ranks))
         xs, residual = inputs(peers.ranks, step, bytes_, dtype)
         added = residual if rng.random() < 0.5 else None
         x = xs[peers.rank].to(peers.device)
@@ -49,8 +55,8 @@ def sums(peers: PeerReducer) -> None:
 
 def many(peers: PeerReducer) -> None:
     """Several hundred launches without a look at the results in between."""
-    steps = [(step, BYTES[step % len(BYTES)]) for step in range(40)]
-    given = [inputs(peers.ranks, step, bytes_, torch.bfloat16) for step, bytes_ in steps]
+    steps = sizes(peers.ranks) * 4
+    given = [inputs(peers.ranks, step, bytes_, torch.bfloat16) for step, bytes_ in enumerate(steps)]
     for _ in range(5):
         outs = [xs[peers.rank].to(peers.device) for xs, _ in given]
         residuals = [residual.to(peers.device) for _, residual in given]

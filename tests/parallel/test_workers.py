@@ -101,6 +101,8 @@ def _run(folder: Path, adapters: list[Path], ranks: int) -> tuple[dict[str, list
             runner, config, Grammars(folder, runner.limits.vocab_size), workers.device_memory if workers else None
         )
         found = run_together(engine, *_requests())
+        # Its first steps sample no token of any sequence.
+        found |= run_together(engine, make_request(150, "in three steps", max_tokens=5, ignore_eos=True))
         assert runner.adapters is not None
         runner.adapters.read(LoadAdapter("second", str(adapters[1])))
         while not (results := engine.settle_adapters()):

@@ -248,7 +248,7 @@ def start_workers(
 
 
 def _devices(rank: int, count: int) -> dict[str, str]:
-    """The environment in which a rank's GPU is the first one, and so has the same name in all ranks' compiled code."""
+    """An environment in which the rank's GPU is the first one; so it has the same name in the compiled code of all ranks."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
     return {"CUDA_VISIBLE_DEVICES": ",".join([names[rank], *names[:rank], *names[rank + 1 : count]])}

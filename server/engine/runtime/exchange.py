@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nf4_kernels.peers import PeerReducer
-from server.engine.runtime.peers import meet_peers, one_launch_bytes
+from nf4_kernels.peers import PeerReducer, most_bytes
+from server.engine.runtime.peers import meet_peers
 
 # Ranks reach their trials at the same time, except for the time that they compile or load for.
 TIMEOUT = timedelta(minutes=10)
@@ -89,14 +89,14 @@ def leave() -> None:
 
 
 def bound_waiting(seconds: float) -> None:
-    """How long our own launches wait for a rank from here on. Beyond it they fail, and this process's GPU work with them."""
+    """Set how long our own launches wait for a rank from now on. Then they fail, and this process's GPU work with them."""
     if _Process.peers is not None:
         _Process.peers.set_patience(seconds)
 
 
 def one_launch() -> int:
     """Bytes up to which a tensor is summed, with a residual, by one launch; 0 where there is no such launch."""
-    return 0 if _Process.peers is None else one_launch_bytes(_Process.peers.ranks)
+    return 0 if _Process.peers is None else most_bytes(_Process.peers.ranks)
 
 
 def is_alone() -> bool:
@@ -149,8 +149,11 @@ def _reduced_by_peers(x: torch.Tensor, residual: torch.Tensor | None) -> bool:
 
 def _all_gather(x: torch.Tensor) -> torch.Tensor:
     assert _Process.membership is not None
-    out = x.new_empty(_Process.membership.count, *x.shape)
-    _gather(out.view(-1, *x.shape[1:]), x.contiguous())
+    count = _Process.membership.count
+    out = x.new_empty(count, *x.shape)
+    # A step in which no sequence samples has no logits, on any rank.
+    if x.numel():
+        _gather(out.view(count * x.shape[0], *x.shape[1:]), x.contiguous())
     return out
 
 

@@ -10,20 +10,15 @@ import torch.distributed as dist
 
 from nf4_kernels import cuda
 from nf4_kernels.cuda_library import KernelError
-from nf4_kernels.peers import MOST_BYTES, MOST_RANKS, PeerReducer
+from nf4_kernels.peers import MOST_RANKS, PeerReducer, most_bytes
 
 logger = logging.getLogger(__name__)
 
 TRIAL_S = 20.0
 
 
-def one_launch_bytes(ranks: int) -> int:
-    """The largest tensor that one launch sums: what a rank writes grows with the ranks. Estimates, not measured yet."""
-    return MOST_BYTES // (1 if ranks <= 2 else 2 if ranks <= 4 else 4)
-
-
 def meet_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | None:
-    """This rank's side of the launches, tried once; None for all ranks where they do not work between all of them.
+    """Make this rank's side of the launches and try them once; None on all ranks where they do not work between all.
 
     All ranks of the process group call it at the same time. NCCL_P2P_DISABLE=1 switches peer access off here, too.
     """
@@ -63,9 +58,8 @@ def _unusable(ranks: int) -> str | None:
 
 def _tried(peers: PeerReducer) -> str | None:
     """What is wrong with sums over the ranks; None where they are right."""
-    count = one_launch_bytes(peers.ranks) // 2
-    given = torch.arange(count, device=peers.device, dtype=torch.int32) % 64
     peers.set_patience(TRIAL_S)
+    given = torch.arange(most_bytes(peers.ranks) // 2, device=peers.device, dtype=torch.int32) % 64
     for _ in range(3):
         x = (given + peers.rank).to(torch.bfloat16)
         peers.all_reduce(x, given.to(torch.bfloat16), fatal=False)

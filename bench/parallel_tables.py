@@ -1,0 +1,64 @@
+"""Markdown of bench/results/tp-*.json and exchange-*.json: several GPUs beside one, and what their exchange takes."""
+
+from __future__ import annotations
+
+from bench.tables import NAMES, Result, load, peer, table
+
+DEVICE = "nvidia-h100-80gb-hbm3"
+PROMPT = 128
+"""Tokens of a prompt in decode."""
+_RESIDUAL_KIB = (2, 16, 80, 160, 320, 640, 1280, 2048)
+
+
+def several_gpus() -> str:
+    """Decode and prefill of one GPU and of two in one run, and vLLM with AWQ on two."""
+    result = load(f"tp-{DEVICE}.json")
+    lines = []
+    for row in (row for row in result["rows"] if row.get("tp") == 2 and row["mode"] in ("decode", "prefill")):
+        one = next(other for other in result["rows"] if _place(other) == _place(row) and other["tp"] == 1)
+        vllm = peer("H100", "vLLM", "AWQ", row["model"], row["batch"], row.get("length", PROMPT), row["tp"])
+        shape = str(row["batch"]) if row["mode"] == "decode" else f"{row['batch']} x {row['length']}"
+        lines.append(
+            [
+                NAMES[row["model"]],
+                row["mode"],
+                shape,
+                f"{one['tok_s']:.0f}",
+                f"{row['tok_s']:.0f}",
+                f"{row['tok_s'] / one['tok_s']:.2f}",
+                "" if vllm is None else f"{vllm:.0f}",
+                row["commit"],
+            ]
+        )
+    heads = ["model", "mode", "sequences", "one GPU", "two GPUs", "times", "vLLM AWQ, two GPUs", "commit"]
+    return f"{result['device']}, tokens per second.\n\n{table(heads, lines)}"
+
+
+def gpu_starts() -> str:
+    """Memory of rank 0 and the seconds until the engine is ready, by model and number of GPUs."""
+    lines = [
+        [
+            NAMES[row["model"]],
+            str(row["tp"]),
+            f"{row['nf4_weights_gib']:.1f}",
+            f"{row['kv_gib']:.0f}",
+            f"{row['reserved_gib']:.1f}",
+            f"{row['ready_s']:.0f}",
+        ]
+        for row in load(f"tp-{DEVICE}.json")["rows"]
+        if row["mode"] == "start"
+    ]
+    return table(["model", "GPUs", "NF4 weights a GPU, GiB", "KV cache a GPU", "reserved", "start, s"], lines)
+
+
+def exchange() -> str:
+    """Microseconds of a sum with its residual, by NCCL and by one launch of ours."""
+    result = load(f"exchange-{DEVICE}.json")
+    rows = [row for row in result["rows"] if row["residual"] and row["kib"] in _RESIDUAL_KIB]
+    lines = [[str(row["kib"]), f"{row['nccl_us']:.1f}", f"{row['ours_us']:.1f}"] for row in rows]
+    heads = ["KiB", "NCCL and an addition", "ours"]
+    return f"{result['device']}, {rows[0]['ranks']} GPUs, microseconds in a CUDA graph.\n\n{table(heads, lines)}"
+
+
+def _place(row: Result) -> tuple[object, ...]:
+    return tuple(row.get(name) for name in ("model", "mode", "batch", "length"))

@@ -1,0 +1,54 @@
+// Inboxes made, opened by other processes, asked and given back.
+#include <stddef.h>
+#include <string.h>
+
+#include "inbox.cuh"
+
+// An inbox of this rank on the current device, and the handle (64 bytes) with which other processes open it.
+NF4_EXPORT int nf4_cuda_inbox_create(int32_t ranks, void** inbox, char* handle) {
+  if (ranks < 2 || ranks > NF4_MOST_RANKS) return cudaErrorInvalidValue;
+  size_t bytes = nf4::inbox_bytes(ranks);
+  cudaError_t status = cudaMalloc(inbox, bytes);
+  if (status != cudaSuccess) return status;
+  cudaIpcMemHandle_t made;
+  nf4::InboxHeader empty{};
+  empty.silent_rank = -1;
+  empty.patience_ns = UINT64_MAX;
+  status = cudaMemset(*inbox, 0, bytes);
+  if (status == cudaSuccess) status = cudaMemcpy(*inbox, &empty, sizeof(empty), cudaMemcpyHostToDevice);
+  if (status == cudaSuccess) status = cudaDeviceSynchronize();
+  if (status == cudaSuccess) status = cudaIpcGetMemHandle(&made, *inbox);
+  if (status != cudaSuccess) {
+    cudaFree(*inbox);
+    return status;
+  }
+  static_assert(sizeof(made) == NF4_INBOX_HANDLE_BYTES, "");
+  memcpy(handle, &made, sizeof(made));
+  return cudaSuccess;
+}
+
+NF4_EXPORT int nf4_cuda_inbox_free(void* inbox) { return cudaFree(inbox); }
+
+// Another process's inbox, as this process's current device reaches it.
+NF4_EXPORT int nf4_cuda_inbox_open(const char* handle, void** inbox) {
+  cudaIpcMemHandle_t given;
+  memcpy(&given, handle, sizeof(given));
+  cudaError_t status = cudaIpcOpenMemHandle(inbox, given, cudaIpcMemLazyEnablePeerAccess);
+  // What is returned is said; nobody else is to find it as the last error.
+  if (status != cudaSuccess) cudaGetLastError();
+  return status;
+}
+
+NF4_EXPORT int nf4_cuda_inbox_close(void* inbox) { return cudaIpcCloseMemHandle(inbox); }
+
+// How long launches that begin from here on wait for a rank. Not while a graph is captured.
+NF4_EXPORT int nf4_cuda_inbox_patience(void* inbox, uint64_t ns) {
+  return cudaMemcpy(static_cast<char*>(inbox) + offsetof(nf4::InboxHeader, patience_ns), &ns, sizeof(ns),
+                    cudaMemcpyHostToDevice);
+}
+
+// A rank for which a launch has waited too long, or -1. Waits for the launches that are under way.
+NF4_EXPORT int nf4_cuda_inbox_silent_rank(void* inbox, int32_t* rank) {
+  return cudaMemcpy(rank, static_cast<char*>(inbox) + offsetof(nf4::InboxHeader, silent_rank), sizeof(*rank),
+                    cudaMemcpyDeviceToHost);
+}
