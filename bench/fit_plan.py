@@ -74,7 +74,7 @@ def launches_of(report: dict[str, Any]) -> list[Launch]:
 
 
 def fit(launches: Iterable[Launch], multiprocessors: int) -> dict[tuple[int, int], Fit]:
-    """For each instance (tokens, groups) that launches has, its costs."""
+    """Fit the costs of each instance (tokens, groups) that launches has."""
     groups: dict[tuple[int, int], list[Launch]] = defaultdict(list)
     for launch in launches:
         groups[launch.plan.tokens, launch.plan.groups].append(launch)

@@ -79,7 +79,7 @@ def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
 
 
 def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) -> bool:
-    """As gemm(), for the x whose tiled activations are given. False, and nothing done, where no launch takes them."""
+    """Compute what gemm() does, from tiled activations of x. False, with nothing done, where no launch takes them."""
     m = out.shape[0]
     choice = plan_on(out.device, m, weight.n, weight.k, weight.blocksize, weight.absmax_8bit is not None)
     workspace = _workspace(out.device)
@@ -90,7 +90,7 @@ def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) ->
 
 
 def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: Gate) -> bool:
-    """As gemm(), with the gate in the epilogue. False, and nothing done, where no launch has it."""
+    """Compute what gemm() does, with the gate in the epilogue. False, with nothing done, where no launch has it."""
     m, n, k, normalised = x.shape[0], weight.n, weight.k, fusion.norm_weight is not None
     if not can_write_gated(x.dtype, n, gate.tile) or (normalised and not can_norm(x.dtype, k)):
         return False
@@ -266,7 +266,7 @@ def _new_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_into(out: Tensor, weight: Nf4Weight, first: int, count: int, whole: int | None = None) -> None:
-    """out = the count elements of the weight from first on. whole: the clock's words of the GEMM that it begins."""
+    """Write count elements of the weight, from first on, to out. whole: the clock's words of the GEMM that it begins."""
     stream = torch.cuda.current_stream(out.device).cuda_stream
     loaded = usable()
     words, _ = _clock_words(out.device, "dequantize")

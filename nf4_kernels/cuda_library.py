@@ -99,6 +99,12 @@ class MoeRowsPlan(ctypes.Structure):
     )
 
 
+class MoeWarpsPlan(ctypes.Structure):
+    """MoeWarpsPlan of params.h."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("warps", "row_tiles", "grid", "held_groups", "adds"))
+
+
 class MoeWgmmaPlan(ctypes.Structure):
     """MoeWgmmaPlan of params.h."""
 
@@ -115,6 +121,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Nf4AllReduce": AllReduce,
     "Nf4Moe": Moe,
     "MoeRowsPlan": MoeRowsPlan,
+    "MoeWarpsPlan": MoeWarpsPlan,
     "MoeWgmmaPlan": MoeWgmmaPlan,
 }
 """What mirrors each struct of params.h."""
@@ -161,7 +168,14 @@ def library() -> ctypes.CDLL | str:
                 ctypes.POINTER(WgmmaPlan),
             )
             getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
+        loaded.nf4_cuda_top_k.argtypes = (
+            *(ctypes.c_void_p,) * 3,
+            ctypes.c_int64,
+            *(ctypes.c_int32,) * 3,
+            ctypes.c_void_p,
+        )
         loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
+        loaded.nf4_cuda_moe_warps.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWarpsPlan))
         loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
     except (OSError, AttributeError) as e:
         return f"{path} cannot be loaded: {e}"

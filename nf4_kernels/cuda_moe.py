@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from nf4_kernels.cuda import BLOCKSIZES
-from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWgmmaPlan, load_error, raise_for, usable
+from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPlan, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
-from nf4_kernels.plan.moe import MoePlan, MoeRows, plan_moe
+from nf4_kernels.plan.moe import MoePlan, MoeRows, MoeWarps, plan_moe
 from nf4_kernels.reference import check_expert_gate
 
 
@@ -86,6 +86,8 @@ def run(
         loaded = usable()
         if isinstance(choice, MoeRows):
             status = loaded.nf4_cuda_moe_rows(moe, MoeRowsPlan(**dataclasses.asdict(choice)))
+        elif isinstance(choice, MoeWarps):
+            status = loaded.nf4_cuda_moe_warps(moe, MoeWarpsPlan(**dataclasses.asdict(choice)))
         else:
             status = loaded.nf4_cuda_moe_wgmma(moe, MoeWgmmaPlan(**dataclasses.asdict(choice)))
         raise_for(loaded, status, str(choice))

@@ -26,7 +26,7 @@ from bench.kernels.clock import Bench
 from bench.kernels.measure import BLOCKSIZE, random_weight
 from bench.machine import current_commit
 from nf4_kernels import Weight, cuda, cuda_moe
-from nf4_kernels.plan.moe import MoePlan, MoeRows, moe_candidates
+from nf4_kernels.plan.moe import GROUP, MoePlan, MoeWarps, MoeWgmma, moe_candidates
 
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 300, 2048, 8192)
@@ -104,8 +104,8 @@ def random_calls(mixture: Mixture, weights: tuple[Weight, Weight], tokens: int) 
 
 def sensible(plan: MoePlan, tokens: int, each: float) -> bool:
     """Whether a launch is worth its time here: groups neither much smaller nor much larger than experts' choices."""
-    size = plan.tiles * 8 if isinstance(plan, MoeRows) else plan.tokens
-    if isinstance(plan, MoeRows) and tokens >= MANY_TOKENS:
+    size = plan.tokens if isinstance(plan, MoeWgmma) else GROUP if isinstance(plan, MoeWarps) else plan.tiles * 8
+    if not isinstance(plan, MoeWgmma) and tokens >= MANY_TOKENS:
         return False
     return each <= 6 * size and (size <= 16 or size <= 6 * each)
 

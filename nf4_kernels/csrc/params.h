@@ -120,10 +120,11 @@ typedef struct {
 } WgmmaPlan;
 
 /* One-shot all-reduce: out = residual + the sum over the ranks of their x, all of count elements of dtype, 16-byte aligned,
- * a multiple of 16 bytes and NF4_ALL_REDUCE_BYTES at most. residual may be null, out may be x. Every rank makes the same
- * calls in the same order. inboxes: this process's addresses of all ranks' inboxes, its own among them. Where a rank does
- * not come within the inbox's patience, the launch traps (fatal), or leaves anything in out and says which rank it was. */
-enum { NF4_MOST_RANKS = 8, NF4_ALL_REDUCE_BYTES = 262144, NF4_INBOX_HANDLE_BYTES = 64 };
+ * a multiple of 16 bytes; at most NF4_ALL_REDUCE_BYTES with two ranks, half of it with up to four, a quarter with eight.
+ * residual may be null, out may be x. Every rank makes the same calls in the same order. inboxes: this process's addresses of
+ * all ranks' inboxes, its own among them. Where a rank does not come within the inbox's patience, the launch traps (fatal), or
+ * leaves anything in out and says which rank it was. */
+enum { NF4_MOST_RANKS = 8, NF4_ALL_REDUCE_BYTES = 2097152, NF4_INBOX_HANDLE_BYTES = 64 };
 typedef struct {
   const void* x;
   const void* residual;
@@ -176,6 +177,15 @@ typedef struct {
   int32_t sorted;      /* a launch in front groups the choices; else every thread block does, for up to 1024 of them */
   int32_t adds;        /* there are no more choices than a group has, and they are added up in the same launch */
 } MoeRowsPlan;
+
+/* The shape of a moe_warps launch, for up to 1024 choices; nf4_kernels/plan/moe.py chooses it. */
+typedef struct {
+  int32_t warps;       /* of a thread block, each with units of its own */
+  int32_t row_tiles;   /* of 16 weight rows, in a unit */
+  int32_t grid;        /* thread blocks */
+  int32_t held_groups; /* the most groups that a thread block's share of the work can touch; all of them where it adds */
+  int32_t adds;        /* thread blocks have all groups, and add up a token's choices in the same launch */
+} MoeWarpsPlan;
 
 /* The shape of a moe_wgmma launch; nf4_kernels/plan/moe.py chooses it. */
 typedef struct {

@@ -18,6 +18,7 @@ inline int64_t struct_size(const char* name) {
       {"Nf4Clocks", sizeof(Nf4Clocks)}, {"RowsPlan", sizeof(RowsPlan)}, {"WgmmaPlan", sizeof(WgmmaPlan)},
       {"Nf4AllReduce", sizeof(Nf4AllReduce)},
       {"Nf4Moe", sizeof(Nf4Moe)},       {"MoeRowsPlan", sizeof(MoeRowsPlan)}, {"MoeWgmmaPlan", sizeof(MoeWgmmaPlan)},
+      {"MoeWarpsPlan", sizeof(MoeWarpsPlan)},
   };
   for (const auto& known : sizes) {
     if (name && strcmp(known.name, name) == 0) return (int64_t)known.bytes;

@@ -11,15 +11,15 @@ _WHOLE_ROWS = 12288
 _LAUNCHES_US = 12.5
 """Two launches, and the gap between them."""
 _WEIGHT_US = 1.1e-6
-"""For each weight, which is written once and read once."""
+"""The time for each weight, which is written once and read once."""
 _GEMM_US = 1.5e-9
-"""For each weight and token, in cuBLAS."""
+"""The time of cuBLAS for each weight and token."""
 _MANY_TOKENS = 512
 _MANY_TOKENS_US = 0.6e-9
-"""For each weight and token beyond _MANY_TOKENS, where power is short."""
+"""What comes on top for each weight and token beyond _MANY_TOKENS, where power is short."""
 _LARGE_WEIGHT = 30e6
 _LARGE_WEIGHT_US = 1.56e-9
-"""For each weight beyond _LARGE_WEIGHT and token beyond _MANY_TOKENS: power is short for longer."""
+"""What comes on top for each weight beyond _LARGE_WEIGHT and token beyond _MANY_TOKENS: power is short for longer."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ A choice is one of a token's top_k experts; a group is several choices of one ex
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -23,12 +24,16 @@ MOE_INSTANCES = (
 )
 # The same for devices whose blocks have 99 KB of shared memory.
 MOE_SMALL_INSTANCES = ((8, 1, 1, 1), (8, 1, 2, 1), (4, 1, 2, 2))
+# (warps, row tiles of 16 in a unit): the instances of csrc/cuda/moe/warps/warps.cu.
+MOE_WARPS_INSTANCES = ((16, 1), (8, 2))
 # (tokens of a tile, warpgroups): the instances of csrc/cuda/moe/wgmma_sm90/instances.cuh.
 MOE_WGMMA_INSTANCES = ((16, 2), (32, 2), (64, 2), (128, 2), (256, 2))
 MOST_UNSORTED = 1024
 """Choices that thread blocks group themselves."""
 K_STEP = 256
-"""k of a step of a wgmma tile, to which activations are padded."""
+"""k of a step: of moe_warps, and of a wgmma tile, to which activations are padded."""
+GROUP = 8
+"""Choices of a group of moe_warps."""
 MOST_GATHERED = 32
 """Choices of the largest tiles whose activations the GEMM itself gathers, by one warp."""
 LEAST_TILED = 32
@@ -39,15 +44,21 @@ STEP_US = {
 }  # fmt: skip
 """Microseconds of a k step of a tile, by its choices and whether they are tiled."""
 EPILOGUE_US = 8.38
-"""Of a tile of 128 choices."""
+"""Microseconds of the epilogue of a tile of 128 choices."""
 TILING_US, TILED_PER_US = 25.2, 8.53e5
-"""What gathering into tiles takes: the launches in front, and elements of activations in a microsecond."""
+"""What gathering into tiles costs: microseconds of the launches in front, and how many activations go in one microsecond."""
 MOST_OF_ROWS = 4.5
 """Choices of an expert, on average, up to which moe_rows is the faster one."""
 LEAST_OF_TILES = 10
 """Choices of an expert, on average, from which tiles are gathered by a launch in front."""
 SHORT_BLOCKS = 16
 """With up to so many 64-wide k blocks moe_rows has too little work for each group."""
+MOST_OF_WARPS = 5.5
+"""Choices of an expert, on average, up to which moe_warps is the fastest one where k is short."""
+MOST_ADDED = 160
+"""Choices up to which moe_warps' thread blocks had better add them up than a launch behind."""
+LEAST_EVEN = 0.85
+"""The share of the device's time that row groups have to fill for that."""
 _SMALL_SHARED_BYTES = 99 << 10
 
 
@@ -92,6 +103,33 @@ class MoeRows:
 
 
 @dataclass(frozen=True)
+class MoeWarps:
+    """moe_warps: as moe_rows, with units of its own for each warp; the fields are MoeWarpsPlan of params.h."""
+
+    warps: int
+    row_tiles: int
+    grid: int
+    held_groups: int
+    adds: bool
+
+    def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
+        """Float32 results that a launch behind adds up."""
+        return choices * n * 4 if routed and not self.adds else 0
+
+    def shared_bytes(self, choices: int, n: int) -> int:
+        """Shared memory of a thread block: MoeWarpsLayout of csrc/cuda/moe/warps/layout.cuh."""
+        rows = self.row_tiles * 16
+        added = -(-n // rows // self.grid) * choices * rows * 4 if self.adds else 0
+        return 65536 + 1024 + self.warps * 4 * rows * 128 + self.held_groups * (GROUP + 1) * 4 + added
+
+    def __str__(self) -> str:
+        return (
+            f"moe_warps: {self.warps} warps x {self.row_tiles * 16} rows, groups of {GROUP}"
+            f"{', adds' if self.adds else ''}, grid {self.grid}"
+        )
+
+
+@dataclass(frozen=True)
 class MoeWgmma:
     """moe_wgmma: linear_wgmma's tiles, each of one group; the fields are MoeWgmmaPlan of params.h."""
 
@@ -111,7 +149,7 @@ class MoeWgmma:
         return f"moe_wgmma: {self.tokens} choices x {self.groups * 64} rows{tiled}, grid {self.grid}"
 
 
-MoePlan = MoeRows | MoeWgmma
+MoePlan = MoeRows | MoeWarps | MoeWgmma
 
 
 def moe_stages(warps: int, teams: int, blocks: int, tiles: int, nested: bool, shared: int) -> tuple[int, int]:
@@ -152,6 +190,22 @@ def moe_rows_candidates(
     return list(found.values())
 
 
+def moe_warps_candidates(
+    choices: int, experts: int, n: int, k: int, arch: int, multiprocessors: int, routed: bool
+) -> list[MoeWarps]:
+    """The moe_warps launches that a device can do, where each 64 weights have a scale: k has to be whole steps."""
+    scratch = 128 + experts * 4 + (-(-choices // 32) * experts + 1) // 2 * 4
+    if k % K_STEP or choices > MOST_UNSORTED:
+        return []
+    groups, found = _capacity(choices, experts, GROUP), []
+    for (warps, row_tiles), adds in itertools.product(MOE_WARPS_INSTANCES, (True, False) if routed else (False,)):
+        held = groups if adds else -(-groups // multiprocessors) + 2
+        plan = MoeWarps(warps, row_tiles, multiprocessors, held + held % 2, adds)
+        if plan.shared_bytes(choices, n) <= shared_bytes(arch) and scratch <= warps * row_tiles * 8192:
+            found.append(plan)
+    return found
+
+
 def moe_candidates(
     tokens: int,
     top_k: int,
@@ -163,11 +217,14 @@ def moe_candidates(
     nested: bool,
     gated: bool,
     routed: bool = False,
+    blocksize: int = 64,
 ) -> list[MoePlan]:
     """Every launch that a device can do for such a GEMM."""
     found: list[MoePlan] = [
         *moe_rows_candidates(tokens * top_k, experts, k, arch, multiprocessors, nested, gated, routed)
     ]
+    if blocksize == 64 and not gated:
+        found += moe_warps_candidates(tokens * top_k, experts, n, k, arch, multiprocessors, routed)
     if arch == 90 and not (gated and n % 4):
         for size, groups in MOE_WGMMA_INSTANCES:
             if size <= MOST_GATHERED:
@@ -213,13 +270,21 @@ def plan_moe(
     """
     if k % 64 or blocksize < 64 or arch < 80 or tokens < 1 or n < 1 or k < 1 or (gated and n % 2):
         return None
-    candidates = moe_candidates(tokens, top_k, experts, n, k, arch, multiprocessors, nested, gated, routed)
+    candidates = moe_candidates(tokens, top_k, experts, n, k, arch, multiprocessors, nested, gated, routed, blocksize)
     choices = tokens * top_k
     chosen = experts * (1 - (1 - 1 / experts) ** choices)
     each = choices / chosen
     wgmma: list[MoeWgmma] = [c for c in candidates if isinstance(c, MoeWgmma)]
     rows = [c for c in candidates if isinstance(c, MoeRows)]
     short = k // 64 <= SHORT_BLOCKS
+    if short and each <= MOST_OF_WARPS:
+        # Thread blocks that add up choices have whole row groups, of which some may have one more than others.
+        row_groups = -(-n // GROUP_ROWS)
+        adds = choices <= MOST_ADDED and row_groups >= LEAST_EVEN * multiprocessors * -(-row_groups // multiprocessors)
+        warps = [c for c in candidates if isinstance(c, MoeWarps)]
+        warps.sort(key=lambda c: (c.adds != adds, c.row_tiles != (1 if adds else 2)))
+        if warps:
+            return warps[0]
     if wgmma and (each > MOST_OF_ROWS or choices > MOST_UNSORTED or not rows or (short and choices > GROUP_ROWS)):
         if each < LEAST_OF_TILES:
             wgmma = [c for c in wgmma if not c.tiled]

@@ -50,10 +50,10 @@ _FOUR_TILES_FACTOR = 1.7
 """The factor with four token tiles, where registers run short."""
 _PASS_ACTIVATIONS_US = 1.05
 _MORE_PASS_ACTIVATIONS_US = 0.39
-"""The activations' way in, for each 64 k blocks: the first pass, and more for each one after it; times what follows."""
+"""Loading activations takes so long for each 64 k blocks, in the first pass and in each later one, times what follows."""
 _ACTIVATIONS_FACTOR = 0.24
 _TOKEN_ACTIVATIONS_FACTOR = 0.095
-"""For each token."""
+"""What each token adds to the factor."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
 
 
 def rows_cost(rows: Rows, m: int, n: int) -> float:
-    """Microseconds on an H200, roughly: the launch, the row groups of the busiest block, and its activations' way in."""
+    """Estimate microseconds on an H200: the launch, the row groups of the busiest block, and loading its activations."""
     # A half group at a run's end counts as a whole one, because what it saves was too little to be measured.
     groups = math.ceil(math.ceil(n / GROUP_ROWS) * rows.cluster / rows.grid) * rows.passes
     blocks: float = rows.blocks

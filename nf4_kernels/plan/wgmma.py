@@ -59,7 +59,7 @@ class WgmmaCosts:
     step: float
     """A k step: groups * 64 rows x tokens x 256 k."""
     step_more_tiles: float
-    """Added to a k step for each token tile beyond the first; once for all of these in tiles of over 128 tokens."""
+    """What a k step takes longer for each token tile after the first; for all of these in tiles of over 128 tokens."""
     reduction_early: float
     """The reduction of a split tile whose partial sums are there when the reducing block comes to them."""
     reduction_late: float
@@ -67,7 +67,7 @@ class WgmmaCosts:
     reduction_part: float
     """Added for each of a split tile's blocks beyond two."""
     step_away: float = 0.0
-    """Added to a k step for each MB of activations beyond STAYING_BYTES, where blocks are at different k."""
+    """What a k step takes longer for each MB of activations beyond STAYING_BYTES, where blocks are at different k."""
 
 
 STAYING_BYTES = 16e6

@@ -13,12 +13,16 @@ from torch.nn import functional
 
 from nf4_kernels import Weight, cuda_moe, reference
 from nf4_kernels.params import EXPERT_ACTIVATIONS
-from nf4_kernels.plan.moe import MOST_UNSORTED, MoePlan, MoeRows, MoeWgmma, moe_candidates, plan_moe
+from nf4_kernels.plan.moe import MOST_UNSORTED, MoePlan, MoeRows, MoeWarps, MoeWgmma, moe_candidates, plan_moe
+from nf4_kernels.plan.rows import shared_bytes
 from tests.nf4_kernels.cuda_weights import DEVICE, gpu, random_weight, relative_error
 
 Maybe = torch.Tensor | None
 # (experts, rows of one, k): few and many experts, k of an odd number of 64s, rows in no whole tile, k in several parts.
-SHAPES = [(1, 48, 64), (3, 40, 192), (128, 96, 320), (8, 2880, 2880), (64, 256, 768), (4, 300, 7168), (2, 64, 14336)]
+SHAPES = [
+    *((1, 48, 64), (3, 40, 192), (128, 96, 320), (8, 2880, 2880), (64, 256, 768)),
+    *((16, 200, 1792), (128, 2048, 256), (4, 300, 7168), (2, 64, 14336)),
+]
 # bfloat16 and float16, as in cuda_weights; results that are summed up by routing weights may be rounded once more.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
@@ -105,7 +109,8 @@ def check(
         )
         arch = 10 * capability[0] + capability[1]
         nested = weight.absmax_8bit is not None
-        plans = moe_candidates(tokens, top_k, count, n, k, arch, processors, nested, gated)
+        routed = routing is not None
+        plans = moe_candidates(tokens, top_k, count, n, k, arch, processors, nested, gated, routed, weight.blocksize)
     for plan in plans:
         sizes = (
             wanted.numel() * 2,
@@ -179,11 +184,11 @@ def test_float16() -> None:
 
 @gpu
 def test_listed_groups_are_those_of_thread_blocks() -> None:
-    weight = random_experts(32, 96, 320)
+    weight = random_experts(32, 96, 512)
     experts = random_choices(50, 4, 32, "unknown")
     plans: list[MoePlan] = []
     for plan in moe_candidates(
-        50, 4, 32, 96, 320, 90, torch.cuda.get_device_properties(0).multi_processor_count, True, False
+        50, 4, 32, 96, 512, 90, torch.cuda.get_device_properties(0).multi_processor_count, True, False
     ):
         if isinstance(plan, MoeRows):
             assert not plan.sorted
@@ -242,6 +247,13 @@ def test_plans_fit_the_device() -> None:
                 if isinstance(plan, MoeWgmma):
                     assert arch == 90
                     continue
+                if isinstance(plan, MoeWarps):
+                    groups = min(choices, choices // 8 + experts)
+                    assert (k % 256, gated) == (0, False)
+                    assert choices <= MOST_UNSORTED
+                    assert plan.shared_bytes(choices, n) <= shared_bytes(arch)
+                    assert plan.held_groups >= (groups if plan.adds else -(-groups // plan.grid) + 1)
+                    continue
                 assert plan.parts * plan.part_blocks >= k // 64 > (plan.parts - 1) * plan.part_blocks
                 assert plan.part_blocks <= plan.warps // plan.teams * plan.blocks
                 assert plan.parts == 1 or not gated
@@ -258,6 +270,17 @@ def test_plan_of_few_and_many_tokens() -> None:
     assert few.tiles == 1
     assert isinstance(many, MoeWgmma)
     assert (many.tokens, many.tiled) == (256, True)
+    # Down of many small experts: thread blocks add up few choices themselves.
+    down, more, most = (plan_moe(tokens, 8, 128, 2048, 768, 90, 132, routed=True) for tokens in (8, 64, 128))
+    assert isinstance(down, MoeWarps)
+    assert isinstance(more, MoeWarps)
+    assert (down.adds, more.adds) == (True, False)
+    assert isinstance(most, MoeWgmma)
+    assert not isinstance(plan_moe(8, 8, 128, 2048, 768, 90, 132, blocksize=128, routed=True), MoeWarps)
+    # Row groups that do not divide evenly are not a thread block's alone.
+    uneven = plan_moe(8, 8, 128, 2560, 768, 90, 132, routed=True)
+    assert isinstance(uneven, MoeWarps)
+    assert not uneven.adds
     # 128 choices an expert: tiles of 256 would be half empty.
     middle = plan_moe(2048, 8, 128, 1536, 2048, 90, 132, gated=True)
     assert isinstance(middle, MoeWgmma)

@@ -15,7 +15,7 @@ struct HeldGroups {
   __device__ __forceinline__ HeldGroups(char* shared, int held)
       : experts(reinterpret_cast<int*>(shared)), choices(experts + held), held(held) {}
   __device__ __forceinline__ const int* choices_of(int i) const { return choices + i * kSize; }
-  static int bytes(int held) { return held * (kSize + 1) * 4; }
+  __host__ __device__ static int bytes(int held) { return held * (kSize + 1) * 4; }
 };
 
 // A thread block's share of `units` consecutive units for each group.
@@ -93,9 +93,9 @@ __host__ __device__ inline int group_scratch_bytes(int choices, int num_experts)
 }
 
 // More choices: a warp ranks 32 choices at a time among themselves, then each expert's counts are summed up. The groups are
-// in the order of their experts.
+// in the order of their experts. With `all` every block holds all groups.
 template <int kSize>
-__device__ __forceinline__ int group_many(const int* experts, int num_experts, int choices, int units, char* scratch,
+__device__ __forceinline__ int group_many(const int* experts, int num_experts, int choices, int units, bool all, char* scratch,
                                           const HeldGroups<kSize>& held) {
   int* sums = reinterpret_cast<int*>(scratch);
   int* begins = sums + 32;  // [num_experts]: each expert's first group
@@ -131,7 +131,7 @@ __device__ __forceinline__ int group_many(const int* experts, int num_experts, i
   int groups, before = scan_block(own, sums, &groups);
   for (int e = first_expert; e < min(first_expert + per, num_experts); ++e) begins[e] += before;
   __syncthreads();
-  int first = Share(groups, units).first / units;
+  int first = all ? 0 : Share(groups, units).first / units;
   for (int chunk = warp; chunk < chunks; chunk += warps) {
     int choice = chunk * 32 + lane, expert = expert_of(choice);
     unsigned same = __match_any_sync(~0u, expert);

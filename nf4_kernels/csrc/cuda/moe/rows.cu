@@ -86,7 +86,7 @@ NF4_EXPORT int nf4_cuda_moe_rows(const Nf4Moe* moe, const MoeRowsPlan* plan) {
   nf4::MoeRowsArgs args = nf4::build_args(*moe, *plan);
   char* workspace = static_cast<char*>(moe->workspace);
   if (plan->sorted) {
-    status = nf4::launch_sort(*moe, plan->tiles * 8, &args.list);
+    status = nf4::launch_sort(*moe, nf4::sort_args(*moe, plan->tiles * 8, &args.list));
     if (status != cudaSuccess) return status;
     workspace += nf4::list_bytes(args.list.capacity, args.list.size);
   }

@@ -105,7 +105,7 @@ __device__ __forceinline__ int find_groups(const MoeRowsArgs& args, char* scratc
   if (args.choices <= 32) {
     return group_few<kSize>(args.experts, args.num_experts, args.choices, units, args.all_columns, args.adds, held);
   }
-  int groups = group_many<kSize>(args.experts, args.num_experts, args.choices, units, scratch, held);
+  int groups = group_many<kSize>(args.experts, args.num_experts, args.choices, units, false, scratch, held);
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies come where the counts were
 #endif

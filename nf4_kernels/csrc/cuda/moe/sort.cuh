@@ -62,6 +62,7 @@ static __global__ void __launch_bounds__(kSortThreads, 1) sort_alone(const __gri
   sort_choices(args, counts);
 }
 
+// What the launch is told, and the list that it writes, at the workspace's beginning.
 inline SortArgs sort_args(const Nf4Moe& moe, int size, GroupList* list) {
   int capacity = static_cast<int>(moe_capacity(moe, size));
   *list = {static_cast<const int*>(moe.workspace), capacity, size};
@@ -69,10 +70,8 @@ inline SortArgs sort_args(const Nf4Moe& moe, int size, GroupList* list) {
           size};
 }
 
-// Launches it; the list begins at the workspace's beginning.
-inline cudaError_t launch_sort(const Nf4Moe& moe, int size, GroupList* list) {
-  return launch_dependent(sort_alone, 1, kSortThreads, sort_shared_bytes(moe.num_experts), moe.stream,
-                          sort_args(moe, size, list));
+inline cudaError_t launch_sort(const Nf4Moe& moe, const SortArgs& args) {
+  return launch_dependent(sort_alone, 1, kSortThreads, sort_shared_bytes(moe.num_experts), moe.stream, args);
 }
 
 }  // namespace nf4

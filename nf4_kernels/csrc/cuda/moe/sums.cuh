@@ -29,7 +29,19 @@ __device__ __forceinline__ float one_result(const T* from) {
   return to_float(load_fresh(from));
 }
 
-// Adds in the order of the choices, and in each of the parts. A choice whose expert does not exist has no results.
+// Four results of a choice, or as many as there are.
+template <typename Result>
+__device__ __forceinline__ float4 load_results(const SumArgs& args, const Result* from, int column) {
+  if (args.wide) return load_result(from);
+  float4 value;
+  value.x = one_result(from);
+  value.y = column + 1 < args.n ? one_result(from + 1) : 0.0f;
+  value.z = column + 2 < args.n ? one_result(from + 2) : 0.0f;
+  value.w = column + 3 < args.n ? one_result(from + 3) : 0.0f;
+  return value;
+}
+
+// Adds in the order of the parts, and in each of the choices. A choice whose expert does not exist has no results.
 template <typename T, typename Result>
 __global__ void sum_choices(const __grid_constant__ SumArgs args) {
   launch_dependents();
@@ -38,28 +50,29 @@ __global__ void sum_choices(const __grid_constant__ SumArgs args) {
   int token = blockIdx.x, choices = args.tokens * args.top_k;
   int column = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
   if (column >= args.n) return;
+  constexpr int kAtOnce = 8;  // choices whose loads are on their way together
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-  for (int j = 0; j < args.top_k; ++j) {
-    int choice = token * args.top_k + j;
-    bool known = static_cast<unsigned>(load_fresh(args.experts + choice)) < static_cast<unsigned>(args.num_experts);
-    float by = sizeof(Result) == 2 ? load_fresh(args.routing + choice) : 1.0f;
-    for (int part = 0; part < args.parts; ++part) {
-      const Result* from = results + (int64_t{part} * choices + choice) * args.n + column;
-      float4 value;
-      if (args.wide) {
-        value = load_result(from);
-      } else {
-        value.x = one_result(from);
-        value.y = column + 1 < args.n ? one_result(from + 1) : 0.0f;
-        value.z = column + 2 < args.n ? one_result(from + 2) : 0.0f;
-        value.w = column + 3 < args.n ? one_result(from + 3) : 0.0f;
+  for (int part = 0; part < args.parts; ++part) {
+    for (int first = 0; first < args.top_k; first += kAtOnce) {
+      float4 values[kAtOnce];
+      float by[kAtOnce];
+      bool known[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        known[j] = first + j < args.top_k;
+        if (!known[j]) continue;
+        int choice = token * args.top_k + first + j;
+        known[j] = static_cast<unsigned>(load_fresh(args.experts + choice)) < static_cast<unsigned>(args.num_experts);
+        by[j] = sizeof(Result) == 2 ? load_fresh(args.routing + choice) : 1.0f;
+        values[j] = load_results(args, results + (int64_t{part} * choices + choice) * args.n + column, column);
       }
-      if (!known) value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      sum.x += known ? by * value.x : 0.0f;
-      sum.y += known ? by * value.y : 0.0f;
-      sum.z += known ? by * value.z : 0.0f;
-      sum.w += known ? by * value.w : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        sum.x += known[j] ? by[j] * values[j].x : 0.0f;
+        sum.y += known[j] ? by[j] * values[j].y : 0.0f;
+        sum.z += known[j] ? by[j] * values[j].z : 0.0f;
+        sum.w += known[j] ? by[j] * values[j].w : 0.0f;
+      }
     }
   }
   T* to = static_cast<T*>(args.out) + int64_t{token} * args.n + column;

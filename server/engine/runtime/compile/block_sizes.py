@@ -24,7 +24,7 @@ _BLOCKS = ("XBLOCK", "YBLOCK", "ZBLOCK")
 
 @contextmanager
 def small_kernels_by_rule() -> Iterator[None]:
-    """Kernels compiled and first run while this is entered have the smallest blocks; norms keep a row in registers.
+    """While entered, kernels that are compiled and first run get the smallest blocks; norms keep a row in registers.
 
     Operations that do not depend on one another, such as queries' and keys' norms, become one launch.
     """

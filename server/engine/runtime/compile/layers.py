@@ -256,12 +256,12 @@ def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any
 
 
 class CompiledLayer:
-    """A layer's forward: picks the tensors out of the arguments; the rest of them are known to be constant."""
+    """A layer's forward, which picks the tensors out of its arguments; the other arguments are known to be constant."""
 
     def __init__(
         self, few: Callable[..., Any], many: Callable[..., Any], signature: _Signature, own: list[torch.Tensor]
     ) -> None:
-        """few serves up to FEW_TOKENS, many more than that; both take the signature's tensors and then own."""
+        """few computes up to FEW_TOKENS tokens, many computes more; both take the signature's tensors and then own."""
         self._few, self._many, self._own = few, many, own
         self._signature = signature
 

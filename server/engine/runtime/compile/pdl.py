@@ -23,7 +23,7 @@ _CACHE_TAG = "launch and wait first"
 
 @contextmanager
 def dependent_launches() -> Iterator[None]:
-    """Inductor's kernels compiled while this is entered start early where the GPU can, and wait before they read.
+    """While entered, inductor compiles kernels that start early where the GPU can, and that wait before they read.
 
     Left to itself inductor lets the next kernel start once the last value has been read; a small kernel is all but over
     then, and the next GEMM's start comes on top. Where this torch lacks the method that places the waits, kernels start

@@ -98,7 +98,7 @@ cudaError_t launch_preparation(const Nf4Moe& moe, const MoeWgmmaPlan& plan, MoeW
   args->row_bytes = static_cast<unsigned>(args->steps) * 512;
   args->tiled = plan.tiled != 0;
   if (args->tiled) {
-    cudaError_t status = launch_sort(moe, plan.tokens, &args->list);
+    cudaError_t status = launch_sort(moe, prepare.sort);
     if (status != cudaSuccess) return status;
     return launch_dependent(tile_choices<T>, plan.grid * 2, kSortThreads, 0, moe.stream, prepare, args->list,
                             args->x_choices);

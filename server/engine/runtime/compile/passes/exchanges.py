@@ -1,4 +1,4 @@
-"""Residuals added by the exchange in front of them: one launch instead of two where a sum over the ranks is one launch."""
+"""The exchange in front of a residual adds it: one launch instead of two where a sum over the ranks is one launch."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Rotated:
-    """A rotary embedding that the graph computes: of what, by which angles, and after which norm, if there is one."""
+    """A rotary embedding that the graph computes: its input, its angles, and the norm in front, if there is one."""
 
     heads: Node
     """[1, T, heads, dim], any strides but for the last one"""

@@ -28,7 +28,7 @@ from server.engine.runtime.compile.passes.matching import (
 aten = torch.ops.aten
 
 TileOf = Callable[[torch.device, torch.dtype, int, Sequence[int], int, bool], int]
-"""As ops.token_tile(): the tokens of a tile for gemm_of(node), or 0 where the GEMM reads no tiles."""
+"""Gives what ops.token_tile() does: the tokens of a tile for gemm_of(node), or 0 where the GEMM reads no tiles."""
 
 
 def fuse_tiled_inputs(gemms: Iterable[Node], tile_of: TileOf) -> None:
