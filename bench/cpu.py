@@ -1,11 +1,14 @@
 """CPU speed on the embedded model, side by side: this engine, transformers + bitsandbytes NF4, transformers in bfloat16.
 
     python -m bench.cpu        # table, and bench/results/cpu.json; wants quiet cores
+    python -m bench.cpu --llama ENVIRONMENT/bin/python      # with llama.cpp, too; needs llama-cpp-python built there:
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF" pip install --no-binary llama-cpp-python llama-cpp-python
 
 Every contender runs in a process of its own, this engine once for each instruction set that the machine has, forced by
-NF4_CPU_ISA (--isas avx2,portable: only those). The exit status is 1 if a row of any of them but portable is slower than
-bitsandbytes. Decode: prompts of 128 tokens, the median interval between tokens; prefill:
-the median time of 512 tokens to the first logits. Greedy, the same random prompts for all.
+NF4_CPU_ISA (--isas avx2,portable: only those). llama.cpp runs the GGUF file that the embedded model is made from (Q4_1),
+and the same in Q4_0. The exit status is 1 if a row of any instruction set is slower than bitsandbytes, or decode of one
+sequence slower than 0.95 of llama.cpp's. Decode: prompts of 128 tokens, the median interval between tokens; prefill: the
+median time of 512 tokens to the first logits. Greedy, the same random prompts for all.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +31,10 @@ from bench.machine import cores, cpu_name, versions
 from server.engine.supervisor.process import ENVIRONMENT
 
 CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
+GGUF = ("Q4_1", "Q4_0")
+"""llama.cpp's quantizations; the first is the file's own."""
+LLAMA_SHARE = 0.95
+"""What decode of one sequence wants of llama.cpp's speed."""
 PROMPT = 128
 TOKENS = 65
 PREFILL = 512
@@ -42,6 +50,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--isas", help="instruction sets, with commas between; by default all of this machine's")
+    parser.add_argument("--llama", type=Path, metavar="PYTHON", help="of an environment that has llama-cpp-python")
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
@@ -52,12 +61,14 @@ def main() -> int:
     forced = {isa: _run("ours", options.threads, {**ENVIRONMENT, "NF4_CPU_ISA": isa}) for isa in isas}
     rows = {contender: _run(contender, options.threads, {}) for contender in CONTENDERS[1:]}
     rows["ours"] = forced[isas[0]]
+    llama = _run_llama(options.llama, options.threads) if options.llama else {}
     report = {
         "device": cpu_name(),
         "threads": options.threads,
         "load_before": round(load_before, 1),
         "versions": {**versions(), "nf4_kernels": isas[0]},
-        "rows": _rows(rows),
+        "rows": _rows(rows, llama),
+        "llama_cpp": llama,
         "forced": {isa: {what: round(speed, 1) for what, speed in found.items()} for isa, found in forced.items()},
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -92,15 +103,41 @@ def _run(contender: str, threads: int, environment: dict[str, str]) -> dict[str,
     return found
 
 
+def _run_llama(python: Path, threads: int) -> dict[str, dict[str, Any]]:
+    """By quantization: llama-cpp-python's version, and tokens per second."""
+    from server.checkpoint.embedded.files import embedded_gguf
+
+    found: dict[str, dict[str, Any]] = {}
+    script = Path(__file__).with_name("gguf_peer.py")
+    # Not the variables of this process: PYTHONPATH may name packages for another Python.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = embedded_gguf(Path(folder), Path(folder), lambda stage, _: print(stage, file=sys.stderr))
+        for name in GGUF:
+            print(f"bench: llama.cpp {name} ...", file=sys.stderr, flush=True)
+            quantize = [] if name == GGUF[0] else ["--quantize", name]
+            command = [str(python), str(script), str(file), "--threads", str(threads), *quantize]
+            output = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, env=environment
+            ).stdout
+            measured = json.loads(output.splitlines()[-1])
+            found[name] = {key: value if key == "version" else round(value, 1) for key, value in measured.items()}
+    return found
+
+
 def _slower(report: dict[str, Any]) -> list[str]:
-    """What is slower than bitsandbytes, of every instruction set that somebody would use."""
-    return [
+    """What is slower than bitsandbytes, of every instruction set, and than it should be beside llama.cpp."""
+    found = [
         f"{isa}, {row['what']}: {report['forced'][isa][row['what']]} tokens per second,"
         f" bitsandbytes {row['transformers_bnb_nf4']}"
         for isa in report["forced"]
         for row in report["rows"]
-        if isa != "portable" and report["forced"][isa][row["what"]] < row["transformers_bnb_nf4"]
+        if report["forced"][isa][row["what"]] < row["transformers_bnb_nf4"]
     ]
+    one = report["rows"][0]
+    if "llama_cpp" in one and one["ours"] < LLAMA_SHARE * one["llama_cpp"]:
+        found.append(f"{one['what']}: {one['ours']} tokens per second, llama.cpp {one['llama_cpp']}")
+    return found
 
 
 def _measure(contender: str, threads: int) -> dict[str, float]:
@@ -209,8 +246,8 @@ def _noting(moments: list[float]) -> Callable[..., Any]:
     return criterion
 
 
-def _rows(measured: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    rows = []
+def _rows(measured: dict[str, dict[str, float]], llama: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for what, (least, aim) in TARGETS.items():
         bnb = {dtype: measured[f"bnb-{dtype}"][what] for dtype in ("float32", "bfloat16")}
         faster = max(bnb, key=lambda dtype: bnb[dtype])
@@ -225,19 +262,21 @@ def _rows(measured: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
                 "aim": aim,
             }
         )
+        if llama:
+            fastest = max(llama, key=lambda name: llama[name][what])
+            rows[-1] |= {"llama_cpp": llama[fastest][what], "llama_cpp_quantization": fastest}
     return rows
 
 
 def _print(report: dict[str, Any]) -> None:
     print(f"\n{report['device']}, {report['threads']} threads, {report['versions']}\ntokens per second:\n")
-    print(
-        "| | ours | transformers + bitsandbytes NF4 | transformers bf16 | at least | aim |\n|---|---|---|---|---|---|"
-    )
+    print("| | ours | transformers + bitsandbytes NF4 | transformers bf16 | llama.cpp | at least | aim |")
+    print("|---|---|---|---|---|---|---|")
     for row in report["rows"]:
         bnb = f"{row['transformers_bnb_nf4']} ({row['transformers_bnb_dtype']})"
-        print(
-            f"| {row['what']} | {row['ours']} | {bnb} | {row['transformers_bf16']} | {row['at_least']} | {row['aim']} |"
-        )
+        llama = f"{row['llama_cpp']} ({row['llama_cpp_quantization']})" if "llama_cpp" in row else ""
+        cells = (row["what"], row["ours"], bnb, row["transformers_bf16"], llama, row["at_least"], row["aim"])
+        print(f"| {' | '.join(map(str, cells))} |")
     for isa, found in report["forced"].items():
         print(f"forced {isa}: {found}")
 

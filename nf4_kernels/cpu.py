@@ -10,6 +10,7 @@ import ctypes
 import functools
 import math
 import os
+import time
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ from nf4_kernels.params import DTYPES, TABLE_NUMBERS, Nf4Weight, size_error, wei
 
 ISAS = ("amx", "avx512vnni", "avx512", "avx2", "portable")
 """The instruction sets that there are kernels for; avx512vnni is used only where it is asked for."""
+
+
+DEQUANTIZED_FROM = 9
+"""Tokens from which on the portable path dequantizes weights for torch's GEMM, which has instruction sets of its own."""
+_DEQUANTIZED_ELEMENTS = 1 << 20
+"""Of a weight at a time: they stay in the caches, and in one piece of memory."""
 
 
 class KernelError(RuntimeError):
@@ -36,9 +43,15 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(path))
         integer, pointer = ctypes.c_int64, ctypes.c_void_p
         loaded.nf4_cpu_dequantize.argtypes = (ctypes.POINTER(Nf4Weight), pointer, ctypes.c_int32, ctypes.c_int32)
+        loaded.nf4_cpu_dequantize_rows.argtypes = (pointer, integer, integer, pointer, ctypes.c_int32, ctypes.c_int32)
+        loaded.nf4_cpu_count_linear.argtypes = (ctypes.c_double,)
+        loaded.nf4_cpu_count_linear.restype = None
         loaded.nf4_cpu_linear_at.argtypes = (*[pointer] * 4, integer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_moe.argtypes = (*[pointer] * 6, *[integer] * 3, *[ctypes.c_int32] * 4)
         loaded.nf4_cpu_linear_bf16w.argtypes = (*[pointer] * 4, *[integer] * 3, ctypes.c_int32)
+        loaded.nf4_cpu_compact_bf16.restype = integer
+        loaded.nf4_cpu_compact_bf16.argtypes = (pointer, integer, integer, *[pointer] * 5, integer)
+        loaded.nf4_cpu_linear_compact.argtypes = (*[pointer] * 8, *[integer] * 3, ctypes.c_int32)
         loaded.nf4_cpu_struct_size.restype = integer
         loaded.nf4_cpu_struct_size.argtypes = (ctypes.c_char_p,)
         loaded.nf4_cpu_isa.restype = ctypes.c_char_p
@@ -115,11 +128,28 @@ class PreparedLinear:
             x = x.contiguous()
         out = x.new_empty((*shape[:-1], self.n))
         m = x.numel() // self.k
-        if m and self._run(
+        if m >= DEQUANTIZED_FROM and isa() == "portable":
+            self._multiply_dequantized(x.view(m, self.k), out.view(m, self.n))
+        elif m and self._run(
             self._weight, self._bias_pointer, x.data_ptr(), out.data_ptr(), m, dtype, torch.get_num_threads()
         ):
             raise KernelError(f"nf4_cpu_linear_at refused M={m}, N={self.n}, K={self.k}")
         return out
+
+    def _multiply_dequantized(self, x: Tensor, out: Tensor) -> None:
+        """Write the GEMM of x [m, K] to out [m, N] through rows in float32 and torch's GEMM."""
+        began = time.perf_counter()
+        library, threads = usable(), torch.get_num_threads()
+        wide, bias = x.float(), None if self.bias is None else self.bias.float()
+        rows = min(self.n, max(1, _DEQUANTIZED_ELEMENTS // self.k))
+        weight = torch.empty(rows, self.k)
+        for row in range(0, self.n, rows):
+            count = min(rows, self.n - row)
+            if library.nf4_cpu_dequantize_rows(self._weight, row, count, weight.data_ptr(), 0, threads):
+                raise KernelError(f"nf4_cpu_dequantize_rows refused rows {row} to {row + count} of {self.n}")
+            part = None if bias is None else bias[row : row + count]
+            out[:, row : row + count] = torch.nn.functional.linear(wide, weight[:count], part)
+        library.nf4_cpu_count_linear(time.perf_counter() - began)
 
     def recorded(self, x: Tensor, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """The address of the C function that a call with x makes, and its arguments, each a pointer or an integer.

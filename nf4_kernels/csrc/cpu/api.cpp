@@ -25,10 +25,15 @@ using namespace nf4;
 extern "C" {
 
 int nf4_cpu_dequantize(const Nf4Weight* w, void* out, int32_t dtype, int32_t threads) {
+  return valid_weight(w) ? nf4_cpu_dequantize_rows(w, 0, w->n, out, dtype, threads) : 1;
+}
+
+int nf4_cpu_dequantize_rows(const Nf4Weight* w, int64_t row, int64_t rows, void* out, int32_t dtype, int32_t threads) {
   if (!valid_weight(w) || !out || dtype < NF4_FLOAT32 || dtype > NF4_BFLOAT16) return 1;
+  if (row < 0 || rows < 0 || row + rows > w->n) return 1;
   Stopwatch watch(dequant_ns);
   const Kernels* kernels = active_kernels();
-  const int64_t total = w->n * w->k, chunk = 16384;
+  const int64_t start = row * w->k, total = rows * w->k, chunk = 16384;
   const int64_t chunks = (total + chunk - 1) / chunk;
   const int64_t width = dtype == NF4_FLOAT32 ? 4 : 2;
   if (threads > chunks) threads = (int32_t)chunks;
@@ -38,10 +43,12 @@ int nf4_cpu_dequantize(const Nf4Weight* w, void* out, int32_t dtype, int32_t thr
     Share share(chunks, omp_get_thread_num(), omp_get_num_threads());
     int64_t begin = share.begin * chunk, end = share.end * chunk;
     if (end > total) end = total;
-    if (begin < end) kernels->decode(w, begin, end, (char*)out + begin * width, dtype);
+    if (begin < end) kernels->decode(w, start + begin, start + end, (char*)out + begin * width, dtype);
   }
   return 0;
 }
+
+void nf4_cpu_count_linear(double seconds) { linear_ns.fetch_add((int64_t)(seconds * 1e9), std::memory_order_relaxed); }
 
 const char* nf4_cpu_isa(void) { return active_kernels()->name; }
 

@@ -1,4 +1,4 @@
-/* The C interface of libnf4_cpu.so. Every function but the last four returns 0, or 1 for a bad argument. */
+/* The C interface of libnf4_cpu.so. A function that returns int returns 0, or 1 for a bad argument. */
 #pragma once
 
 #include <stdint.h>
@@ -9,6 +9,10 @@
 
 /* out[n * k] in dtype: code * scale in float32, then rounded to nearest even where dtype is a 16-bit one. */
 NF4_EXPORT int nf4_cpu_dequantize(const Nf4Weight* w, void* out, int32_t dtype, int32_t threads);
+
+/* Of the rows from `row` on; out[rows * k]. */
+NF4_EXPORT int nf4_cpu_dequantize_rows(const Nf4Weight* w, int64_t row, int64_t rows, void* out, int32_t dtype,
+                                       int32_t threads);
 
 NF4_EXPORT int nf4_cpu_linear(const Nf4Linear* p, int32_t threads);
 
@@ -32,6 +36,18 @@ NF4_EXPORT int nf4_cpu_moe(const Nf4Weight* w, const void* bias, const void* x, 
 NF4_EXPORT int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const float* bias, float* out, int64_t m,
                                     int64_t n, int64_t k, int32_t threads);
 
+/* w [n, k] of bfloat16 into compact bfloat16 (compact.h), k a multiple of 32: groups [n, k / 32, 48], high_bytes [16],
+ * first [n + 1], and up to `most` exceptions into columns and values. Returns how many these are, or -1 where they are more
+ * or an argument is bad. */
+NF4_EXPORT int64_t nf4_cpu_compact_bf16(const uint16_t* w, int64_t n, int64_t k, uint8_t* groups, uint8_t* high_bytes,
+                                        int32_t* first, int32_t* columns, uint16_t* values, int64_t most);
+
+/* nf4_cpu_linear_bf16w with such a weight. first, columns and values may be null where there are no exceptions. */
+NF4_EXPORT int nf4_cpu_linear_compact(const float* x, const uint8_t* groups, const uint8_t* high_bytes,
+                                      const int32_t* first, const int32_t* columns, const uint16_t* values,
+                                      const float* bias, float* out, int64_t m, int64_t n, int64_t k,
+                                      int32_t threads);
+
 /* The instruction set in use: "portable", "avx2", "avx512", "avx512vnni" or "amx". */
 NF4_EXPORT const char* nf4_cpu_isa(void);
 
@@ -42,6 +58,9 @@ NF4_EXPORT int nf4_cpu_set_isa(const char* name);
  * dequantize calls, plus what the first thread spent decoding weight panels inside linear calls. The kernels for few
  * rows decode in registers between multiplications; that share cannot be measured and is not in dequant. */
 NF4_EXPORT void nf4_cpu_clock(double* dequant_seconds, double* linear_seconds);
+
+/* Adds wall time of a linear layer that the caller has computed from dequantized rows to `linear`. */
+NF4_EXPORT void nf4_cpu_count_linear(double seconds);
 
 /* Bytes of a struct of params.h; 0 for a name that is none of theirs. */
 NF4_EXPORT int64_t nf4_cpu_struct_size(const char* name);

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
 import nf4_kernels
 from nf4_kernels import cpu
+from nf4_kernels.cpu_compact import CompactBf16
 from server.engine.runtime.model.projections import NF4Linear
+
+logger = logging.getLogger(__name__)
 
 _prepared: list[cpu.PreparedLinear] = []
 
@@ -71,6 +76,22 @@ class Bf16Linear(nn.Module):
         return out
 
 
+class CompactLinear(nn.Module):
+    """Bf16Linear with three quarters of its memory traffic, and the same result: docs/adr/0033."""
+
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: CompactBf16, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.n, weight.k
+        self.compact = weight
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] to [..., N], float32."""
+        return self.compact.linear(x, self.bias)
+
+
 def use_cpu_kernels(model: nn.Module) -> None:
     """Put the model's NF4Linear layers and its output layer on the CPU kernels, where these can be used."""
     if nf4_kernels.cpu.load_error() is not None:
@@ -80,7 +101,18 @@ def use_cpu_kernels(model: nn.Module) -> None:
             if isinstance(child, NF4Linear):
                 setattr(parent, name, CpuNF4Linear(child))
             elif name == "lm_head" and isinstance(child, nn.Linear) and _is_bfloat16(child.weight):
-                setattr(parent, name, Bf16Linear(child.weight.data, child.bias))
+                setattr(parent, name, _output_layer(child.weight.data, child.bias))
+
+
+def _output_layer(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+    """A layer with a float32 weight that bfloat16 holds without loss."""
+    if cpu.isa() == "avx2":
+        # Elsewhere the kernels for plain bfloat16 use wider vectors or matrix tiles.
+        try:
+            return CompactLinear(CompactBf16(weight.to(torch.bfloat16)), bias)
+        except ValueError as e:
+            logger.debug("the output layer's weight stays in plain bfloat16: %s", e)
+    return Bf16Linear(weight, bias)
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:

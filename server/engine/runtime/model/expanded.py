@@ -16,10 +16,12 @@ logger = logging.getLogger(__name__)
 # Where the configuration says auto, copies take at most this share of the memory that the weights leave free. The KV cache
 # and a step get the rest.
 AUTO_SHARE = 0.25
+# The same where the configuration says how large the KV cache is: what that takes is not counted, and steps get the rest.
+AUTO_SHARE_BESIDE_CACHE = 0.5
 
 
 def expand_weights(model: PreTrainedModel, budget: int) -> int:
-    """Give the NF4 layers of model's first decoder layers 16-bit copies, up to budget bytes in all; their bytes.
+    """Give the NF4 layers of model's first decoder layers 16-bit copies of up to budget bytes in all; returns their bytes.
 
     A decoder layer gets the copies of all its NF4 layers or none, so that at most two kinds of decoder layers have to be
     compiled. Call before the model is compiled.

@@ -55,7 +55,7 @@ class ImageTower:
         self.runs = 0
         """Images that the tower has computed."""
         self.seconds = 0.0
-        """Of the tower's work on them; on CUDA by the device's clock."""
+        """Seconds that the tower has worked on them; on CUDA by the device's clock."""
         self.hits = 0
         """Times that an image's features were asked for and found."""
         config = model.config

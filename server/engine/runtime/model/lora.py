@@ -14,7 +14,7 @@ from nf4_kernels import cpu
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.model.cpu_linear import Bf16Linear, CpuNF4Linear
+from server.engine.runtime.model.cpu_linear import Bf16Linear, CompactLinear, CpuNF4Linear
 from server.engine.runtime.model.projections import NF4Linear
 
 # Up to this many tokens times slots, multiplying by all slots' factors at once costs less than picking each row's.
@@ -23,7 +23,7 @@ FEW = 64
 
 @dataclass(frozen=True)
 class Rows:
-    """Which of a batch's rows belong to which slot: slot and its rows, a slice where they are contiguous."""
+    """The slots of a batch's adapters, each with its rows: a slice where they are contiguous."""
 
     count: int
     parts: tuple[tuple[int, slice | torch.Tensor], ...]
@@ -34,7 +34,7 @@ class _Active:
 
     rows: Rows | None = None
     others: torch.Tensor | None = None
-    """bool [tokens, slots]: whether the slot is not the row's; used instead of rows where it is set (see others_of)."""
+    """bool [tokens, slots]: whether a slot's adapter is not the token's; if set, rows are not used (see others_of)."""
     batch: Batch | None = None
     """The batch, where sequences of it have adapters; None in CUDA graphs."""
 
@@ -183,6 +183,8 @@ def dequantized(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         return base.weight.detach().to(dtype, copy=True)
     if isinstance(base, Bf16Linear):
         return base.weight.to(dtype=dtype, copy=True)
+    if isinstance(base, CompactLinear):
+        return base.compact.expanded().to(dtype)
     raise CheckpointError(f"an adapter needs the weight of a {type(base).__name__}, which cannot be expanded")
 
 

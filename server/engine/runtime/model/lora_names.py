@@ -81,7 +81,7 @@ class AdapterNames:
     def _joined(
         self, folder: object, adapter: dict[str, AdapterFactors | VocabularyChange]
     ) -> dict[str, AdapterFactors | VocabularyChange]:
-        """adapter with those of several projections that the model has as one joined: the ranks of all of them."""
+        """Join the adapters of projections that the model has as one: the result has the ranks of all of them."""
         found = dict(adapter)
         for name in adapter:
             parent, _, last = name.rpartition(".")
@@ -99,7 +99,7 @@ class AdapterNames:
 
 
 def _join(folder: object, name: str, parts: list[Any], sizes: tuple[int, ...], inputs: int) -> AdapterFactors:
-    """Adapters of several projections, None where one has none, as one of the projection that has all of their rows."""
+    """Join adapters of several projections (None where one has none) into one, of the projection that has all their rows."""
     given = [part for part in parts if part is not None]
     dtype, rank = given[0].a.dtype, sum(part.rank for part in given)
     a, b = torch.zeros(rank, inputs, dtype=dtype), torch.zeros(sum(sizes), rank, dtype=dtype)

@@ -99,7 +99,7 @@ class AdapterRegistry:
     def _checked(
         self, name: str, weights: AdapterWeights
     ) -> tuple[dict[str, AdapterFactors], dict[str, VocabularyChange]]:
-        """An adapter by the model's names. Raises CheckpointError where it is another base's, or cannot be divided."""
+        """Give an adapter the model's names. Raises CheckpointError where it is another base's, or cannot be divided."""
         weights = self._names.resolve(f"adapter {name!r}", weights)
         factors = {module: change for module, change in weights.items() if isinstance(change, AdapterFactors)}
         changes = {module: change for module, change in weights.items() if isinstance(change, VocabularyChange)}

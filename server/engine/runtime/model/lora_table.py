@@ -101,7 +101,7 @@ def _cut(factors: AdapterFactors, part: Part) -> AdapterFactors:
 
 
 def projections_of(model: nn.Module, layers: nn.Module) -> dict[str, tuple[int, int]]:
-    """By name in model, the inputs and outputs of the projections of layers, before an AdapterTable is made of them."""
+    """The numbers of inputs and outputs of layers' projections, by name in model, before an AdapterTable is made of them."""
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, tuple[int, int]] = {}
     for parent in layers.modules():
@@ -112,7 +112,7 @@ def projections_of(model: nn.Module, layers: nn.Module) -> dict[str, tuple[int, 
 
 
 def _linears(parent: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[int]]]:
-    """A module's linear layers: the attributes whose projections are one GEMM, that GEMM's layer, and their sizes."""
+    """Yield a module's linear layers: the attributes whose projections are one GEMM, that GEMM's layer, and their sizes."""
     grouped: set[str] = set()
     for names in GROUPS:
         first = getattr(parent, names[0], None)
