@@ -65,13 +65,13 @@ class HostRunner:
     step_costs: None = None
     draft_model: None = None
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By part, the time of the present step."""
+    """The time of the present step, by part."""
 
     def __post_init__(self) -> None:
         self.memory = MemoryGauge(self.device)
         self.tables = DeviceTables(self.sequences, -(-self.limits.max_model_len // self.block_size), 0, self.device)
         self.batch: Batch | None = None
-        """Of the latest step."""
+        """The batch of the latest step."""
 
     def kernel_times(self) -> KernelTimes:
         """No kernels run."""
@@ -91,7 +91,7 @@ class HostRunner:
         return [Sampled(7) for _ in step.sampled]
 
     def execute_async(self, step: Step, previous: PendingStep | None) -> PendingStep | None:
-        """As DecodeGraphs.run_async(), as far as that is the host's work; see FlashInferBackend.plan_decode_graph()."""
+        """Do the host's part of DecodeGraphs.run_async(); see FlashInferBackend.plan_decode_graph()."""
         if not all(chunk.samples and chunk.length == 1 for chunk in step.chunks):
             return None
         with self.timed("batch"):
@@ -104,7 +104,7 @@ class HostRunner:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """As AsyncStep."""
+    """Stands for an AsyncStep whose tokens are known at once."""
 
     step: Step
     copied: torch.Tensor

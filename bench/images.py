@@ -90,9 +90,9 @@ class Row:
     tower: str
     """NF4, or the dtype of its weights."""
     side: int
-    """Of the image, which is a square, in pixels."""
+    """The image is a square of so many pixels a side."""
     tokens: int
-    """Of the image in the prompt."""
+    """Tokens that the image takes in the prompt."""
     text_layers: int
     compiled: bool
     tower_s: float

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nf4_kernels import cpu, cuda, moe, ops
+from nf4_kernels import cpu, cuda, moe, ops, top_k
 from nf4_kernels.format import Weight
 from nf4_kernels.weight_order import prefetch_next
 
@@ -85,4 +85,4 @@ def _gpu() -> str:
     return f"sm_{major}{minor} ({torch.cuda.get_device_name()})"
 
 
-_registered = (ops, moe)  # imported because it registers torch.ops.nf4
+_registered = (ops, moe, top_k)  # imported because it registers torch.ops.nf4

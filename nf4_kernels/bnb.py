@@ -87,7 +87,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Source:
-    """The parts of a layer that something was made from, to tell later whether they are still the same ones."""
+    """The parts of a layer that a call was prepared from; compared later, they tell whether it is still valid."""
 
     def __init__(self, layer: Any) -> None:
         self._packed = layer.weight

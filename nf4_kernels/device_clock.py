@@ -50,7 +50,7 @@ class Clocks(ctypes.Structure):
 
 
 class DecodingShare:
-    """How long launches of a kind decoded: the share of decoding in the latest sampled ones, times the time of all."""
+    """Estimate how long launches of a kind decoded, by the decoding's share of the latest sampled ones."""
 
     def __init__(self) -> None:
         self.nanoseconds = 0.0
@@ -60,7 +60,7 @@ class DecodingShare:
         self._unknown = 0
 
     def add(self, spent: int, sampled: int, decoded: int) -> None:
-        """Count launches of `spent` nanoseconds, the sampled ones of which took `sampled` and decoded for `decoded`."""
+        """Count launches of `spent` nanoseconds; the sampled ones among them took `sampled` and decoded for `decoded`."""
         kept = max(0.0, 1 - sampled / WINDOW)
         self._sampled = self._sampled * kept + sampled
         self._decoded = self._decoded * kept + decoded

@@ -124,7 +124,7 @@ class Weight:
 
 
 def check(weight: Weight) -> int:
-    """Number of elements in shape, once packed and the scales are known to cover them. ValueError names what is short."""
+    """Check that packed and the scales cover shape, and give its number of elements. ValueError names what is too short."""
     count = math.prod(weight.shape)
     packed, absmax, absmax_8bit, blocksize = weight.packed, weight.absmax, weight.absmax_8bit, weight.blocksize
     if blocksize < 1 or blocksize & (blocksize - 1):

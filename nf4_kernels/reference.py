@@ -78,7 +78,7 @@ def moe_linear(
 
 
 def weighted_sum(out: Tensor, routing_weights: Tensor) -> Tensor:
-    """out [tokens, top_k, N] times routing_weights [tokens, top_k], summed over top_k: in float32, then in out's dtype."""
+    """Sum out [tokens, top_k, N] times routing_weights [tokens, top_k] over top_k in float32; gives out's dtype."""
     return (out.float() * routing_weights.unsqueeze(-1)).sum(1).to(out.dtype)
 
 
@@ -125,6 +125,6 @@ def untile_activations(tiles: Tensor, tokens: int, k: int) -> Tensor:
 
 
 def _chunks(words: Tensor) -> Tensor:
-    """For words [tiles, blocks, token, chunk, 4, 2]: which chunk of the token lies at each place; its own inverse."""
+    """Say which chunk of a token lies at each place of words [tiles, blocks, token, chunk, 4, 2]; its own inverse."""
     token, chunk = torch.arange(words.shape[2], device=words.device), torch.arange(8, device=words.device)
     return (chunk ^ token[:, None] % 8)[None, None, :, :, None, None].expand(words.shape)

@@ -74,7 +74,7 @@ class Drafter:
 
 
 def _drawn(right: float, step: Step, results: list[Sampled]) -> tuple[list[Sampled], dict[str, list[Sampled]]]:
-    """As verification.accepted(), but by chance: a guess behind right ones is right with that probability."""
+    """Do as verification.accepted() does, but by chance: a guess behind right ones is right with that probability."""
     firsts: list[Sampled] = []
     others: dict[str, list[Sampled]] = {}
     rows = iter(results)
@@ -229,7 +229,7 @@ def _row(
 
 
 def _engines(runner: ModelRunner, config: EngineConfig) -> dict[str, Engine]:
-    """By speculation, on one model; they never run at the same time."""
+    """Make an engine for each way of speculation, all on one model; they never run at the same time."""
     methods = ("off", "lookup") if runner.draft_model is None else ("off", "lookup", "draft")
     engines = {method: Engine(runner, config.model_copy(update={"speculation": method})) for method in methods}
     costs, speculator = copy.deepcopy(runner.step_costs), engines["lookup"]._speculator

@@ -97,7 +97,7 @@ class AdapterConfig:
     rank_stabilized: bool
     alpha_pattern: Mapping[str, float]
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By last names of embeddings, the tokens whose rows were trained (trainable_token_indices)."""
+    """The tokens whose rows were trained (trainable_token_indices), by the last part of the embedding's name."""
     dora: bool = False
 
     def scale(self, module: str, rank: int) -> float:
@@ -108,7 +108,7 @@ class AdapterConfig:
 
 
 def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors | VocabularyChange]:
-    """By name of the base model's module, the adapter in folder, on the CPU in dtype.
+    """Read the adapter in folder, on the CPU in dtype, by name of the base model's module.
 
     Raises CheckpointError for what is damaged, or is none of what docs/models.md says is served.
     """

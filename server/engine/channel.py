@@ -1,4 +1,4 @@
-"""The engine's sockets: messages from the API processes, and each step's outputs to those whose requests they are of."""
+"""The engine's sockets: messages come from the API processes, and each step's outputs go to those that asked for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST_MESSAGE_MS = 1000
 
 
 class Channel:
-    """Two sockets to the API process that supervises the engine, and one to each other that has sent a request.
+    """Holds two sockets to the API process that supervises the engine, and one to each other one that has sent a request.
 
     Who sends connects, and who receives binds: a message is queued wherever the other side is not there yet.
     """
@@ -109,7 +109,7 @@ class Channel:
         zmq.Context.instance().term()
 
     def _is_from_the_living(self, message: ToEngine) -> bool:
-        """Note whose a request is; False for one of a client that was removed: messages of several may cross."""
+        """Note which client sent a request; False for a client that was removed: messages of several may cross."""
         if isinstance(message, GenerateRequest) and message.client:
             if message.client in self._removed:
                 return False

@@ -80,7 +80,7 @@ class StepClock:
         self._linear = self.kernels.linear - self._before.linear
 
     def share(self, taken: Sequence[tuple[RequestClock, int, bool]]) -> None:
-        """Divide the step's kernel times among its requests: their clocks, tokens, and whether they were decoding."""
+        """Divide the step's kernel times among its requests, given as (clock, tokens, whether it was decoding)."""
         tokens = sum([count for _, count, _ in taken])
         for clock, count, decoding in taken:
             share = count / tokens

@@ -97,7 +97,7 @@ class Engine:
         return self._scheduler.has_work or self._pending is not None or bool(self._rejected)
 
     def use_idle_time(self) -> bool:
-        """Do for about a millisecond what can wait until there are no requests; returns whether there is more of it."""
+        """Work for about a millisecond at what can wait until there are no requests; returns whether more is left."""
         return self._speculator is not None and self._speculator.use_idle_time()
 
     def add(self, request: GenerateRequest) -> None:
@@ -259,7 +259,7 @@ class Engine:
         return list(outputs.values())
 
     def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
-        """What each request got from a step that advance() was called for; requests that ended while it ran get nothing."""
+        """Say what each request got from a step that advance() was called for; those that ended meanwhile get nothing."""
         self._step_clock.stop()
         if self._pace is not None:
             self._pace.note(sum([c.length for c in step.chunks if not c.is_decode]), self._step_clock.seconds)

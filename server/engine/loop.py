@@ -138,7 +138,7 @@ def _stand_by(tells_imported: int) -> None:
 
 
 def _set_session_niceness(niceness: int) -> None:
-    """What all processes of this session together count beside other sessions', where Linux groups threads so."""
+    """Set how much all processes of this session together count beside other sessions, where Linux groups threads so."""
     for _ in range(10):
         try:
             Path("/proc/self/autogroup").write_text(str(niceness))
@@ -185,7 +185,7 @@ def _run(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: lis
 
 
 def _failed(setup: EngineSetup) -> Callable[[str, bool], None]:
-    """What a thread calls that sees that other ranks have failed: the engine's own thread may wait for them for ever."""
+    """Make what a thread calls when other ranks have failed: the engine's own thread may wait for them for ever."""
 
     def end(reason: str, fatal: bool) -> None:
         logger.error("the engine ends as a whole: %s", reason)

@@ -1,4 +1,4 @@
-"""What the engine says of each request: its tokens of a step with their log-probabilities, its error, its times."""
+"""What the engine tells each request: the tokens of a step with their log-probabilities, an error, and times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.types import RequestOutput, TokenLogprob
 
 
 class OutputBuilder:
-    """Makes RequestOutputs and keeps the clocks that their timings are read from.
+    """Makes RequestOutputs, and keeps the clocks from which their timings are read.
 
     A request is known from open() until close() or its last output.
     """
@@ -86,7 +86,7 @@ class OutputBuilder:
 
 
 def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprob] | None:
-    """Those of a prompt that was scored, once: with the first token."""
+    """The log-probabilities of a prompt that was scored; they go out once, with the first token."""
     if sequence.num_generated != 1:
         return None
     return [sequence.prompt_scores[position] for position in range(1, sequence.num_prompt)]

@@ -11,7 +11,7 @@ _OF_DEVICES = ("cuda", "cublas", "cudnn", "nccl", "gloo", "out of memory", "can'
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether a start that ended with this error would end so again: the checkpoint, the configuration or code is at fault.
+    """Whether a new start would end with this error again, because the checkpoint, the configuration or code is at fault.
 
     A start that may succeed the next time (memory that another process still has, a disk, a device) is worth trying again.
     """
@@ -27,7 +27,7 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error is ours, with a message that says all: the checkpoint or the configuration cannot be served."""
+    """Whether we raised this error to refuse a checkpoint or configuration; its message then says all that is needed."""
     from server.engine.runtime.attention.base import UnsupportedModelError
     from server.engine.runtime.limits import EngineConfigError
 

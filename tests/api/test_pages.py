@@ -238,7 +238,7 @@ async def test_images_where_the_model_takes_them(page: Page, pages: str) -> None
     assert await page.value("document.querySelector('article.user img').naturalWidth") == 8
     assert await page.count("#attached img") == 0
     # This server's model takes none, and its refusal is shown.
-    assert "image_url" in await page.text(".failure")
+    assert "Images are not supported" in await page.text(".failure")
 
 
 async def test_api_page(debugger: str, pages: str) -> None:

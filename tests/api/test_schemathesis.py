@@ -27,7 +27,7 @@ from tests.api.conftest import MODEL, metric
 from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, start_server
 
-CASES = int(os.environ.get("FUZZ_CASES", "150"))
+CASES = int(os.environ.get("FUZZ_CASES", "100"))
 OPERATIONS = [
     *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")),
     *(("POST", path) for path in ("/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")),

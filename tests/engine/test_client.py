@@ -251,26 +251,29 @@ async def test_an_engine_that_takes_too_long_to_start_is_started_again(embedded_
         assert "not ready after 0 s" in client.status.message
 
 
-def test_the_engine_ends_when_the_api_process_dies(embedded_folder: Path) -> None:
+@pytest.mark.parametrize("standby", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_engine_ends_when_the_api_process_dies(embedded_folder: Path, standby: bool) -> None:
+    count = 1 + standby
     code = f"""
 import asyncio, os, signal
 from pathlib import Path
-from server.config import Config
+from server.config import Config, EngineConfig
 from server.engine.supervisor.client import EngineClient
 async def main():
-    client = EngineClient(Config(), Path({str(embedded_folder)!r}))
+    config = Config(engine=EngineConfig(enforce_eager=True, standby={standby}))
+    client = EngineClient(config, Path({str(embedded_folder)!r}))
     await client.start()
     await client.wait_ready()
     children = Path(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children")
-    while len(children.read_text().split()) < 2:  # the one that stands by comes when nothing has run for a while
+    while len(children.read_text().split()) < {count}:  # the one that stands by comes when nothing has run for a while
         await asyncio.sleep(0.1)
     print(children.read_text(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
-    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
+    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=120)
     children = [int(pid) for pid in parent.stdout.split()]
-    assert len(children) == 2
+    assert len(children) == count
     deadline = 30.0
     while any(map(_is_alive, children)) and deadline > 0:
         deadline -= 0.1

@@ -87,7 +87,7 @@ def test_code_compiled_for_any_number_of_tokens_decides_when_it_runs(tmp_path: P
         ({"expanded_weights": "off"}, 100, 0),
         ({"expanded_weights": 0}, 100, 0),
         ({}, 103, 25),
-        ({"kv_cache_bytes": 2**20}, 103 + 2**20, 25),
+        ({"kv_cache_bytes": 2**20}, 103 + 2**20, 50),
         ({"expanded_weights": 40}, 103, 40),
         ({"batch_invariant": True}, 103, 0),
     ],

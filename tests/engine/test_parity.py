@@ -25,8 +25,8 @@ SHORT = CHATS[:20:2]
 
 @pytest.mark.parametrize(
     ("chats", "preempting"),
+    # tests/test_parity.py has a server's answers without preemption.
     [
-        pytest.param(SHORT[:6], False, id="6"),
         pytest.param(SHORT[:6], True, id="6-preempting"),
         pytest.param([*SHORT, *CHATS[28:]], False, id="14", marks=pytest.mark.slow),
         pytest.param(SHORT, True, id="10-preempting", marks=pytest.mark.slow),

@@ -1,8 +1,7 @@
-"""Recorded small steps: the bits of the compiled layers' own calls, and layers that cannot be recorded."""
+"""Recorded small steps: the bits of the compiled layers' own calls. test_layers.py has layers that cannot be recorded."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,12 @@ from server.engine.runtime.attention.paged_cpu import paged_cpu_error
 from server.engine.runtime.compile.layers import CompiledLayer
 from server.engine.runtime.graphs.recorded import MOST_TOKENS
 from server.engine.runtime.model.decoder import decoder_layers
-from server.engine.runtime.preparation import assembly, recording
-from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.preparation import assembly
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.step import Chunk, Step
 from server.engine.start import load_runner
 from tests.engine.factories import make_sequence
-from tests.engine.models import tiny_model
 
 
 def _logits(runner: ModelRunner) -> list[torch.Tensor]:
@@ -59,13 +56,3 @@ def test_recorded_steps_give_the_same_bits(embedded_folder: Path, monkeypatch: p
     assert all(isinstance(layer.forward, CompiledLayer) for layer in decoder_layers(plain._paged.model))
     for found, expected in zip(_logits(recorded), _logits(plain), strict=True):
         assert torch.equal(found, expected)
-
-
-def test_layers_that_cannot_be_recorded_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    """The linear layers of this one are not packed, and so are calls of torch's."""
-    if (reason := paged_cpu_error()) is not None:
-        pytest.skip(reason)
-    with caplog.at_level(logging.DEBUG, logger=recording.__name__):
-        runner = build_runner(tiny_model("llama"), EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20))
-    assert "small steps are not recorded: a layer uses extern_kernels." in caplog.text
-    assert all(isinstance(layer.forward, CompiledLayer) for layer in decoder_layers(runner._paged.model))

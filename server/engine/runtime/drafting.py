@@ -44,7 +44,7 @@ class DraftGraphs:
 
     decode: DecodeGraphs
     verify: VerifyGraphs | None
-    """For the first guess, where the draft model has not computed some tokens in front of the newest one yet."""
+    """They make the first guess where the draft model has yet to compute tokens in front of the newest one."""
 
 
 class DraftModel:
@@ -78,7 +78,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def guess(self, step: Step) -> None:
-        """Put guesses in the places that step.guesses has for them, or empty step.guesses where that fails.
+        """Fill the places of step.guesses with guesses; where that fails, step.guesses is emptied.
 
         The sequences' num_drafted says then that all their known tokens are computed.
         """
@@ -87,7 +87,7 @@ class DraftModel:
             for chunk in step.chunks
             if chunk.sequence.request_id in step.guesses
         }
-        # Those with the most guesses first, so that the others drop out at the end.
+        # Sequences with the most guesses come first, so that the others drop out at the end.
         asked = sorted(counts, key=lambda sequence: -counts[sequence])
         try:
             found = self._guesses(asked, [counts[sequence] for sequence in asked])
@@ -108,7 +108,7 @@ class DraftModel:
         self._has_failed = True
 
     def _guesses(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
-        """As many guesses for each sequence as counts, which must not rise, says. The host waits for the device once."""
+        """Make counts[i] guesses for sequence i; counts must not rise. The host waits for the device once."""
         parts = [_Part(s, s.num_drafted, s.tokens[s.num_drafted :]) for s in sequences]
         newest = self._next(parts, 0, None)
         columns = [newest]
@@ -146,7 +146,7 @@ class DraftModel:
         return sample_by_inversion(logits, ahead, logits.argmax(dim=-1))
 
     def _batch(self, parts: list[_Part]) -> Batch:
-        """What computes some tokens, of which the last of each part is wanted, in the order of parts."""
+        """Make the batch of the parts' tokens; the logits of each part's last one are wanted, in the order of parts."""
         order = sorted(range(len(parts)), key=lambda index: len(parts[index].ids) > 1)
         ordered = [parts[index] for index in order]
         lengths = np.array([len(part.ids) for part in ordered], np.int64)

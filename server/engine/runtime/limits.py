@@ -46,7 +46,7 @@ def token_budget(config: EngineConfig, device: torch.device) -> int:
 
 
 def sequence_limit(config: EngineConfig, device: torch.device, cached_tokens: int | None = None) -> int:
-    """Most sequences in one batch on device. cached_tokens: how many tokens the KV cache holds, once that is known."""
+    """The most sequences in one batch on device. cached_tokens: how many tokens the KV cache holds, once that is known."""
     wanted, usual = config.max_num_seqs, SEQUENCE_LIMITS[device.type]
     if wanted != "auto":
         return wanted or usual
@@ -56,7 +56,7 @@ def sequence_limit(config: EngineConfig, device: torch.device, cached_tokens: in
 
 
 def auto_sequences(memory: int, cached_tokens: int | None) -> int:
-    """Sequences that are worth graphs and room for their logits on a GPU with `memory` bytes, in multiples of 64.
+    """How many sequences deserve graphs and memory for their logits on a GPU with `memory` bytes, a multiple of 64.
 
     Every one should find LEAST_CACHED tokens in the KV cache, or they would only preempt one another.
     """
@@ -103,7 +103,7 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
 
 
 def own_limit(text: Any) -> int | None:
-    """Longest input that the model is made for and that leaves a token's rotary embedding to its position alone.
+    """The longest input that the model is made for and in which a token's rotary embedding depends on its position alone.
 
     transformers switches dynamic and longrope frequencies for a whole batch by its longest sequence. Layers that attend
     within chunks (Llama 4) attend as all others do in contexts of one chunk, and queries that are scaled by their place

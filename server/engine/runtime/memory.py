@@ -18,7 +18,7 @@ RESERVED_SHARE = 0.03
 
 
 def share_for_cache(free: int, total: int, step: int) -> int:
-    """Bytes for the cache: those free, less those of a step and a reserve of total's. 0 when nothing is left."""
+    """Bytes for the cache: the free ones, less a step's and a reserve, which is a share of total. 0 when nothing is left."""
     return max(0, free - step - int(total * RESERVED_SHARE))
 
 
@@ -61,7 +61,7 @@ class MemoryGauge:
         self._read_at = float("-inf")
 
     def read(self) -> tuple[int, int]:
-        """(used, total): of a CUDA device as a whole; on CPU this process's resident memory, and the machine's."""
+        """(used, total) of a CUDA device, other processes included; on CPU this process's memory, and the machine's."""
         now = time.monotonic()
         if now - self._read_at >= self._interval_s:
             self._read_at = now

@@ -153,7 +153,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, given: StepInput, guessed: bool = False) -> torch.Tensor:
-        """As forward(), for the columns of a step; guessed: whether the step checks guesses."""
+        """Compute what forward() gives from the columns of a step; guessed: whether the step checks guesses."""
         batch, graphs = self._batch(given), self._graphs
         if batch.images is not None:
             return self._paged.run(batch)
@@ -190,7 +190,10 @@ class ModelRunner:
     def _check_guesses(self, step: Step) -> list[Sampled] | None:
         """execute() of a step with guesses whose tokens a CUDA graph finds; None where it needs more than that."""
         verify = self._graphs.verify
-        if verify is None or not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
+        # The number of tokens is asked before a batch is made, because forward() makes one of its own.
+        if verify is None or step.num_tokens > verify.sizes[-1]:
+            return None
+        if not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
             return None
         batch = self._batch(step_input(step))
         if batch.images is not None or not verify.fits(batch):

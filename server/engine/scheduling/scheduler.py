@@ -17,8 +17,9 @@ MOST_SCORED = 256
 
 
 class Scheduler:
-    """First come, first served. In every step decoding sequences go first; prefills share what is left of the budget, or
-    what the pace leaves of it beside decoding sequences.
+    """Serves requests in the order in which they come.
+
+    In every step decoding sequences go first; prefills share what is left of the budget, or what the pace leaves of it.
 
     A sequence is admitted when the blocks for all its present tokens are free, so only growth by decoding can run out of
     blocks. Then the newest running sequence is preempted: it gives its blocks back, keeps its tokens, and computes them
@@ -52,8 +53,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._prefix_caching = prefix_caching
         self.pace = pace
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # oldest first
+        self._waiting, self._running = deque[Sequence](), list[Sequence]()  # running ones: oldest first
         self._by_id: dict[str, Sequence] = {}
         self.num_preemptions = 0
         self.prefix_queries = 0
@@ -133,8 +133,7 @@ class Scheduler:
                 self._blocks.grow(sequence.blocks, wanted)
                 self._tables.extend(sequence.row, sequence.blocks)
             else:
-                room = len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens)
-                del guesses[max(room, 0) :]
+                del guesses[max(len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens), 0) :]
                 if not guesses:
                     del step.guesses[sequence.request_id]
         step.chunks.sort(key=lambda chunk: chunk.sequence.request_id in step.guesses)
@@ -224,8 +223,7 @@ class Scheduler:
         found = self._find_prefix(sequence) if self._prefix_caching else []
         needed = self._blocks.missing(found, len(sequence.tokens)) + self._blocks.num_unheld(found)
         # Each running sequence keeps a spare block, or the admission would at once cause a preemption.
-        spare = len(self._running)
-        if needed > self._blocks.num_free - spare and self._running:
+        if needed > self._blocks.num_free - len(self._running) and self._running:
             return False
         self._blocks.share(found)
         # A preempted sequence finds its own blocks again, which would count as a hit of its prompt.

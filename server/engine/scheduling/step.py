@@ -41,7 +41,7 @@ class Step:
     admitted: list[Sequence] = field(default_factory=list)
     """Sequences that were waiting before this step."""
     guesses: dict[str, list[int]] = field(default_factory=dict)
-    """By request id, guesses that the step checks behind a decode chunk (speculation). Their chunks come last."""
+    """The guesses that the step checks behind decode chunks (speculation), by request id. Such chunks come last."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What a step costs by its number of tokens, and how many tokens to check so that most of them come out per second."""
+"""The costs of steps by their number of tokens, and how many tokens to check to get the most tokens per second."""
 
 from __future__ import annotations
 

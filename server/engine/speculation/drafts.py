@@ -67,7 +67,7 @@ class DraftSpeculator(Speculator):
         self._rate = _FIRST_RATE
 
     def plan(self, step: Step) -> bool:
-        """As Speculator; step.guesses gets places for guesses, which draft() fills."""
+        """Plan as Speculator does; step.guesses gets places for guesses, which draft() fills."""
         step.guesses = {}
         chunks = step.chunks
         if not self.may_have_guesses(step):

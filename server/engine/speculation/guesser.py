@@ -19,7 +19,7 @@ _LEARNING_RATE = 1 / 8
 
 
 class _Rates:
-    """By the length of a suffix, the share of guesses that were right lately."""
+    """The share of guesses that were right lately, by the length of the suffix."""
 
     def __init__(self, priors: tuple[float, ...]) -> None:
         self._rates = [0.0, *priors]
@@ -115,7 +115,7 @@ class Guesser:
             answered = len(index.tokens) >= self._num_prompt
             if index.match and answered:
                 self._rates.learn(index.match, index.tokens[index.end] == token)
-            # Of the prompt only the end matters.
+            # Only the end of the prompt matters.
             if shared is not None and len(index.tokens) >= self._num_prompt - _LONGEST:
                 shared.append(token, answered)
             index.append(token)

@@ -33,7 +33,7 @@ class Speculator:
         self.draft_tokens = 0
         """Guesses that were checked."""
         self.accepted = [0] * MOST_GUESSES
-        """By place among its sequence's guesses of the step, how many were accepted."""
+        """How many guesses were accepted, by their place among their sequence's guesses of a step."""
 
     def plan(self, step: Step) -> bool:
         """Set step.guesses, going by the tokens that are known; gives whether there are any.

@@ -93,7 +93,7 @@ class AttentionBackend(ABC):
     def attend_rotary_next(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
-        """As attend_next(), for a query and a key that get their rotary embedding first.
+        """Do as attend_next() does, for a query and a key that get their rotary embedding first.
 
         tile: where it is not 0, the result is [T, heads * dim] as tiled activations, see result_shape(); in the last tile,
         tokens beyond T may hold anything.

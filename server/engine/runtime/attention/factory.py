@@ -62,7 +62,7 @@ def create_backend(
 
 
 def auto_cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of keys and values beside activations of dtype: float32 where our own attention on CPU runs."""
+    """The dtype that keys and values are kept in, for activations of dtype: float32 where our own attention on CPU runs."""
     return torch.float32 if device.type == "cpu" and paged_cpu_error() is None else dtype
 
 
@@ -96,7 +96,7 @@ def long_chunks_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """The kernels of FlashInfer that are faster than its others for prompts' chunks, where there are any: FA3, on Hopper.
+    """Name the kernels of FlashInfer that are faster than its others for prompts' chunks: FA3 on Hopper, None elsewhere.
 
     Raises torch.OutOfMemoryError and torch.AcceleratorError, which are not FlashInfer's.
     """

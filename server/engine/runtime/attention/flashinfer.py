@@ -152,7 +152,7 @@ class FlashInferBackend(GraphBackend):
         )
 
     def set_up_graphs(self, max_model_len: int, max_num_seqs: int, split_keys: bool) -> None:
-        """As in GraphBackend. With split_keys our own kernel attends, if it computes what FlashInfer's kernels compute."""
+        """Do as GraphBackend says. With split_keys our own kernel attends, if it computes what FlashInfer's do."""
         most_blocks = -(-max_model_len // self._block_size)
         self._split_keys = split_keys
         self._decode_graphs = DecodeWrappers(list(self._mixed), self._workspace, most_blocks)

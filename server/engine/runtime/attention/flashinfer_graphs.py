@@ -23,7 +23,7 @@ class DecodeWrappers:
     """Wrappers for decode graphs by their number of sequences; a replay reads what the latest plan of its size laid out."""
 
     def __init__(self, kinds: list[Kind], room: torch.Tensor, most_blocks: int) -> None:
-        """Each size has a wrapper for each of kinds. room: workspace(). most_blocks: KV blocks that a sequence may have."""
+        """Each size has a wrapper for each of kinds. room: of workspace(). most_blocks: a sequence's KV blocks at most."""
         self._kinds = kinds
         self._room = room
         self._most_blocks = most_blocks

@@ -135,7 +135,7 @@ class PagedCpuBackend(SdpaBackend):
         return self._shapes[layer].value_dim
 
     def _fill(self, call: _Call, layer: int, tensors: tuple[torch.Tensor, ...], options: AttentionOptions) -> None:
-        """What a layer's attention has in call beside what begin() puts there; tensors: query, key, value, result."""
+        """Put a layer's part into call, beside what begin() puts there; tensors: query, key, value, result."""
         query, key, value, out = tensors
         shape = self._shapes[layer]
         call.query, call.key, call.value, call.out = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()

@@ -151,7 +151,7 @@ class DecodeGraphs:
     def run_with_options(
         self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
     ) -> OptionsStep:
-        """As run_async(), for sequences with any options: sampler samples their tokens."""
+        """Launch a decode step as run_async() does, for sequences with any options: sampler samples their tokens."""
         ids = batch.ids
         if previous is not None:
             rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
@@ -193,7 +193,7 @@ class DecodeGraphs:
 
 
 def _ids(batch: Batch, launch: Launch, newest: torch.Tensor | None) -> torch.Tensor:
-    """The step's token ids, with newest, the tokens of the step launched before, in the places of PLACEHOLDER."""
+    """The step's token ids; newest, the tokens of the step launched before, take the places of PLACEHOLDER."""
     ids = batch.ids
     if newest is not None:
         if launch.source is not None:

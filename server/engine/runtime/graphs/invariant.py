@@ -19,7 +19,7 @@ INVARIANT_ROWS = 32
 
 
 def in_groups(batch: Batch, block_size: int, size: int = INVARIANT_ROWS) -> Iterator[tuple[int, Batch]]:
-    """The batch's tokens in order, up to size at a time, each as a span of its own; with the first one's row."""
+    """Yield the batch's tokens in order, up to size at a time, each as a span of its own; with the row of the first."""
     spans, count = batch.spans, batch.num_tokens
     of = np.repeat(np.arange(len(spans)), spans.lengths)
     positions = np.arange(count) - spans.first_rows[of] + spans.starts[of]

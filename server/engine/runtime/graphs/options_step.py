@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class OptionsStep:
-    """A decode step on the device whose tokens a DeviceSampler samples, with any options; else as AsyncStep."""
+    """A decode step on the device whose tokens a DeviceSampler samples, with any options; otherwise it is like AsyncStep."""
 
     def __init__(self, step: Step, output: ModelOutput, sampler: DeviceSampler, clock: DeviceClock | None) -> None:
         """The step's forward pass has been launched. clock: the device's, where it times the kernels."""

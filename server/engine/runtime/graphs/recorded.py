@@ -95,7 +95,7 @@ class _Recording:
 
 
 class RecordedLayers:
-    """In the place of compiled layers' forwards: replays steps of few tokens, which are recorded when they first come."""
+    """Replays steps of few tokens, recorded when they first come; it takes the place of the compiled layers' forwards."""
 
     def __init__(self, layers: list[nn.Module], backend: PagedCpuBackend) -> None:
         """Raises RecordingError, with the layers as they were, where that cannot be done."""
@@ -222,7 +222,7 @@ def _generated_module(run: Callable[[], object]) -> dict[str, Any]:
 def _recorded_calls(
     names: dict[str, Any], recording: _Recording, backend: PagedCpuBackend, layer: int
 ) -> Iterator[None]:
-    """Have the calls that a generated module makes recorded; what is not known here raises RecordingError."""
+    """Record the calls that a generated module makes while entered; a call that is not known here raises RecordingError."""
 
     def linear(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
         prepared = prepared_linear(handle)

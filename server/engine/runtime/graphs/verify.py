@@ -49,7 +49,7 @@ class VerifyGraphs(DecodeGraphs):
         return super().run(self._singles(batch))
 
     def sample(self, step: Step, batch: Batch, launch: Launch) -> list[Sampled]:
-        """A result for each token of a step that fits(), all sampled from the model's raw logits; launch has their table.
+        """Sample each token of a step that fits() from the model's raw logits; launch has the table of their parameters.
 
         The host waits for the device once: the tokens of sequences without a temperature are the graph's own.
         """

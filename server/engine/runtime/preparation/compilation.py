@@ -22,7 +22,7 @@ _TRIALS = (1, 7, 17)
 
 
 def compile_with_trials(paged: PagedModel, progress: Progress) -> bool:
-    """Compile paged's layers, and undo that where they fail or differ by more than rounding; whether they are compiled.
+    """Compile paged's layers; undone where they fail or differ by more than rounding. Returns whether they are compiled.
 
     Call in inference mode.
     """

@@ -7,7 +7,7 @@ import torch
 from server.config import EngineConfig
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.memory import RESERVED_SHARE
-from server.engine.runtime.model.expanded import AUTO_SHARE
+from server.engine.runtime.model.expanded import AUTO_SHARE, AUTO_SHARE_BESIDE_CACHE
 
 
 def expansion_budget(device: torch.device, config: EngineConfig) -> int:
@@ -29,7 +29,7 @@ def expansion_budget(device: torch.device, config: EngineConfig) -> int:
     free, total = torch.cuda.mem_get_info(device)
     left = max(0, free - int(total * RESERVED_SHARE) - (config.kv_cache_bytes or 0))
     if wanted == "auto":
-        return int(left * AUTO_SHARE)
+        return int(left * (AUTO_SHARE if config.kv_cache_bytes is None else AUTO_SHARE_BESIDE_CACHE))
     if wanted > left:
         raise EngineConfigError(
             f"engine.expanded_weights is {wanted} bytes; beside the NF4 weights and the KV cache {left} are free"

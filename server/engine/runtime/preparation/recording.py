@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def record_with_trials(paged: PagedModel, num_blocks: int) -> bool:
-    """Record paged's compiled layers on CPU; whether they are recorded. They are not where results differ by a bit.
+    """Record paged's compiled layers on CPU; returns whether they are. They are not where results differ by a bit.
 
     num_blocks: of the cache. Call in inference mode.
     """

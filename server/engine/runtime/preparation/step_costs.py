@@ -51,7 +51,11 @@ def draft_times(paged: PagedModel, limits: ModelLimits, decode: DecodeGraphs | N
 def _of_graphs(
     decode: DecodeGraphs, verify: VerifyGraphs, steps: TrialSteps, block_size: int, limits: ModelLimits
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """For steps with guesses, the time until their tokens are read; for others, scheduled asynchronously, device time."""
+    """Measure steps with guesses and steps without: their seconds by size.
+
+    With guesses the time until the tokens are read counts. Without, steps are scheduled asynchronously, so the device's
+    time counts.
+    """
     sizes = [size for size in SIZES if size <= limits.max_model_len]
 
     def checked(size: int) -> torch.Tensor:
@@ -78,7 +82,7 @@ def _replays(decode: DecodeGraphs, batch: Batch) -> float:
 
 
 def _least(run: Callable[[int], torch.Tensor], sizes: Sequence[int], repeats: int) -> dict[int, float]:
-    """For each size the least seconds until the tokens of run(size) are on the host.
+    """Measure the least seconds until the tokens of run(size) are on the host, for each size.
 
     Sizes take turns, so that what holds up the machine for a while does not fall on one of them.
     """

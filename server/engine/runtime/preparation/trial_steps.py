@@ -13,7 +13,7 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.trials import relative_error
 
 TRIAL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""By dtype, how far logits may be off in the norm of all of them.
+"""The largest error of logits that is tolerated, relative to the norm of all of them, by dtype.
 
 What is tried may differ by rounding only. A single token's logits can be so ill conditioned that rounding alone moves
 them by a thousandth.
@@ -39,7 +39,7 @@ class TrialSteps:
         return Batch(ids, rows, rows, rows, Spans.of([Span(0, 0, count, blocks)]), int(count == 1))
 
     def difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
-        """In words, how the logits of a step of count tokens differ from the expected ones by more than rounding."""
+        """Say how the logits of a step of count tokens differ from the expected ones by more than rounding."""
         error = relative_error(logits, expected)
         within = error < TRIAL_TOLERANCES[self._paged.dtype]
         return None if within else f"are off by {error:.1e} with {count} tokens"

@@ -166,7 +166,7 @@ def layout(
 
 
 def item_places(sequences: int, rooms: Sequence[Room]) -> list[int]:
-    """Where each window's items begin in the layout of a step that has room for `sequences` sequences."""
+    """Say where each window's items begin in the layout of a step that has room for `sequences` sequences."""
     sizes = [(sequences + room.spare) * FIELDS for room in rooms]
     return [HEADER + sum(sizes[:window]) for window in range(len(sizes))]
 

@@ -218,7 +218,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first_sums(q, k, v, wanted, scale, instance: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Weighted sums, greatest scores and sums of weights of the new key alone if wanted, else of no key."""
+    """Start the sums, greatest scores and sums of weights: with the new key where that is wanted, else with no key."""
     rows: tl.constexpr = instance.rows
     dim: tl.constexpr = instance.cache.dim
     own = scores_of(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1), scale, instance.cap)

@@ -69,7 +69,7 @@ def finish(  # type: ignore[no-untyped-def]
     head,
     instance: tl.constexpr,
 ):
-    """Write a sequence's result; or leave a part's sums, and reduce all parts where this one is the last to arrive."""
+    """Write a sequence's result; of a sequence in parts leave this part's sums, which the last part to end reduces."""
     kv_heads: tl.constexpr = instance.cache.kv_heads
     group: tl.constexpr = instance.group
     dim: tl.constexpr = instance.cache.dim

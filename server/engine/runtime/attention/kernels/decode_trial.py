@@ -22,7 +22,7 @@ def disagreement(
     layer: int,
     kind: Kind,
 ) -> str | None:
-    """In words, how decode's outputs differ from reference's by more than rounding; None where they do not.
+    """Say how decode's outputs differ from the reference's by more than rounding; None where they do not.
 
     Tries a step without a rotary embedding and one with it and norms. cache is reference's for the layer, [blocks, 2,
     block_size, kv_heads, dim], which is left filled with zeros; its last block is not used.

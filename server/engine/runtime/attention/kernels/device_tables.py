@@ -38,7 +38,7 @@ class DeviceTables:
             raise
 
     def take_new(self, spans: Spans) -> npt.NDArray[np.int64]:
-        """What the copy lacks: int64 [2, new], places in the flattened copy and the blocks there. It counts as copied."""
+        """Take what the copy lacks: int64 [2, new], places in the flat copy and their blocks. It counts as copied then."""
         tables = spans.tables
         if tables is not self._source:
             self._source = tables

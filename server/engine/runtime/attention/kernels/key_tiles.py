@@ -28,7 +28,7 @@ def load_tile(  # type: ignore[no-untyped-def]
     shape: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Keys and values from begin on, zeros from end on, their scales, and which of them are in front of end.
+    """Load keys and values from begin on, zeros from end on; their scales; and which of them are in front of end.
 
     pages, scales: the cache's data and scales, at the head. shape: a CacheShape.
     """
@@ -52,7 +52,7 @@ def load_tile(  # type: ignore[no-untyped-def]
 def add_tile(  # type: ignore[no-untyped-def]
     acc, best, weight, q, k, v, k_scale, v_scale, inside, scale, cap: tl.constexpr, limit: tl.constexpr
 ):
-    """Sums, greatest scores and sums of weights with a tile of keys added; inside: which of the keys each query sees."""
+    """Add a tile of keys to the sums, greatest scores and sums of weights; inside: which of the keys each query sees."""
     if limit == 0:
         scores = scores_of(tl.dot(q, tl.trans(k)), scale, cap)
     else:

@@ -70,7 +70,7 @@ def _write(  # type: ignore[no-untyped-def]
 def quantize_kv(
     cache: torch.Tensor, scales: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """As write_kv(), into the data of a kv_cache.LayerCache in 8 bits (int8 or float8_e4m3fn) and its scales."""
+    """Do as write_kv() does, with the data of a kv_cache.LayerCache in 8 bits (int8 or float8_e4m3fn) and its scales."""
     tokens, heads, dim = key.shape
     overlap = torch.cuda.get_device_capability(key.device)[0] >= 9
     _quantize[(tokens, heads)](
