@@ -47,6 +47,22 @@ def counted(client: httpx.Client, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if re.match(rf"nf4_spec_decode_num_{name}_total[{{ ]", line))
 
 
+def ask_until_guessed(
+    client: httpx.Client, path: str = "/v1/chat/completions", **body: Any
+) -> tuple[Any, tuple[float, float]]:
+    """An answer for which some guess was right, and how many guesses the metrics count for it and how many of them right.
+
+    On a busy machine guesses may cost more than they save for a while, and then none is made.
+    """
+    for _ in range(30):
+        before = counted(client, "draft_tokens"), counted(client, "accepted_tokens")
+        answer = ask(client, path, **body)
+        after = counted(client, "draft_tokens"), counted(client, "accepted_tokens")
+        if after[1] > before[1]:
+            return answer, (after[0] - before[0], after[1] - before[1])
+    pytest.fail("no guess was right where a text repeats itself")
+
+
 def streamed(client: httpx.Client, **body: Any) -> tuple[str, dict[str, Any]]:
     """The text of a stream's chunks, and the last choice."""
     text, last = "", {}
@@ -59,8 +75,8 @@ def streamed(client: httpx.Client, **body: Any) -> tuple[str, dict[str, Any]]:
 
 
 def test_answers_are_those_without_and_say_how_guesses_fared(http: httpx.Client, guessing: httpx.Client) -> None:
-    before = counted(guessing, "draft_tokens"), counted(guessing, "accepted_tokens")
-    plain, guessed = ask(http, **AGAIN), ask(guessing, **AGAIN)
+    plain = ask(http, **AGAIN)
+    guessed, (drafted, accepted) = ask_until_guessed(guessing, **AGAIN)
     (expected,), (got,) = plain["choices"], guessed["choices"]
     assert got["message"] == expected["message"]
     assert got["finish_reason"] == expected["finish_reason"]
@@ -74,9 +90,8 @@ def test_answers_are_those_without_and_say_how_guesses_fared(http: httpx.Client,
         "rejected_prediction_tokens": timings["draft_tokens"] - timings["accepted_tokens"],
     }
     assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
-    after = counted(guessing, "draft_tokens"), counted(guessing, "accepted_tokens")
-    assert after == (before[0] + timings["draft_tokens"], before[1] + timings["accepted_tokens"])
-    assert counted(guessing, "accepted_tokens_per_pos") == after[1]
+    assert (timings["draft_tokens"], timings["accepted_tokens"]) == (drafted, accepted)
+    assert counted(guessing, "accepted_tokens_per_pos") == counted(guessing, "accepted_tokens")
 
 
 def test_streams_stop_strings_choices_and_log_probabilities(http: httpx.Client, guessing: httpx.Client) -> None:
@@ -105,7 +120,6 @@ def test_a_request_may_do_without(guessing: httpx.Client) -> None:
     ask(guessing, "/v1/responses", **document, speculation=False)
     assert counted(guessing, "draft_tokens") == before
     assert answers[0]["choices"][0]["timings"]["draft_tokens"] == 0
-    ask(guessing, "/v1/completions", **(text | {"speculation": True}))
-    assert counted(guessing, "draft_tokens") > before
+    ask_until_guessed(guessing, "/v1/completions", **(text | {"speculation": True}))
     wrong = guessing.post("/v1/chat/completions", json=AGAIN | {"speculation": "no"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "speculation")

@@ -49,6 +49,18 @@ def test_costs_follow_what_steps_take() -> None:
     assert costs.best(1, [0.3]) == 1
 
 
+def test_guesses_are_tried_again_when_steps_with_them_were_held_up() -> None:
+    costs = StepCosts(FLAT)
+    for _ in range(100):
+        costs.note(2, 3.0, guessed=True)
+    assert costs.best(1, [0.5]) == 0
+    steps = 0
+    while not costs.best(1, [0.5]):
+        costs.note(1, 1.0, guessed=False)
+        steps += 1
+    assert 16 < steps < 512
+
+
 def test_step_costs_need_times() -> None:
     for bad in ({}, {0: 1.0}, {1: 0.0}):
         with pytest.raises(ValueError, match="step costs"):

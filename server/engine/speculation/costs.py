@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 _LEARNING_RATE = 1 / 16
+# How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
+_FORGETTING_RATE = 1 / 256
 # Guesses are checked where they promise so many times the tokens per second: costs are not known better.
 _LEAST_GAIN = 1.1
 # Guesses for each sequence, with one of which a draft model must pay if it pays at all.
@@ -43,6 +45,10 @@ class _Times:
             # One step that was held up by something else should not count for long.
             self.extra += (min(max(0.0, seconds - own), own) - self.extra) * _LEARNING_RATE
 
+    def forget(self) -> None:
+        """Forget a part of how much longer it takes, where no step says so any more."""
+        self.extra -= self.extra * _FORGETTING_RATE
+
 
 class StepCosts:
     """Costs of decode steps with guesses and without."""
@@ -73,6 +79,9 @@ class StepCosts:
     def note(self, tokens: int, seconds: float, guessed: bool) -> None:
         """Learn from a step that served, with guesses or without."""
         (self._checking if guessed else self._plain).note(tokens, seconds)
+        if not guessed:
+            # A few steps with guesses that something else held up must not end guessing for good: it is tried again later.
+            self._checking.forget()
 
     def best(self, sequences: int, survivals: Sequence[float]) -> int:
         """How many guesses a step of `sequences` sequences should check; survivals: of all guesses, likeliest first.
