@@ -75,8 +75,11 @@ kernels: $(READY) ## compile the kernel libraries (CUDA too where nvcc is found)
 model: $(VENV)/.serve ## fetch and convert the embedded model
 	@$(BIN)/python -m server.checkpoint
 
+# Two files of tests side by side; one after another where there is a GPU, which kernels of two processes would share.
+TEST_WORKERS := $(if $(GPU),0,2)
+
 test: $(VENV)/.dev $(HELM) kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dev $(HELM) kernels model ## the tests that take minutes each, which test leaves out (PYTEST_ARGS=)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

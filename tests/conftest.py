@@ -69,6 +69,7 @@ class start_server:  # noqa: N801 - used as a function
     """Start `python -m server` with arguments on a free port; entering waits until /health is 200.
 
     Without a process that stands by for the engine: its imports are seconds of a core. tests/engine/test_client.py has one.
+    With one thread: two files of tests run side by side, and threads of several servers on two cores wait for one another.
     """
 
     def __init__(self, log: Path, *arguments: str) -> None:
@@ -79,7 +80,8 @@ class start_server:  # noqa: N801 - used as a function
         port = free_port()
         command = [sys.executable, "-m", "server", "--port", str(port), *self._arguments]
         with self._log.open("wb") as output:
-            environment = {"NF4_ENGINE__STANDBY": "false", **os.environ, "PYTHONUNBUFFERED": "1"}
+            environment = {"NF4_ENGINE__STANDBY": "false", "NF4_ENGINE__THREADS": "1", **os.environ}
+            environment["PYTHONUNBUFFERED"] = "1"
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         base_url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + READY_TIMEOUT_S
