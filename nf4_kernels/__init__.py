@@ -47,7 +47,8 @@ def dequantize_4bit(packed: Tensor, quant_state: Any, dtype: torch.dtype | None 
 def linear_4bit(x: Tensor, packed: Tensor, quant_state: Any, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times the transposed weight [N, K] plus bias [N]: [..., N] in x's dtype (float32, bfloat16, float16).
 
-    quant_state: a bitsandbytes QuantState or a Weight. Accumulates in float32. ValueError as dequantize_4bit.
+    quant_state: a bitsandbytes QuantState or a Weight. Accumulates in float32. Raises ValueError as dequantize_4bit()
+    does.
     """
     weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
     out: Tensor = torch.ops.nf4.linear(

@@ -37,8 +37,8 @@ def enable() -> None:
     """Run every Linear4bit layer of this process, present and future, on the nf4 ops. Calling it again changes nothing.
 
     Where the kernels of a device cannot be used, its layers stay on bitsandbytes' own, and a warning says so once with the
-    reason. On the CPU, layers that accelerate has already wrapped in hooks (offloaded models) keep the forward that they
-    were wrapped with, bitsandbytes'.
+    reason. On the CPU, layers that accelerate has already wrapped in hooks (offloaded models) keep bitsandbytes'
+    forward, which the hooks call.
     """
     global _overrides  # noqa: PLW0603 - the registration lives as long as this object
     if Linear4bit.forward is _forward:
@@ -152,7 +152,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    """Linear4bit.forward on the nf4 ops: x in the layer's compute dtype, the result in x's own."""
+    """Linear4bit.forward on the nf4 ops: x is computed in the layer's compute dtype, and the result has x's own."""
     if not torch.compiler.is_compiling():
         kept: _KeptCall | None = self.__dict__.get(_CALL)
         if kept is not None and _is_plain(x) and not _wants_gradient(x, kept.bias) and kept.is_of(self):

@@ -72,7 +72,7 @@ def installed_gpu_archs() -> str:
 def build_cpu(force: bool = False, folder: Path | None = None, quiet: bool = False) -> Path:
     """Compile csrc/cpu/*.cpp into folder/libnf4_cpu.so (None: lib/); returns its path. Raises BuildError.
 
-    quiet: say nothing of the files that have been compiled.
+    quiet: do not print which files have been compiled.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
@@ -103,7 +103,7 @@ def build_cuda(
 ) -> Path:
     """Compile csrc/cuda/**/*.cu into folder/libnf4_cuda.so, with the CUDA runtime linked in; as build_cpu().
 
-    archs: GPU targets ("80;90a"); None: NF4_CUDA_ARCHS, by default CUDA_ARCHS.
+    archs: GPU targets ("80;90a"); None means NF4_CUDA_ARCHS, or CUDA_ARCHS where that is not set.
     """
     sources = sorted((SOURCES / "cuda").rglob("*.cu"))
     targets_of_all = [a for a in (archs or os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS)).split(";") if a]
@@ -121,8 +121,8 @@ def build_cuda(
 def cuda_archs(source: Path, archs: list[str]) -> list[str]:
     """The targets among archs that a CUDA source is compiled for.
 
-    Where its own or a folder's name ends in _sm90, that is 90a. If archs lack 90a it is all of them: the kernels are then
-    empty, but the C functions around them are there.
+    A source whose own or whose folder's name ends in _sm90 is compiled for 90a. If archs lack 90a, it is compiled for
+    all of them: its kernels are then empty, but the C functions around them are there.
     """
     parts = source.relative_to(SOURCES).with_suffix("").parts
     return ["90a"] if "90a" in archs and any(part.endswith("_sm90") for part in parts) else archs

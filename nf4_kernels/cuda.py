@@ -72,7 +72,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times the transposed weight [N, K] plus bias: [..., N] in x's dtype (float32, float16, bfloat16).
 
-    ValueError and KernelError as of dequantize().
+    Raises ValueError and KernelError as dequantize() does.
     """
     return fused_linear(x, weight, bias)
 
@@ -88,8 +88,8 @@ def fused_linear(
     """residual + linear() of x's tokens, which are normalised first: x / sqrt(mean(x^2) + norm_eps) * norm_weight.
 
     residual [..., N] and norm_weight [K] are of x's dtype; without either it is linear(). This is in the GEMM's own
-    launches where can_fuse() says so; else torch's operations stand before and after it. ValueError and KernelError as of
-    linear().
+    launches where can_fuse() says so; elsewhere torch's operations run before and after it. Raises ValueError and
+    KernelError as linear() does.
     """
     n, k = weight.matrix
     _check_x(x, k, weight)
@@ -111,8 +111,9 @@ def tiled_linear(
 ) -> Tensor:
     """fused_linear() of the x [tokens, K], float16 or bfloat16, whose tiled activations are tiles [_, _, tile, 64].
 
-    Where tile is what token_tile() says, no launch tiles x; else x is first brought into row-major order. What tiles hold
-    beyond the tokens changes no result; beyond K they must hold zeros. ValueError and KernelError as of linear().
+    Where tile is what token_tile() says, no launch tiles x; else x is first brought into row-major order. What tiles
+    hold beyond the tokens changes no result; beyond K they must hold zeros. Raises ValueError and KernelError as
+    linear() does.
     """
     n, k = weight.matrix
     device = weight.packed.device
@@ -145,7 +146,7 @@ def gated_linear(
 
     activation: one of params.ACTIVATIONS. tile: where not 0, the result is tiled activations [_, _, tile, 64] for
     tiled_linear(). This is in the GEMM's own launches where can_gate() says so (with a tile: a multiple of 8, and N a
-    multiple of 512); else torch's operations stand behind it. ValueError and KernelError as of linear().
+    multiple of 512); elsewhere torch's operations run after it. Raises ValueError and KernelError as linear() does.
     """
     n, k = weight.matrix
     check_gate(n, activation, tile)
@@ -168,7 +169,7 @@ def gated_linear(
 def token_tile(
     device: torch.device, dtype: torch.dtype, tokens: int, shape: Sequence[int], blocksize: int, nested: bool
 ) -> int:
-    """The tile with which tiled_linear() of tokens needs no launch that tiles x on that device; 0: it always does."""
+    """The token tile with which tiled_linear() needs no launch that tiles x on that device; 0 where it always needs one."""
     n, k = _matrix(shape)
     if load_error() is not None or dtype == torch.float32 or n * k == 0:
         return 0
@@ -185,7 +186,7 @@ def can_fuse(
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether fused_linear() of x [tokens, K] on a device of this machine needs no launches of torch's."""
+    """Whether fused_linear() of x [tokens, K] on a device of this machine needs no launches by torch."""
     n, k = _matrix(shape)
     if load_error() is not None or dtype == torch.float32 or (normalised and not can_norm(dtype, k)):
         return False
@@ -201,7 +202,7 @@ def can_gate(
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether gated_linear() of x [tokens, K], without a tile, on a device of this machine needs no launches of torch's."""
+    """Whether gated_linear() of x [tokens, K], without a tile, on a device of this machine needs no launches by torch."""
     n, k = _matrix(shape)
     if not can_write_gated(dtype, n) or not can_fuse(device, dtype, tokens, shape, blocksize, nested, normalised):
         return False

@@ -38,7 +38,7 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """What a GEMM's own launches do as its prologue (the norm of x) and its epilogue (all else); None: they do not."""
+    """What a GEMM's own launches do as its prologue (the norm of x) and its epilogue (all else); None leaves it out."""
 
     bias: Tensor | None
     residual: Tensor | None
@@ -48,18 +48,18 @@ class Fusion:
 
 
 def can_norm(dtype: torch.dtype, k: int) -> bool:
-    """Whether GEMMs' launches normalise tokens of k elements. x times norm_weight may be too large for float16."""
+    """Whether a GEMM's launches can normalise tokens of k elements. In float16, x times norm_weight could overflow."""
     return dtype == torch.bfloat16 and k <= NORM_K
 
 
 def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
-    """Whether linear_wgmma makes a gated activation of n sums; tile: tokens of a tile of the result, 0 for rows."""
+    """Whether linear_wgmma can write the gated activation of n sums; tile: the result's tokens a tile, 0 if row-major."""
     tiled = tile == 0 or (tile >= 8 and tile % 8 == 0 and n % 512 == 0)
     return dtype == torch.bfloat16 and n % 16 == 0 and tiled
 
 
 def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
-    """out [M, N] = fusion.residual + x [M, K], normalised if so wanted, times the transposed weight, plus fusion.bias."""
+    """out [M, N] = fusion.residual + x [M, K], normalised if asked for, times the transposed weight, plus fusion.bias."""
     m, n, k = x.shape[0], weight.n, weight.k
     if fusion.norm_weight is not None and not can_norm(x.dtype, k):
         x = rms_norm(x, fusion.norm_weight, fusion.norm_eps)
@@ -266,7 +266,10 @@ def _new_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_into(out: Tensor, weight: Nf4Weight, first: int, count: int, whole: int | None = None) -> None:
-    """Write count elements of the weight, from first on, to out. whole: the clock's words of the GEMM that it begins."""
+    """Write count elements of the weight, from first on, to out.
+
+    whole: the clock words of the GEMM that this launch begins.
+    """
     stream = torch.cuda.current_stream(out.device).cuda_stream
     loaded = usable()
     words, _ = _clock_words(out.device, "dequantize")

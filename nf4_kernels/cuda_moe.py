@@ -43,8 +43,8 @@ def run(
 ) -> Tensor:
     """nf4::moe_linear, or with an activation nf4::moe_gated_linear: see reference.moe_linear().
 
-    x bfloat16 or float16; bias in x's dtype; choice: that launch instead of the plan's. Experts outside [0, E) give zeros.
-    ValueError names what does not fit; KernelError as of cuda.linear().
+    x is bfloat16 or float16, bias has x's dtype. choice: the launch to use instead of the plan's. Experts outside
+    [0, E) give zeros. ValueError names what does not fit; KernelError is raised as by cuda.linear().
     """
     tokens, top_k, num_experts, n, k = _check(x, weight, experts, bias, routing, activation)
     columns = n if activation is None else n // 2
@@ -145,7 +145,10 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _struct(weight: Weight, experts: int, n: int, k: int) -> Nf4Weight:
-    """The C interface's view of an expert's weight, behind which the others lie. ValueError names what does not fit."""
+    """The C interface's view of the first expert's weight; the others follow it in memory.
+
+    ValueError names what does not fit.
+    """
     if weight.blocksize not in BLOCKSIZES:
         raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {weight.blocksize}")
     device, count = weight.packed.device, experts * n * k

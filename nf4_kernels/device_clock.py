@@ -2,9 +2,9 @@
 
 A launch leaves when it began (when the launch before it had ended) and when its last instruction ran; collect() adds the
 launches up by kind in one small launch. The words of captured launches belong to their graph: its replays fill them again.
-All others are free again once they are collected. Times come from the GPU's global timer (32 ns a step on an H200). What a
-launch takes behind its last instruction, until it counts as ended, it cannot see itself: 0.6 us on an H200, measured when
-the clock starts, from capability 9.0 on, and added to every launch.
+All others are free again once they are collected. Times come from the GPU's global timer (32 ns a step on an H200). A
+launch cannot see how long it takes from its last instruction until it counts as ended: 0.6 us on an H200. From
+capability 9.0 on, that time is measured when the clock starts, and added to every launch.
 
 One launch in SAMPLING of those that decode weights within the GEMM also leaves how long one of its warps
 decoded: read codes and scales from shared memory, looked codes up, put scales on the sums. That warp waits for each stage
@@ -33,8 +33,10 @@ WORDS = 4
 TOTALS = 3
 """NF4_CLOCK_TOTALS of params.h: for a kind, the nanoseconds of all launches, of the sampled ones, and of their decoding."""
 SAMPLING = 127
-"""A launch whose decoding is timed takes up to 70 % longer. The number is prime because a layer's GEMMs come in a fixed
-order."""
+"""A launch whose decoding is timed takes up to 70 % longer.
+
+The number is prime because a layer's GEMMs come in a fixed order.
+"""
 WINDOW = 500_000
 """Nanoseconds of sampled launches that the share of decoding is taken from: about the last 50."""
 

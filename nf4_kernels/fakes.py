@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what the ops of nf4_kernels.ops give, for tracing without data."""
+"""Shapes and dtypes of the results of nf4_kernels.ops' ops, for tracing without data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nf4_kernels import reference
 
 
 def register() -> None:
-    """Register them with torch; the ops have to be defined."""
+    """Register the fakes with torch; the ops must be defined already."""
     for name, shape in (
         ("linear", _linear_shape),
         ("fused_linear", _linear_shape),

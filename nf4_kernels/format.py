@@ -112,7 +112,7 @@ class Weight:
         return Weight(packed, (n, k), absmax, self.blocksize, absmax_8bit, self.absmax_code, offset, table=self.table)
 
     def contiguous(self) -> Weight:
-        """This weight, or one of contiguous copies where a tensor of it is not contiguous."""
+        """This weight if all its tensors are contiguous, else a weight of contiguous copies."""
         if self.packed.is_contiguous() and self.absmax.is_contiguous():
             if self.absmax_8bit is None:
                 return self

@@ -37,7 +37,7 @@ def moe_linear(
         out = _one_after_another(rows, weight, ids)
     if bias is not None:
         out = out + bias[clamped]
-    # What is not here may hold anything, NaN too.
+    # Rows of choices whose expert is elsewhere may hold anything, NaN included.
     out = out.masked_fill(~here.unsqueeze(1), 0).view(*experts.shape, n)
     return out if routing_weights is None else reference.weighted_sum(out, routing_weights)
 

@@ -1,7 +1,7 @@
 """The torch.library ops of the namespace nf4, for CPU and CUDA, with fakes.
 
-linear, fused_linear, tiled_linear and gated_linear compute GEMMs; gated_linear may give the tiled activations that
-tiled_linear takes; dequantize; linear_bf16w.
+linear, fused_linear, tiled_linear and gated_linear compute GEMMs with NF4 weights, linear_bf16w one with a bfloat16
+weight; dequantize expands a weight. gated_linear can give the tiled activations that tiled_linear takes.
 
 Argument conventions: docs/architecture.md. Where a compiled library cannot be used, the oracle runs instead, and a warning
 says so once with the reason.
@@ -174,7 +174,7 @@ def _gated_linear(
 def token_tile(
     device: torch.device, dtype: torch.dtype, tokens: int, shape: Sequence[int], blocksize: int, nested: bool
 ) -> int:
-    """The tile with which nf4::tiled_linear of tokens needs no launch that tiles x on that device; 0: it always does."""
+    """The token tile with which nf4::tiled_linear needs no launch that tiles x on that device; 0 where there is none."""
     return cuda.token_tile(device, dtype, tokens, shape, blocksize, nested) if device.type == "cuda" else 0
 
 
@@ -187,7 +187,7 @@ def can_fuse(
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether nf4::fused_linear of x [tokens, K], with a norm or without, needs no launches of torch's on that device."""
+    """Whether nf4::fused_linear of x [tokens, K], with a norm or without, needs no launches by torch on that device."""
     return device.type == "cuda" and cuda.can_fuse(device, dtype, tokens, shape, blocksize, nested, normalised)
 
 
@@ -200,7 +200,7 @@ def can_gate(
     nested: bool,
     normalised: bool,
 ) -> bool:
-    """Whether nf4::gated_linear of x [tokens, K] without a tile, with a norm or not, needs no launches of torch's."""
+    """Whether nf4::gated_linear of x [tokens, K] without a tile, with a norm or not, needs no launches by torch."""
     return device.type == "cuda" and cuda.can_gate(device, dtype, tokens, shape, blocksize, nested, normalised)
 
 

@@ -76,9 +76,9 @@ class PeerReducer:
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, fatal: bool = True) -> None:
         """x = residual + the sum of all ranks' x, in float32 in the order of the ranks, rounded once.
 
-        residual is like x. Where a rank does not come within the patience, the launch fails, and with it the process's
-        use of the GPU (fatal); or x is anything, and silent_rank() says who it was. Raises ValueError for what it does not
-        take, KernelError where it cannot be launched.
+        residual is like x. Where a rank does not arrive within the patience, a fatal launch fails, and with it all GPU
+        work of this process; after one that is not fatal x holds anything, and silent_rank() says which rank it was.
+        Raises ValueError for tensors that takes() refuses, KernelError where the launch fails.
         """
         if not self.takes(x) or x.device != self.device:
             most = most_bytes(self.ranks)
@@ -106,7 +106,7 @@ class PeerReducer:
             self._check(self._library.nf4_cuda_all_reduce(ctypes.byref(reduce)), "all_reduce")
 
     def set_patience(self, seconds: float) -> None:
-        """Set how long launches wait for a rank, from the next one on; at first for ever. Do not call it in a capture."""
+        """Set how long later launches wait for a rank; initially without limit. Do not call it while a graph is captured."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             nanoseconds = ctypes.c_uint64(int(seconds * 1e9))
@@ -121,7 +121,7 @@ class PeerReducer:
         return None if found.value < 0 else found.value
 
     def close(self) -> None:
-        """Give the memory back, when no rank launches any more. Not needed where processes end."""
+        """Give the memory back once no rank launches any more. A process that ends need not call it."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             for inbox in self._opened.values():

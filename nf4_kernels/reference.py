@@ -42,11 +42,11 @@ def check_gate(n: int, activation: str, tile: int) -> None:
 
 
 def gated(gate_up: Tensor, activation: str, tile: int = 0) -> Tensor:
-    """gate_up [..., 2 K]: activation (params.EXPERT_ACTIVATIONS) of its first K, rounded, times its last: [..., K].
+    """activation (params.EXPERT_ACTIVATIONS) of the first K columns of gate_up [..., 2 K], rounded, times the last K.
 
     swiglu_oai clamps gates from above and ups from both sides, and adds one to the ups.
 
-    tile: where not 0, tile_activations() of all these tokens.
+    The result is [..., K], or with a tile other than 0 the tile_activations() of all these tokens.
     """
     gate, up = gate_up.chunk(2, -1)
     if activation == "swiglu_oai":
@@ -61,11 +61,11 @@ def gated(gate_up: Tensor, activation: str, tile: int = 0) -> Tensor:
 def moe_linear(
     x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None = None, routing_weights: Tensor | None = None
 ) -> Tensor:
-    """nf4::moe_linear: x [tokens, K] or [tokens, top_k, K] times what each of a token's experts has of weight [E, N, K].
+    """nf4::moe_linear: x [tokens, K] or [tokens, top_k, K] times the weights of each token's experts, of [E, N, K].
 
-    experts int32 [tokens, top_k]; an id outside of 0 ... E - 1 gives zeros. bias [E, N]. [tokens, top_k, N] in x's dtype, or
-    with routing_weights (float32 [tokens, top_k]) the sum over top_k of these, each rounded, times their weights: products
-    and sum in float32, rounded once, [tokens, N].
+    experts int32 [tokens, top_k]; an id outside of 0 ... E - 1 gives zeros. bias [E, N]. The result is [tokens, top_k,
+    N] in x's dtype. With routing_weights (float32 [tokens, top_k]) these rounded results are multiplied by their
+    weights and summed over top_k in float32, rounded once: [tokens, N].
     """
     count, n, _ = check_experts(weight)
     rows = x.unsqueeze(1).expand(-1, experts.shape[1], -1) if x.dim() == 2 else x
@@ -106,7 +106,7 @@ def tile_activations(x: Tensor, tile: int) -> Tensor:
     """x [tokens, K] of a 16-bit type in the order of linear_wgmma's shared memory: tiles, see tiles_shape().
 
     A tile holds 64 k of `tile` tokens: word j * 8 + c of a token's 32 (two k each) is word j of the token's 16-byte chunk
-    c ^ (token % 8). What is beyond tokens and K is zeros.
+    c ^ (token % 8). Places beyond the tokens and beyond K hold zeros.
     """
     tokens, k = x.shape
     shape = tiles, blocks, _, _ = tiles_shape(tokens, k, tile)

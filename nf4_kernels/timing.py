@@ -1,10 +1,10 @@
 """Clocks of the NF4 work: seconds spent in dequantization, and in linear layers as a whole.
 
 CPU: monotonic wall time, taken by the library around every call. dequant counts dequantize calls and, within linear, the
-stages that expand weights into a panel of their own. CUDA: the device's own clock, taken by the kernels themselves
-(device_clock.py). dequant counts the dequantize launches, those in front of cuBLAS too, and of launches that decode weights
-within the GEMM the part that sampled ones spend decoding. On CPU such kernels count under linear only. linear counts linear
-layers from end to end.
+stages that expand weights into a panel of their own. CUDA: the device's own clock, read by the kernels themselves
+(device_clock.py). There dequant counts the dequantize launches, those in front of cuBLAS included, and of each GEMM
+that decodes weights itself the share that sampled launches spend decoding; on CPU such a GEMM counts under linear only.
+linear counts linear layers from end to end.
 """
 
 from __future__ import annotations

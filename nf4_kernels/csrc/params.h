@@ -86,7 +86,7 @@ typedef struct {
 } Nf4Linear;
 
 /* The words of a launch hold, in ns of the device's clock, when it began and when its last instruction ran, and in launches
- * that take the times of their decoding how long one warp decoded, else 0; the fourth word is the launch's own.
+ * that time their decoding how long one warp decoded, else 0; the fourth word is the launch's own.
  * Nf4Clocks lists words by kind of launch (nf4_kernels/device_clock.py names the kinds); a launch of a kind counts
  * completion ns more. The totals of a kind are its launches' time, that of those whose decoding was timed, and their
  * decoding. */

@@ -235,7 +235,7 @@ def moe_candidates(
 
 
 def _expected_tiles(each: float, size: int) -> float:
-    """Tiles of an expert that has a token's choices by chance, `each` on average."""
+    """The expected number of tiles of an expert whose number of choices is random, `each` on average."""
     deviation = math.sqrt(2 * each)
     tiles, most = 1.0, each + 4 * deviation
     for full in range(size, math.ceil(most), size):

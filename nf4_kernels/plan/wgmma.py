@@ -92,7 +92,7 @@ WGMMA_COSTS = {
 
 
 def wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Wgmma]:
-    """The instances, on all multiprocessors, or on as many as split every tile evenly (split-K).
+    """The launches of every instance: on all multiprocessors, or on as many as split every tile evenly (split-K).
 
     Where several instances make the same number of tiles of these tokens, only the smallest is a candidate.
     """

@@ -12,7 +12,7 @@
 namespace nf4 {
 namespace {
 
-constexpr int kPollsBetweenLooks = 256;  // at the time
+constexpr int kPollsBetweenLooks = 256;  // looks at the clock
 
 struct Args {
   const uint4* x;
@@ -58,10 +58,11 @@ __device__ __forceinline__ bool receive(const char* from, uint4& data, unsigned 
   return true;
 }
 
-// The epoch behind one. Memory is zeros at first, so no epoch is 0; after the last one comes one of the other slot.
+// The epoch after this one. Memory is zeros at first, so no epoch is 0; the largest one is followed by one of the other
+// slot.
 __device__ __forceinline__ unsigned next_epoch(unsigned epoch) { return epoch + 1 == 0 ? 2 : epoch + 1; }
 
-// Counts polls of a rank's data; whether they have gone on beyond the patience, which is then said.
+// Counts polls of a rank's data, and records the rank once they have gone on for longer than the patience.
 class Patience {
  public:
   __device__ explicit Patience(InboxHeader* header) : header_(header) {}
@@ -107,7 +108,7 @@ __device__ __forceinline__ unsigned rounded(const float* sums) {
 // The sum of a chunk: the residual, which may be zeros, and then the ranks' data in their order.
 template <typename T, int kMostRanks>
 __device__ __forceinline__ uint4 sum_of(uint4 residual, bool has_residual, const uint4* data, int ranks) {
-  constexpr int kValues = 4 / sizeof(T);  // of a register
+  constexpr int kValues = 4 / sizeof(T);  // in a register
   float sums[4 * kValues] = {};
   auto add_chunk = [&](uint4 chunk) {
     add<T>(sums, chunk.x);

@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 
 __global__ void stamp(uint64_t* clock) { clock_end(clock); }
 
-// Lasts `lasting` nanoseconds and leaves its times as the GEMMs do. followed: the next launch may start beside it.
+// Runs for `lasting` nanoseconds and leaves its times as the GEMMs do. followed: the next launch may start beside it.
 __global__ void __launch_bounds__(kThreads) work(uint64_t* clock, float* written, unsigned lasting, bool followed) {
   if (followed) launch_dependents();
   grid_dependency_wait();
@@ -87,7 +87,7 @@ NF4_EXPORT int nf4_cuda_clock_completion(uint64_t* clocks, float* written, int32
   return status;
 }
 
-// totals: NF4_CLOCK_TOTALS sums in nanoseconds of each kind, added to; returns a cudaError_t.
+// totals: for each kind NF4_CLOCK_TOTALS sums in nanoseconds, to which this adds. Returns a cudaError_t.
 NF4_EXPORT int nf4_cuda_clock_collect(const Nf4Clocks* clocks, uint64_t* totals, void* stream) {
   nf4::collect<<<1, nf4::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       *clocks, reinterpret_cast<unsigned long long*>(totals));

@@ -25,7 +25,7 @@ __device__ __forceinline__ void clock_end(uint64_t* clock) {
   if (clock) atomicMax(reinterpret_cast<unsigned long long*>(clock) + kEnded, device_time());
 }
 
-// Waits until the value is there. The last of several loads will do, since they come in order.
+// Waits until the value has been loaded. The last of several loads is enough, since they complete in order.
 __device__ __forceinline__ void settle(unsigned value) {
   asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x7fffffff; @p nanosleep.u32 1; }" ::"r"(value) : "memory");
 }

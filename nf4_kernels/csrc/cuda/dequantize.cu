@@ -78,7 +78,7 @@ __device__ __forceinline__ void store8(T* out, const float (&v)[8]) {
                                                    pack2<T>(v[6], v[7])));
 }
 
-// The first thread block begins the launch. Which of the last ones, as many as the device holds, ends it is not known.
+// The first thread block begins the launch. Any of the last ones, as many as the device holds at a time, may end it.
 struct DequantizeClocks {
   uint64_t* own;
   uint64_t* whole;

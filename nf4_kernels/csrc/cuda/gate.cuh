@@ -9,9 +9,9 @@
 namespace nf4 {
 
 struct Gate {
-  int columns;      // of the output, which are as many as rows of gates; 0 where there is no activation
+  int columns;      // columns of the output, one for each row of gates; 0 where there is no activation
   bool cubic;       // GELU, approximated by tanh; else SiLU
-  int tile;         // the output is tiled activations with so many tokens a tile; 0 where it is row-major
+  int tile;         // the tokens of a tile where the output is tiled activations; 0 where it is row-major
   int tile_blocks;  // 64-wide blocks of a tile's tokens
 
   // The index of an element of the output.

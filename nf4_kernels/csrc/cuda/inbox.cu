@@ -34,20 +34,20 @@ NF4_EXPORT int nf4_cuda_inbox_open(const char* handle, void** inbox) {
   cudaIpcMemHandle_t given;
   memcpy(&given, handle, sizeof(given));
   cudaError_t status = cudaIpcOpenMemHandle(inbox, given, cudaIpcMemLazyEnablePeerAccess);
-  // What is returned is said; nobody else is to find it as the last error.
+  // The error is returned, so it must not be found again as CUDA's last error.
   if (status != cudaSuccess) cudaGetLastError();
   return status;
 }
 
 NF4_EXPORT int nf4_cuda_inbox_close(void* inbox) { return cudaIpcCloseMemHandle(inbox); }
 
-// How long launches that begin from here on wait for a rank. Not while a graph is captured.
+// Sets how long launches that begin from here on wait for a rank. Do not call it while a graph is captured.
 NF4_EXPORT int nf4_cuda_inbox_patience(void* inbox, uint64_t ns) {
   return cudaMemcpy(static_cast<char*>(inbox) + offsetof(nf4::InboxHeader, patience_ns), &ns, sizeof(ns),
                     cudaMemcpyHostToDevice);
 }
 
-// A rank for which a launch has waited too long, or -1. Waits for the launches that are under way.
+// Finds a rank for which a launch has waited too long, or -1. Waits for the launches that are under way.
 NF4_EXPORT int nf4_cuda_inbox_silent_rank(void* inbox, int32_t* rank) {
   return cudaMemcpy(rank, static_cast<char*>(inbox) + offsetof(nf4::InboxHeader, silent_rank), sizeof(*rank),
                     cudaMemcpyDeviceToHost);

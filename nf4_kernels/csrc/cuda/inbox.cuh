@@ -22,7 +22,7 @@ struct InboxHeader {
 constexpr int64_t kInboxData = 8192;
 static_assert(sizeof(InboxHeader) <= kInboxData, "data is behind the header");
 
-// What one launch takes with so many ranks: what a rank sends grows with them.
+// The most bytes that one launch takes; they depend on the number of ranks, since what a rank sends grows with it.
 __host__ __device__ constexpr int64_t most_reduced_bytes(int ranks) {
   return NF4_ALL_REDUCE_BYTES / (ranks <= 2 ? 1 : ranks <= 4 ? 2 : 4);
 }

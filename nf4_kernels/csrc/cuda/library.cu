@@ -1,4 +1,4 @@
-// What the library says of itself: CUDA's words for an error, and the sizes of the structs it is called with.
+// What the library tells about itself: CUDA's message for an error, and the sizes of the structs it is called with.
 #include "common.cuh"
 #include "struct_sizes.h"
 

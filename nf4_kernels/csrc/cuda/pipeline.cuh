@@ -28,7 +28,7 @@ __device__ __forceinline__ void barrier_signal(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Whether the phase of this parity is complete. Who asks early has the answer when it is needed.
+// Whether the phase of this parity is complete. A warp that asks early has the answer when it needs it.
 __device__ __forceinline__ bool barrier_passed(unsigned barrier, unsigned parity) {
   unsigned passed;
   asm volatile(

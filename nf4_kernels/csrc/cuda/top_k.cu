@@ -20,8 +20,7 @@ struct TopKArgs {
 
 __device__ __forceinline__ float to_float(float value) { return value; }
 
-// A number that is the greater the greater the value is; NaN is the greatest, and zeros are equal, as torch has it. 0 is none
-// of them.
+// An unsigned number that orders values as torch does: NaN is the greatest, and both zeros are equal. It is never 0.
 __device__ __forceinline__ unsigned rank_of(float value) {
   unsigned bits = __float_as_uint(value + 0.0f);
   if (value != value) return ~0u;
@@ -94,8 +93,8 @@ cudaError_t launch(const TopKArgs& args, cudaStream_t stream) {
 }  // namespace
 }  // namespace nf4
 
-// values and indices [rows, k] of x [rows, width] of dtype, dense. Returns a cudaError_t, cudaErrorInvalidValue for a width
-// beyond 1024 or a k that is none of 1 ... width.
+// values and indices [rows, k] of x [rows, width] of dtype, dense. Returns a cudaError_t, cudaErrorInvalidValue for a
+// width beyond 1024 or a k outside of 1 ... width.
 NF4_EXPORT int nf4_cuda_top_k(const void* x, void* values, int64_t* indices, int64_t rows, int32_t width, int32_t k,
                               int32_t dtype, void* stream) {
   if (width < 1 || width > 1024 || k < 1 || k > width || rows < 1 || rows > 1 << 30) return cudaErrorInvalidValue;

@@ -33,7 +33,8 @@
 
 namespace nf4 {
 
-// Launches the instance with so many token tiles that the plan names; cudaErrorInvalidValue where there is none.
+// Each launches the instance with this number of token tiles that the plan names; cudaErrorInvalidValue where there is
+// none.
 cudaError_t launch_moe_rows_of_1_tile(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan);
 cudaError_t launch_moe_rows_of_2_tiles(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan);
 cudaError_t launch_moe_rows_of_4_tiles(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan);

@@ -205,7 +205,7 @@ struct UnitScales {
     int row = threadIdx.x % 16, half = row / kHalfRows, begin = run.part * args.part_blocks;
     scales.count = min(args.part_blocks, args.k_blocks - begin);
     int first_row = run.first_row(args, expert, half), rows = run.rows(args, half);
-    // Rows that are not there are decoded as the last one that is.
+    // Rows beyond the last one are decoded as the last one.
     int mine = max(0, min(row % kHalfRows, rows - 1));
     MoeScales<kNested> span(args, first_row + mine, 1, begin, scales.count);
     MoeScales<kNested> copied(args, args.parts == 1 ? first_row : first_row + mine, 1, begin, scales.count);

@@ -1,4 +1,4 @@
-// What lists the groups of choices for the launches behind it (args.cuh). One thread block counts the choices of
+// Lists the groups of choices for the launches that follow (args.cuh). One thread block counts the choices of
 // each expert and hands out their places. Which place of its group a choice has may depend on timing; no result does.
 #pragma once
 
@@ -16,7 +16,8 @@ struct SortArgs {
 
 inline int sort_shared_bytes(int num_experts) { return (num_experts * 3 + 32) * 4; }
 
-// counts: of each expert, in shared memory; behind them its places that are taken, then its first group.
+// counts: in shared memory, the number of choices of each expert; behind these each expert's places that are taken, and
+// then each expert's first group.
 __device__ __forceinline__ void sort_choices(const SortArgs& args, int* counts) {
   int* taken = counts + args.num_experts;
   int* begins = taken + args.num_experts;

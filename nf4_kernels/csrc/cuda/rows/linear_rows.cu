@@ -2,7 +2,7 @@
 // the plan names.
 #include "linear_rows.cuh"
 
-// linear_rows_timed.cu compiles this again, for the kernels that take the times of their decoding.
+// linear_rows_timed.cu compiles this again, for the kernels that time their decoding.
 #ifndef NF4_TIMED
 #define NF4_TIMED false
 #define NF4_LINEAR_ROWS nf4_cuda_linear_rows

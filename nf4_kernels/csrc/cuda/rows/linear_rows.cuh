@@ -52,7 +52,7 @@ __device__ __forceinline__ void mma_step(float (&sums)[kTiles][4], const unsigne
   }
 }
 
-// kTimed: the warp takes the times of its decoding: codes and scales loaded, turned into operands, scales put on the sums.
+// kTimed: the warp times its decoding: codes and scales loaded, turned into operands, scales put on the sums.
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed>
 __device__ __forceinline__ void consume(const RowsArgs& args, char* shared, RowsRun run,
                                         uint4 (&b)[kBlocks][kTiles][2]) {
@@ -191,7 +191,7 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
   for (int i = 0; i < 16; ++i) *reinterpret_cast<unsigned*>(target + i * kTableStride) = pack2<T>(high, codes[i] * kStretch);
 }
 
-// kTimed: one warp takes the times of its decoding. It is a kernel of its own, since a second loop beside the first, though
+// kTimed: one warp times its decoding. It is a kernel of its own, since a second loop beside the first, though
 // no warp enters it, makes the first one up to 50 % slower (registers).
 // kNormalises: the tokens are normalised (with one pass only). It is a kernel of its own, since code for it beside the other
 // costs up to 7 % in the same way.

@@ -40,7 +40,7 @@ __device__ __forceinline__ void finish_tile(const WgmmaArgs& args, const TileSch
   }
 }
 
-// kTimed: threads take the times of their decoding: codes and scales loaded, turned into operands, scales put on the sums.
+// kTimed: threads time their decoding: codes and scales loaded, turned into operands, scales put on the sums.
 template <typename Traits, bool kTimed>
 __device__ __forceinline__ void consume(const WgmmaArgs& args, const char* shared) {
   ConsumerThread<Traits> thread(shared);

@@ -29,7 +29,7 @@ struct WgmmaSizes {
 };
 
 // Launches an instance, and what tiles the activations in front of it; launches/ defines it for all instances. kTimed: a
-// warpgroup takes the times of its decoding.
+// warpgroup times its decoding.
 template <typename Instance, bool kTimed>
 cudaError_t launch_instance(const Nf4Linear& linear, const WgmmaSizes& sizes, const WgmmaArgs& args,
                             const CUtensorMap& map);

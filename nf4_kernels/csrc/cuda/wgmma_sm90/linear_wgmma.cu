@@ -108,12 +108,13 @@ int validate_and_launch(const Nf4Linear& linear, const WgmmaPlan& plan) {
 }  // namespace
 }  // namespace nf4
 
-// They launch; they return a cudaError_t, cudaErrorInvalidValue where no instance fits. For devices of capability 9.0.
+// Both launch and return a cudaError_t, which is cudaErrorInvalidValue where no instance fits. For devices of
+// capability 9.0.
 NF4_EXPORT int nf4_cuda_linear_wgmma(const Nf4Linear* linear, const WgmmaPlan* plan) {
   return nf4::validate_and_launch<false>(*linear, *plan);
 }
 
-// In launches of this one a warpgroup takes the times of its decoding.
+// The same, with a warpgroup that times its decoding.
 NF4_EXPORT int nf4_cuda_linear_wgmma_timed(const Nf4Linear* linear, const WgmmaPlan* plan) {
   return nf4::validate_and_launch<true>(*linear, *plan);
 }

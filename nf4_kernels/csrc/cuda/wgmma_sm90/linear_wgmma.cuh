@@ -29,7 +29,7 @@
 
 namespace nf4 {
 
-// kTimed: one warpgroup takes the times of its decoding. It is a kernel of its own, since a second loop beside the first,
+// kTimed: one warpgroup times its decoding. It is a kernel of its own, since a second loop beside the first,
 // though no warp enters it, makes the first one up to 15 % slower.
 template <typename Traits, bool kTimed>
 __global__ void __launch_bounds__(Traits::kThreads, 1)

@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_tokens(const WgmmaArgs& args, WgmmaLayout<T
 
 // The scales of one row and kSteps k steps as they lie in memory, where every 64 k have one of their own. Wide ones are read
 // 16 bytes at once, since a launch's first reads wait behind its weights. Where k is no multiple of a k step, rows start
-// anywhere: float scales are read one by one, nested ones as the aligned words around them. No word is read that has none of
-// the row's scales up to the last step; those beyond the row's end, which its last k step may have, are zeros.
+// anywhere: float scales are read one by one, nested ones as the aligned words around them. A word is read only if it
+// holds scales of the row up to the last step. Scales beyond the row's end, which its last k step may reach, are zeros.
 template <bool kNested, int kSteps>
 struct RawScales {
   float4 scales[kSteps];
@@ -109,7 +109,7 @@ struct RawScales<true, kSteps> {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) raw[i] = __ldg(aligned + min(i, words - 1));
       raw[kSteps] = kSteps < words ? __ldg(aligned + kSteps) : 0;
-      // One k step's are put together at once, where registers are short.
+      // Where registers are short (one k step), the scales are shifted into place at once.
       if (kSteps == 1) raw[0] = __funnelshift_r(raw[0], raw[1], shift);
     }
 #pragma unroll
@@ -165,8 +165,8 @@ __device__ __forceinline__ void load_scales(const WgmmaArgs& args, WgmmaLayout<T
                                             int thread) {
   using Layout = WgmmaLayout<Traits>;
   constexpr int kPerThread = Layout::kRows / 64;
-  // How many k steps' scales are under way at once. Beside many sums one will do: a k step takes longer than its
-  // scales' way, and registers are short.
+  // How many k steps' scales are loaded at a time. Beside many sums one is enough: a k step takes longer than the loads
+  // of its scales, and registers are short.
   constexpr int kSteps = Traits::kManySums ? 1 : Traits::kNested ? 4 : 2;
   float* code = reinterpret_cast<float*>(shared + Layout::kCode);
   bool code_loaded = !Traits::kNested;

@@ -1,9 +1,9 @@
 // Tiles of linear_wgmma.cuh whose k steps several thread blocks share: their partial sums go through the workspace.
 //
-// A split tile is reduced by the thread block that has its first k step; the others store their partial sums and go on. The
-// reducing block comes to the tile as its last, the others to it as their first (or only) one, so it hardly ever waits. It
-// waits only for blocks that were started before it (TileScheduler deals work out from the line's end), so it never waits
-// forever.
+// A split tile is reduced by the thread block that has its first k step; the others store their partial sums and go on.
+// The tile is the reducing block's last one and the others' first (or only) one, so the reducing block hardly ever
+// waits. It waits only for blocks that were started before it (TileScheduler deals work out from the line's end), so it
+// never waits forever.
 #pragma once
 
 #include "layout.cuh"

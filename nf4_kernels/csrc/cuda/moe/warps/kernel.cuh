@@ -14,7 +14,7 @@
 namespace nf4 {
 
 // Adds up each token's choices of the thread block's row groups, whose results lie in shared memory as [row group][choice]
-// [row]. Those of choices whose expert does not exist are zeros.
+// [row]. Results of choices whose expert does not exist are zeros.
 template <typename T, typename Layout>
 __device__ __forceinline__ void add_choices(const MoeWarpsArgs& args, const float* added) {
   Share share(1, args.row_groups);

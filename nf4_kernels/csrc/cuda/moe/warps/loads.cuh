@@ -46,7 +46,7 @@ struct StepLoads {
     codes = reinterpret_cast<const char*>(args.weight.packed) + int64_t{expert} * args.n * row_bytes + lane % 8 * 16;
 #pragma unroll
     for (int i = 0; i < kRowTiles * 4; ++i) rows[i] = min(first + i * 4 + lane / 8, args.n - 1) * row_bytes;
-    // The scales are loaded when the unit is multiplied, and should be near by then.
+    // The scales are loaded when the unit is multiplied, and should be in a cache by then.
     if (lane >= Layout::kRows) return;
     unsigned block = (expert * args.n + min(first + lane, args.n - 1)) * args.k_blocks;
     if (Layout::kNested) {
@@ -56,7 +56,7 @@ struct StepLoads {
       prefetch_line(args.weight.absmax + block);
     }
   }
-  // Puts the next step on its way to a stage. Where there is none left, the stage stays as it is.
+  // Starts the copies of the next step to a stage. Where no step is left, the stage stays as it is.
   __device__ __forceinline__ void issue(const MoeWarpsArgs& args, int stage) {
     if (unit.left > 0) {
 #pragma unroll

@@ -19,7 +19,7 @@ struct UnitSums {
                                         const HeldGroups<Layout::kSize>& held) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int* of_group = held.choices_of(unit.at());
-    // A column without a choice is that of the first one; nobody writes its results.
+    // A column without a choice repeats the first one; its results are not written.
     int choice = of_group[g];
     if (choice < 0) choice = of_group[0];
     x = static_cast<const T*>(args.x) + int64_t{choice / args.x_choices} * args.k + t * 16;

@@ -11,7 +11,7 @@ struct PrepareArgs {
   SortArgs sort;
   const void* x;  // [rows][k]
   uint4* ordered;  // [rows][padded_blocks * 64], or tiles; beyond k are zeros
-  void* zeroed;    // null, or the output, of so many columns
+  void* zeroed;    // null, or the output, which has the number of columns below
   int columns, rows, k_blocks, padded_blocks;
 };
 
@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(kSortThreads, 1) prepare_choices(const __grid_
 }
 
 // The tiles of the groups that a launch in front has listed, as ../../wgmma_sm90/tile_activations.cuh writes those of tokens.
-// Places without a choice are left as they are: no result of theirs is written. x_choices: choices that share a row of x.
+// Places without a choice are left as they are, since their results are not written. x_choices: choices that share a
+// row of x.
 template <typename T>
 __global__ void __launch_bounds__(kSortThreads, 1)
     tile_choices(const __grid_constant__ PrepareArgs args, const __grid_constant__ GroupList list, int x_choices) {

@@ -37,7 +37,8 @@ __device__ __forceinline__ void wait_copies() {
 
 // One warp gathers the activations of a group's choices: eight lanes copy 64 k of one, four choices at a time. wgmma reads
 // them through another proxy, so each lane's copies are waited for and fenced before the stage is handed over; kAhead stages
-// are on their way meanwhile. Where a group has fewer choices the first row of x is copied, whose results nobody writes.
+// are on their way meanwhile. Where a group has fewer choices, the first row of x is copied, whose results are not
+// written.
 template <typename Traits>
 __device__ __forceinline__ void gather_choices(const MoeWgmmaArgs& args, WgmmaLayout<Traits> layout) {
   using Layout = WgmmaLayout<Traits>;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void load_choices(const MoeWgmmaArgs& args, WgmmaLayo
   }
 }
 
-// A row of a tile as one of all experts' rows; beyond the expert's last it is that.
+// A row of a tile as one of all experts' rows; beyond the expert's last row it is that last row.
 template <typename Traits>
 __device__ __forceinline__ int flat_row(const MoeWgmmaArgs& args, const MoeTiles& work, int row) {
   return work.expert * args.n + args.weight_row<Traits::kGates>(min(work.row + row, args.n - 1));

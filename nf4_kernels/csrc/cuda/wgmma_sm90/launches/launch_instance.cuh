@@ -4,7 +4,7 @@
 #include "../launch.cuh"
 #include "../linear_wgmma.cuh"
 
-// The files whose names end in _timed compile the others again, for the kernels that take the times of their decoding.
+// The files whose names end in _timed compile the others again, for the kernels that time their decoding.
 #ifndef NF4_TIMED
 #define NF4_TIMED false
 #endif

@@ -1,3 +1,3 @@
-// up_to_160.cu for launches in which a warpgroup takes the times of its decoding.
+// up_to_160.cu for launches in which a warpgroup times its decoding.
 #define NF4_TIMED true
 #include "up_to_160.cu"
