@@ -1,6 +1,6 @@
 """An API process beside the first one (http.api_processes): `python -m server.api_process FD`, started by it.
 
-FD is one of a pair of sockets, over which the first process tells everything, the configuration to begin with.
+FD is one of a pair of sockets, over which the first process sends everything, beginning with the configuration.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _tracing(config: Config) -> Tracing | None:
 
 
 async def _start(service: Service, part: Alone, on_status: StatusListener) -> None:
-    """Bring the model up; what goes wrong becomes the service's status."""
+    """Start the model; what goes wrong becomes the service's status."""
     config = service.config
     loop = asyncio.get_running_loop()
 
@@ -167,7 +167,7 @@ async def _start(service: Service, part: Alone, on_status: StatusListener) -> No
             service.metrics.engine_ended()
         if status.state == "ready" and status.ready is not None:
             service.metrics.engine_ready(status.ready, prefix_caching=config.engine.enable_prefix_caching)
-        # Ready is told once everything else is there as well.
+        # The service becomes ready only once everything else is there as well.
         if status.state != "ready" or (service.tokenizer is not None and service.settled):
             on_status(status)
 
@@ -189,7 +189,8 @@ async def _start(service: Service, part: Alone, on_status: StatusListener) -> No
         service.tokenizer = await in_thread(lambda: Tokenizer.load(folder))
         if not isinstance(service.images, str):
             await _start_images(service, service.images)
-        # What the libraries have made by now stays; looking through it again and again would stall streams for 50 ms.
+        # Objects that the libraries have made by now stay alive; if the garbage collector kept looking through them, streams
+        # would stall for 50 ms.
         gc.collect()
         gc.freeze()
         await part.settle(service)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Longer than the pools of the usual clients keep idle connections, so that it is they who close them.
 KEEP_ALIVE_S = 75
 ABORT_GRACE_S = 5
-# Files that are open beside connections: sockets to the engine, its pipes, the log.
+# The number of files that are open beside connections: sockets to the engine, its pipes, the log.
 OTHER_FILES = 256
 BACKLOG = 2048
 
@@ -38,7 +38,7 @@ BACKLOG = 2048
 def serve(config: Config, place: Place | None = None) -> int:
     """Serve until a signal or a failure that starting again cannot mend; returns the exit status.
 
-    place: what this process and those that it starts share; None: it is to answer HTTP alone.
+    place: what this process and those that it starts share; None where it alone answers HTTP.
     """
     try:
         listening = _listen(config.http)
@@ -93,7 +93,7 @@ def uvicorn_config(http: HttpConfig, app: FastAPI) -> uvicorn.Config:
 
 
 def _complain(config: Config, reason: str) -> None:
-    """Say why the server ends, in the log's format."""
+    """Log why the server ends."""
     if config.log_format == "json":
         logger.critical(reason)
     else:

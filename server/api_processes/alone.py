@@ -1,4 +1,7 @@
-"""The part of an API process that is alone: it has the engine to itself. What several do otherwise overrides this."""
+"""The part of an API process that is the only one: it has the engine to itself.
+
+Where there are several, subclasses override it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class Alone:
         return folder, EngineClient(await _with_draft_model(config, progress), folder)
 
     async def start(self, engine: EngineBase) -> None:
-        """Start the engine, once all who listen to it do."""
+        """Start the engine, once all its listeners have been added."""
         assert isinstance(engine, EngineClient)
         await engine.start()
 

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 HEALTHY_S = 30.0
-"""A process that has run for so long did not fail to start."""
+"""A process that has run for this long did not fail to start."""
 APPLIED_S = 5.0
-"""How long is waited for processes to go by a new state; one that hangs must not hold up the others."""
+"""How long to wait for processes to apply a new state; one that hangs must not hold up the others."""
 END_GRACE_S = 5.0
 
 
@@ -48,7 +48,7 @@ class _Other:
         self.link = link
         self.client = client
         self.applied = 0
-        """The newest state that it goes by."""
+        """The newest state that it has applied."""
 
 
 class Group(Alone):
@@ -128,7 +128,7 @@ class Group(Alone):
             other.link.send(state)
 
     async def spread(self) -> None:
-        """Tell all others the present state, and wait until they go by it."""
+        """Tell all others the present state, and wait until they have applied it."""
         self.tell()
         version = self._version
         with contextlib.suppress(TimeoutError):
@@ -208,7 +208,7 @@ class Group(Alone):
             self._note_change()
 
     def _clear(self, row: int, other: _Other) -> None:
-        """Nothing of a process that has ended may stay counted, or run on in the engine."""
+        """Clear what a process that has ended had counted, and end its requests in the engine."""
         self.counts.clear(row)
         assert self.processes is not None
         self.processes.ended(other.child.pid)

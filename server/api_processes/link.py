@@ -61,7 +61,7 @@ class Listening(msgspec.Struct, tag="listening", frozen=True):
 
 
 class Applied(msgspec.Struct, tag="applied", frozen=True):
-    """Another process to the first: it goes by this State."""
+    """Another process to the first: it has applied this State."""
 
     version: int
 
@@ -95,7 +95,7 @@ class Link(Generic[Received]):
 
     @classmethod
     async def open(cls, end: socket.socket, decoder: msgspec.msgpack.Decoder[Received]) -> Link[Received]:
-        """Talk over one of a pair of sockets."""
+        """Make a link of one of a pair of sockets."""
         reader, writer = await asyncio.open_connection(sock=end)
         return cls(reader, writer, decoder)
 

@@ -28,7 +28,10 @@ class Member(Alone):
     """One of several API processes, not the first. Use from one event loop only."""
 
     def __init__(self, config: Config, setup: Setup, end: socket.socket, drain: Callable[[], None]) -> None:
-        """end: of the link to the first process. drain: called once, when that begins to shut down. Raises OSError."""
+        """end: this end of the link to the first process.
+
+        drain: called once, when that process begins to shut down. Raises OSError.
+        """
         self._setup = setup
         self._place = Place(Path(setup.folder))
         super().__init__(config)
@@ -76,7 +79,7 @@ class Member(Alone):
         await self._prepared.wait()
 
     def listening(self) -> None:
-        """Tell that this process takes connections."""
+        """Tell the first process that this one takes connections."""
         self._send(Listening())
 
     async def ask(self, request: Ask) -> Answer:

@@ -1,4 +1,4 @@
-"""What all API processes of a server share beside the engine: a folder with their counts and the values of their metrics."""
+"""The folder that all API processes of a server share, with their counts and the values of their metrics."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api_processes.link import Answer, Ask, Link
 
 PATHS = frozenset({"/metrics", "/get_load", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-"""What tells of all processes, or of the engine's state; and what changes what all have to know."""
+"""Paths whose answers are about all processes or the engine's state, or that change what all processes have to know."""
 
 _Passing = Callable[[Ask], Awaitable[Answer]]
 
 
 class RelayLayer:
-    """ASGI middleware, the outermost: requests for PATHS are passed on, with their keys, to be judged there."""
+    """ASGI middleware, the outermost: requests for PATHS are passed on with their keys, which are checked there."""
 
     def __init__(self, app: ASGIApp, ask: _Passing, max_body_bytes: int) -> None:
         """ask: sends a request, with any number, to the first process."""
@@ -33,7 +33,9 @@ class RelayLayer:
         body = bytearray()
         try:
             async for part in Request(scope, receive).stream():
-                if len(body) <= self._max_body_bytes:  # one byte too many is refused as any body that is too large
+                if (
+                    len(body) <= self._max_body_bytes
+                ):  # a body with one byte too many is refused like any that is too large
                     body += part
         except ClientDisconnect:
             return

@@ -1,4 +1,4 @@
-"""What the checkpoint room promises to the rooms above it."""
+"""What the checkpoint package promises to the packages above it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of transformers' classes a checkpoint is loaded into, and what cannot be served at all, by name."""
+"""Which of transformers' classes a checkpoint is loaded into, and which models cannot be served at all, by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Chunked attention is full attention within one chunk, to which the engine limits
 
 
 def read_config(folder: Path) -> Any:
-    """transformers' configuration of the model in folder. Raises CheckpointError."""
+    """transformers' configuration of the model in a folder. Raises CheckpointError."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:
@@ -45,7 +45,7 @@ def read_config(folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Loading:
-    """What transformers loads a checkpoint with."""
+    """The class and configuration with which transformers loads a checkpoint."""
 
     auto: Any
     """AutoModelForCausalLM, or AutoModelForImageTextToText for a class with towers."""

@@ -32,7 +32,7 @@ class EmbeddingModel:
 
 
 def embedding_kind(folder: Path, config: EngineConfig) -> EmbeddingModel | str:
-    """How embeddings come from the model in a folder, or why there are none, by engine.embeddings.
+    """How the model in a folder gives embeddings, or why it gives none, as engine.embeddings asks for.
 
     Raises CheckpointError where they are asked for and not served.
     """
@@ -58,7 +58,7 @@ def embedding_kind(folder: Path, config: EngineConfig) -> EmbeddingModel | str:
 
 
 def read_embedding_model(folder: Path) -> EmbeddingModel | None:
-    """What modules.json describes; None where the folder has none.
+    """The embedding model that modules.json describes; None where the folder has no such file.
 
     Raises CheckpointError for a pooling or a module that is not computed here.
     """

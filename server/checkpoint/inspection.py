@@ -177,7 +177,7 @@ def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _is_whole(entry: Any) -> bool:
-    """Whether an entry of a safetensors header has a dtype, a shape, and the place of as many bytes as these take."""
+    """Whether an entry of a safetensors header has a dtype, a shape, and a range of exactly the bytes that these take."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, place = entry.get("shape"), entry.get("data_offsets")

@@ -79,8 +79,10 @@ class VocabularyChange:
     delta: tuple[torch.Tensor, torch.Tensor] | None = None
     """left [vocabulary, rank] and right [rank, hidden], whose product is added to the weight."""
     magnitude: torch.Tensor | None = None
-    """float32, for DoRA: the norms that the weight with delta is scaled to. [hidden] for the embedding's columns,
-    [vocabulary] for the output layer's rows."""
+    """float32, for DoRA: the norms that the weight with delta is scaled to.
+
+    [hidden] for the embedding's columns, [vocabulary] for the output layer's rows.
+    """
     rows: tuple[tuple[int, ...], torch.Tensor] | None = None
     """Tokens, and their rows [tokens, hidden], which take the place of the weight's."""
 
@@ -110,7 +112,7 @@ class AdapterConfig:
 def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors | VocabularyChange]:
     """Read the adapter in folder, on the CPU in dtype, by name of the base model's module.
 
-    Raises CheckpointError for what is damaged, or is none of what docs/models.md says is served.
+    Raises CheckpointError for an adapter that is damaged, or is not of a kind that docs/models.md says is served.
     """
     config = read_config(folder)
     found: dict[str, dict[str, torch.Tensor]] = {}
@@ -132,7 +134,7 @@ def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors |
 
 
 def _kind(match: re.Match[str]) -> str:
-    """Which of its module's tensors a tensor is: A, B, B.bias, magnitude, tokens, weight or bias."""
+    """The kind of a tensor within its module: A, B, B.bias, magnitude, tokens, weight or bias."""
     if match["factor"] or match["embedding"]:
         return f"{match['factor'] or match['embedding']}{'.bias' if match['part'] == 'bias' else ''}"
     return "magnitude" if match["magnitude"] else "tokens" if match["tokens"] else str(match["whole"])

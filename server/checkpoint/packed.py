@@ -54,8 +54,8 @@ def keeps_fp4(device: torch.device) -> bool:
 def read_state(name: str, tensors: Mapping[str, Tensor]) -> PackedState:
     """The state of the packed tensor of that name, from its companions in the files by their last names.
 
-    Raises CheckpointError, which names the tensor, for companions that are missing, too short, not finite, or whose table
-    is not the one that they say it is.
+    Raises CheckpointError, which names the tensor, for companions that are missing, too short or not finite, or whose table
+    is not the one that they name.
     """
     fields, companions = _fields(name, tensors)
     try:

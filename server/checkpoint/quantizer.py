@@ -94,7 +94,7 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         return {"deserialize": _Unpacked}
 
     def get_weight_conversions(self) -> list[Any]:
-        """The same for versions of transformers that ask for no load operations (5.17)."""
+        """Do the same for versions of transformers that do not ask for load operations (5.17)."""
         conversions: list[Any] = super().get_weight_conversions()
         for conversion in conversions:
             own = [_Unpacked(self) if type(op) is Bnb4bitDeserialize else op for op in conversion.operations]

@@ -1,4 +1,4 @@
-"""transformers' tokenizer of a checkpoint folder; or, in one line, why there is none and what helps."""
+"""transformers' tokenizer of a checkpoint folder, or one line that says why there is none and what helps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import read_json
 
-# Two threads that import transformers at once leave one of them with half a module (an ImportError).
+# Where two threads import transformers at once, one of them may get half a module (an ImportError).
 _importing = threading.Lock()
 # The files that a tokenizer can be made of. Without any of them transformers makes an empty one for some model types.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt")

@@ -57,7 +57,8 @@ class EngineConfig(Section):
     expanded_weights: Literal["auto", "off"] | Annotated[int, Field(ge=0)] = "auto"
     """CUDA: bytes for 16-bit copies of NF4 weights, which steps of more than 128 tokens multiply by.
 
-    auto: up to a quarter of what the weights leave free of the memory, or of what kv_cache_bytes leaves of that.
+    auto: up to a quarter of the memory that the weights leave free; with kv_cache_bytes, up to half of what the weights and
+    the cache leave.
     """
     enable_prefix_caching: bool = True
     """Whether the beginnings of prompts that the KV cache already holds are not computed again."""

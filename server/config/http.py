@@ -57,7 +57,7 @@ class HttpConfig(Section):
     unknown_options: Literal["warn", "refuse"] = "warn"
     """Fields of a request that the server does not know: named in X-Ignored-Options, or answered with 400."""
     response_store: int = Field(default=0, ge=0)
-    """Answers of /v1/responses kept in memory for previous_response_id; 0: none."""
+    """How many answers of /v1/responses are kept in memory for previous_response_id; 0: none."""
     max_images: int = Field(default=16, ge=1)
     """Images of one request; beyond it, 400."""
     max_image_bytes: int = Field(default=20 * 2**20, ge=1024)

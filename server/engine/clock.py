@@ -68,12 +68,12 @@ class StepClock:
         return self.stopped - self.started
 
     def start(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._before = self._read()
         self.started = time.perf_counter()
 
     def stop(self) -> None:
-        """The step has ended; its results are on the host."""
+        """Note that the step has ended; its results are on the host."""
         self.stopped = time.perf_counter()
         self.kernels = self._read()
         self._dequant = self.kernels.dequant - self._before.dequant

@@ -1,4 +1,4 @@
-"""The engine without its process: requests in, outputs of one step at a time out."""
+"""The engine without its process: it takes requests and gives the outputs of one step at a time."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Engine:
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
             if guessing and not self._has_guesses(step, planned=pending is None):
                 launched = self._runner.execute_async(step, None) if step.chunks else None
-        # What is sampled by way of grammars had to wait for the tokens of the last step.
+        # Sampling under grammars had to wait for the tokens of the last step.
         if launched is not None and not launched.complete():
             launched = None
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]

@@ -1,4 +1,4 @@
-"""A step's execution, in which one sequence's failure is not that of the others."""
+"""A step's execution, in which the failure of one sequence does not fail the others."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from server.engine.scheduling.sequence import Constraint
 
 CACHED_GRAMMARS = 256
 QUICK_S = 0.0005
-"""Masks are found one after another for so long, in seconds; others of the step are found on several threads."""
+"""For this many seconds masks are found one after another; the remaining ones of the step are found on several threads."""
 THREADED_STEPS = 15
-"""After a step whose masks took longer, as many have all of theirs found on several threads."""
+"""After a step whose masks took longer, this many steps have all their masks found on several threads."""
 
 
 class GrammarError(Exception):
@@ -119,7 +119,7 @@ class MaskFiller:
     def fill(self, constraints: Sequence[Constraint], masks: npt.NDArray[np.int32]) -> dict[int, GrammarError]:
         """Write what each constraint allows next into its row of masks; gives the errors of the rows that have none.
 
-        masks: int32 [constraints, ceil(vocabulary / 32)], contiguous; bit i of word i // 32 is token i. The rows of errors
+        masks: int32 [constraints, ceil(vocabulary / 32)], contiguous; bit i of word i // 32 is token i. Rows with an error
         hold anything afterwards.
         """
         matchers: list[tuple[LLMatcher, int]] = []

@@ -200,7 +200,7 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
         channel.send(LoadProgress(stage, fraction))
 
     progress("starting the engine", 0.0)
-    # Imported here: torch and transformers take seconds, in which the API should know that the engine is alive.
+    # These are imported here: torch and transformers take seconds, in which the API should know that the engine is alive.
     from server.engine.core import Engine
     from server.engine.grammar import Grammars
     from server.engine.parallel.start import load_ranks

@@ -27,11 +27,11 @@ class OutputBuilder:
         self._clocks: dict[str, RequestClock] = {}
 
     def open(self, request_id: str) -> None:
-        """A request has arrived."""
+        """Note that a request has arrived."""
         self._clocks[request_id] = RequestClock(time.perf_counter())
 
     def close(self, request_id: str) -> None:
-        """A request has ended without a last output; an unknown id is ignored."""
+        """Note that a request has ended without a last output; an unknown id is ignored."""
         self._clocks.pop(request_id, None)
 
     def schedule(self, sequences: list[Sequence]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from server.checkpoint.base import CheckpointError
 
-# What the same code on the same files says again: not the system's errors, and not a lack of memory.
+# Errors that the same code raises again on the same files: neither the system's errors nor a lack of memory.
 _OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError)
 # In the messages of RuntimeErrors of a device or of other processes, which may be gone a moment later.
 _OF_DEVICES = ("cuda", "cublas", "cudnn", "nccl", "gloo", "out of memory", "can't allocate", "timed out", "connection")

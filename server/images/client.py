@@ -1,4 +1,4 @@
-"""The image process as the API process sees it: asked for one image at a time, killed and started again when it fails."""
+"""The image process as the API process sees it: asked for one image at a time, killed and restarted when it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMAGE_TIMEOUT_S = 30.0
 """An image of 33 megapixels takes a second or two."""
 _MOST_BYTES = 1 << 24
 _ENVIRONMENT = {
-    # Threads of numpy's would each reserve memory, which the process has a limit on.
+    # Each of numpy's threads would reserve memory, which is limited for the process.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -59,7 +59,7 @@ class ImageProcess:
         """How often it was started."""
 
     async def start(self) -> ProcessorReady:
-        """Have the process running, and what it says of the checkpoint. Raises ImagesUnavailableError."""
+        """Start the process unless it runs, and give what it says about the checkpoint. Raises ImagesUnavailableError."""
         async with self._turn:
             return await self._started()
 
@@ -98,7 +98,7 @@ class ImageProcess:
                 *("-m", f"{PACKAGE}.images.worker", str(self._folder)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                # A terminal's Ctrl-C is the API process's to act on.
+                # Only the API process acts on a terminal's Ctrl-C.
                 start_new_session=True,
                 env={**os.environ, **_ENVIRONMENT},
             )

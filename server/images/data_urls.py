@@ -1,4 +1,4 @@
-"""Images that URLs hold themselves."""
+"""Images that are contained in their URLs."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def read_data_url(url: str, max_bytes: int) -> bytes:
 
 
 def too_large(max_bytes: int) -> ImageRefusedError:
-    """What is said of an image of more bytes than are taken."""
+    """The refusal of an image with more bytes than are allowed."""
     return ImageRefusedError(f"is larger than the {max_bytes} bytes that are taken (http.max_image_bytes)")

@@ -1,4 +1,4 @@
-"""Images from the hosts that the configuration names: in little time, of few bytes, and from public addresses only."""
+"""Images from the hosts that the configuration names, within limits of time and size, and from public addresses only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is one of the internet's, neither of a private network nor a way to one."""
+    """Whether an address is a public one, neither in a private network nor a way into one."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
@@ -46,7 +46,7 @@ class ImageFetcher:
         self._allowed = allowed
 
     async def fetch(self, url: str, max_bytes: int) -> bytes:
-        """What a URL names. Raises ImageRefusedError."""
+        """The bytes that a URL names. Raises ImageRefusedError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._follow(url, max_bytes)

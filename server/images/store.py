@@ -17,7 +17,7 @@ from server.images.client import ImageProcess
 from server.images.messages import ImageJob
 
 CACHE_BYTES = 2**30
-"""Of disk for prepared images that no request uses."""
+"""Bytes of disk for prepared images that no request uses."""
 LOW_DETAIL_BOX = 512
 """Images of OpenAI's detail "low" are scaled down to fit into a square of so many pixels."""
 
@@ -52,7 +52,7 @@ class ImageStore:
     def __init__(
         self, process: ImageProcess, max_pixels: int, cache_bytes: int = CACHE_BYTES, taken: TakenListener = ignore
     ) -> None:
-        """taken is called for every image that take() gives: see TakenListener."""
+        """taken is called for every image that take() returns: see TakenListener."""
         self._process = process
         self._max_pixels = max_pixels
         self._cache_bytes = cache_bytes

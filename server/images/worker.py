@@ -1,4 +1,4 @@
-"""The image process: `python -m server.images.worker FOLDER`. It decodes what strangers send, so it may die of it.
+"""The image process: `python -m server.images.worker FOLDER`. It decodes data from strangers, and may crash on it.
 
 It reads ImageJob from standard input and answers each on standard output, until its input ends.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from server.images.processor import ImageProcessor
 
 MEMORY_BYTES = 4 * 2**30
-"""What an image may take beside what the process takes without one."""
+"""Bytes that an image may take beside what the process takes without one."""
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Metrics of several API processes as those of one server: prometheus_client's multiprocess mode.
 
-Every process has its counters and histograms in a file that it maps, named after its process id. Whoever is asked adds up
-all files, those of processes that have ended among them, so that no counter ever goes back.
+Every process has its counters and histograms in a file that it maps, named after its process id. The process that is asked
+adds up all files, including those of processes that have ended, so that no counter ever decreases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Processes:
         registry.register(_Resources(self._alive))
 
     def ended(self, pid: int) -> None:
-        """Take an ended process' share off gauges; its counters stay."""
+        """Remove an ended process's share from gauges; its counters stay."""
         mark_process_dead(pid, path=str(self._folder))  # type: ignore[no-untyped-call]
 
 

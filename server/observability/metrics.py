@@ -16,7 +16,7 @@ from server.observability.timeline import RequestTimeline
 from server.observability.vllm_names import VllmNames
 from server.types import EngineReady, EngineStats, RequestOutput, StepOutputs
 
-# Prometheus has no use for the second series that these would be for every counter and histogram.
+# These would add a second series to every counter and histogram, for which Prometheus has no use.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Phase = str

@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that was never completed, or nothing."""
+        """The rest at the end: U+FFFD for a character that was never completed, or nothing."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong between text and tokens."""
+"""Errors between text and tokens."""
 
 from __future__ import annotations
 

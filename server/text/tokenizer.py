@@ -21,7 +21,7 @@ from server.text.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-# Below this many characters, tokenizing takes less time than handing it to a thread is worth (about 0.5 ms).
+# Shorter texts are tokenized in the event loop: that takes about 0.5 ms at most, for which a thread is not worthwhile.
 INLINE_CHARACTERS = 1500
 
 

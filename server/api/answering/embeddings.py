@@ -31,7 +31,7 @@ async def embed(
 ) -> list[bytes]:
     """Each input's hidden state, float32 little-endian, in their order. Raises ApiError.
 
-    together: inputs that the ticket has room for, and that are in the engine at a time. arrival: when the request came,
+    together: how many inputs the ticket has room for, and so are in the engine at a time. arrival: when the request came,
     in seconds of time.monotonic().
     """
     adapter = service.adapter(model)

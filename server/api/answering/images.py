@@ -28,7 +28,10 @@ class TakenImages:
     images: list[StoredImage] = field(default_factory=list)
 
     def placed(self, ids: Sequence[int]) -> list[ImageInput]:
-        """The images in their places in a prompt of these tokens. Raises ApiError where there are more or fewer places."""
+        """The images, each with its place in a prompt of these tokens.
+
+        Raises ApiError where there are more or fewer places.
+        """
         places = [place for place, token in enumerate(ids) if token == self.token_id] if self.images else []
         if len(places) != sum(image.placeholders for image in self.images):
             raise bad_request(
@@ -45,13 +48,13 @@ class TakenImages:
 
 
 def image_parts(service: Service) -> ImageParts:
-    """What collects the images of a request's messages."""
+    """An object that collects the images of a request's messages."""
     images = service.images
     return ImageParts(images) if isinstance(images, str) else ImageParts(None, images.most)
 
 
 async def take_images(service: Service, sources: Sequence[ImageSource]) -> TakenImages:
-    """The prepared images of sources; give_back() has to follow. Raises ApiError that names the image."""
+    """The prepared images of these sources; call give_back() afterwards. Raises ApiError that names the image."""
     taken = TakenImages()
     if not sources:
         return taken
@@ -72,7 +75,7 @@ async def take_images(service: Service, sources: Sequence[ImageSource]) -> Taken
 
 
 def give_back(service: Service, taken: TakenImages) -> None:
-    """The request has ended."""
+    """Release the images when the request has ended."""
     images, taken.images = taken.images, []
     if images and not isinstance(service.images, str):
         service.images.give_back(images)
@@ -80,7 +83,7 @@ def give_back(service: Service, taken: TakenImages) -> None:
 
 @contextmanager
 def _named(source: ImageSource) -> Iterator[None]:
-    """What is wrong with an image as an error that names its place."""
+    """An error that says what is wrong with an image, and names the image's place."""
     try:
         yield
     except ImageRefusedError as e:

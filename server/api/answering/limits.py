@@ -8,7 +8,10 @@ from server.api.http.errors import bad_request
 
 
 def admit(service: Service, count: int, param: str) -> Ticket:
-    """Room for count sequences. Raises ApiError: 400 if there can never be so much, 429 if there is not now."""
+    """Reserve room for count sequences.
+
+    Raises ApiError: 400 if there can never be enough, 429 if there is not enough now.
+    """
     limit = service.admission.limit
     if count > limit:
         raise bad_request(

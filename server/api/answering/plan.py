@@ -73,7 +73,7 @@ def start_generation(service: Service, backend: Backend, ticket: Ticket, plan: G
                     include_stop=bool(plan.options.include_stop_str_in_output),
                 )
             )
-    # This comes last: a prompt that can never be served is told so, however much is under way.
+    # Admission comes last, so that a prompt that can never be served is refused as such however much is under way.
     ticket.hold_tokens(sum(map(len, plan.prompts)))
     if timeout_s is not None:
         timeout_s = max(0.0, plan.arrival + timeout_s - time.monotonic())

@@ -24,7 +24,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by API key and id; a key finds only its own. Where there are too many, the oldest go."""
+    """Responses by API key and id; a key finds only its own. Where there are too many, the oldest are dropped."""
 
     def __init__(self, limit: int, max_bytes: int = MAX_BYTES) -> None:
         self._limit = limit

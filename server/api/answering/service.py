@@ -41,7 +41,7 @@ class Service:
     """State of one server, filled in while it starts (see server.app)."""
 
     def __init__(self, config: Config, counts: Counts | None = None, processes: Processes | None = None) -> None:
-        """counts, processes: those of all API processes together; None: this one is alone."""
+        """counts, processes: what all API processes share; None where this one is the only one."""
         self.config = config
         self.model_name = config.model_name
         self.created = int(time.time())
@@ -84,14 +84,14 @@ class Service:
 
     @property
     def health(self) -> EngineStatus:
-        """What /health tells: the status, and loading until all API processes are there."""
+        """What /health reports: the status, which stays "loading" until all API processes listen."""
         status = self.status
         if status.state == "ready" and not self.settled:
             return EngineStatus("loading", stage="starting the other API processes", fraction=0.99)
         return status
 
     def drain(self) -> None:
-        """Take no new requests from now on."""
+        """Refuse new requests from now on."""
         self.draining = True
         self.when_draining()
 

@@ -144,7 +144,7 @@ async def start_turn(
 ) -> Turn:
     """A turn that has been admitted; its sequences go to the engine when it is read. Raises ApiError.
 
-    cut_to_fit: whether a limit of the answer's length that does not fit beside the prompt is cut to what does.
+    cut_to_fit: whether a limit of the answer's length that does not fit beside the prompt is reduced to what fits.
     """
     options.check()
     service.check_model(options.model)

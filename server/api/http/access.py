@@ -28,7 +28,7 @@ class AccessLayer:
     def __init__(
         self, app: ASGIApp, keys: Sequence[str], most_per_key: int | None, counts: Counts | None = None
     ) -> None:
-        """counts: those of all API processes together; None: this one is alone."""
+        """counts: those that all API processes share; None where this one is the only one."""
         self._app = app
         # Digests have one length, so that a comparison tells nothing about a key's.
         self._digests = [_digest(key.encode()) for key in keys]

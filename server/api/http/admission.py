@@ -15,7 +15,7 @@ class Admission:
     """Counts sequences and their prompts' tokens from acceptance to end; refuses beyond limits."""
 
     def __init__(self, limit: int, token_limit: int = 1_000_000, counts: Counts | None = None) -> None:
-        """counts: those of all API processes together; None: this one is alone."""
+        """counts: those that all API processes share; None where this one is the only one."""
         self.limit = limit
         self.token_limit = token_limit
         self._counts = counts or Counts()
@@ -31,7 +31,7 @@ class Admission:
         return self._counts.total(TOKENS)
 
     def acquire(self, count: int) -> Ticket:
-        """Room for count sequences until the ticket is released. Raises ApiError (429) when there is none."""
+        """Reserve room for count sequences until the ticket is released. Raises ApiError (429) when there is none."""
         with self._counts.locked():
             missing = self.held + count - self.limit
             if missing > 0:
@@ -48,7 +48,7 @@ class Admission:
             self._counts.add(TOKENS, count)
 
     def released(self, count: int, tokens: int) -> None:
-        """Take a released ticket's sequences and tokens off the counts."""
+        """Subtract a released ticket's sequences and tokens from the counts."""
         with self._counts.locked():
             self._counts.add(SEQUENCES, -count)
             self._counts.add(TOKENS, -tokens)

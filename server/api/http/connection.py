@@ -18,8 +18,10 @@ from server.api.http.errors import INVALID_REQUEST, ApiError, unavailable
 from server.config import HttpConfig
 
 LINGER_S = 1.0
-"""After an error the client gets this long to read it and to close; what it still sends is thrown away. Closing at once
-would make the kernel answer that with a reset, on which clients lose the error."""
+"""After an error the client gets this long to read it and to close; what it still sends is thrown away.
+
+Closing at once would make the kernel answer that with a reset, on which clients lose the error.
+"""
 FRESH_S = 1.0
 """A connection that is no older may have a request on its way; it does not count as idle."""
 
@@ -208,7 +210,7 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _timed_out(self) -> None:
-        """Refuse the request unless it has got on since the timer was set, or it is this side that does not read."""
+        """Refuse the request unless more of it has come since the timer was set, or it is this side that does not read."""
         limit = self.limits.body_timeout_s if self._reading_body else self.limits.header_timeout_s
         if limit is None or self.transport.is_closing():
             return

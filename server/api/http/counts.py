@@ -1,7 +1,7 @@
 """What is under way, counted by all API processes together: sequences, prompts' tokens, connections, requests of each key.
 
-One process counts in its own memory, several in a file that they map: a row for each. A row is written by its process only
-and is cleared when that has died, so that nobody's end leaves anything counted for ever.
+One process counts in its own memory, several in a file that they map: a row for each. A row is written by its process only,
+and is cleared when that process has died, so that nothing stays counted for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class Counts:
     """Numbers of several processes. Within locked() nobody else changes any; the lock of a process that dies is free."""
 
     def __init__(self, keys: int = 0, processes: int = 1, row: int = 0, file: Path | None = None) -> None:
-        """keys: how many API keys there are. row: this process'. file: what all map; it is made by create()."""
+        """keys: how many API keys there are.
+
+        row: this process's row. file: the file that all processes map, made by create().
+        """
         self._columns = FIRST_KEY + keys
         self._processes = processes
         self._row = row
@@ -41,7 +44,7 @@ class Counts:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock: for microseconds, as the event loop waits meanwhile. It is not reentrant."""
+        """Hold the lock, for microseconds only, because the event loop waits meanwhile. It is not reentrant."""
         if self._file is None:
             yield
             return
@@ -76,7 +79,7 @@ class Counts:
             self._numbers[self._ring] = number + 1
 
     def seconds_per_end(self) -> float | None:
-        """Time that passed for each of the latest ends of sequences; None before there were two."""
+        """Mean time between the latest ends of sequences; None before there were two."""
         number = self._numbers[self._ring]
         known = min(number, LATEST)
         if known < 2:

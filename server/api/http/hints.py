@@ -1,4 +1,4 @@
-"""The table of hints: options that change nothing about an answer here, and are taken from every client.
+"""The table of hints: options that change nothing about an answer here, and are accepted from every client.
 
 docs/api.md shows this table, and a test sends every entry of it.
 """
@@ -33,7 +33,7 @@ class Hint:
     checked: bool = False
     """Whether the endpoint's schema has the field, too: its type is checked, then it has no effect."""
     unless_thinking: bool = False
-    """Whether it is a hint only for a model that cannot be told how much to think; others are told."""
+    """Whether it is a hint only for models that cannot be told how much to think; other models are told."""
 
 
 def _keeps_everything(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Options that a request has and its answer does not depend on: they are taken, named in a header and logged once."""
+"""Options of a request that its answer does not depend on: they are accepted, named in a header and logged once."""
 
 from __future__ import annotations
 

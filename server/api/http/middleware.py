@@ -1,4 +1,4 @@
-"""The outermost layer gives every request an id, a line in the log and a place in the metrics, and answers its faults."""
+"""The outermost layer gives every request an id, a log line and a place in the metrics, and turns faults into answers."""
 
 from __future__ import annotations
 

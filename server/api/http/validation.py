@@ -78,9 +78,9 @@ def validate(
 ) -> M:
     """The document as a model. Raises ApiError.
 
-    unsupported: options that are known but not offered, each with the values that ask for nothing (null always does);
-    those values are dropped, others get a 400 that names the option. Unknown options, in objects within the document,
-    too, are dropped and noted, or get a 400 where the configuration says so.
+    unsupported: options that are known but not offered, each with the values that ask for nothing (null always does). Those
+    values are dropped; others get a 400 that names the option. Unknown options, in objects within the document, too, are
+    dropped and noted, or get a 400 where the configuration says so.
     """
     known = model.model_fields
     accepted = {}

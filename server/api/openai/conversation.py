@@ -21,10 +21,13 @@ NO_IMAGES = "it has no images"
 
 
 def conversation(messages: Sequence[Any], images: ImageParts | None = None) -> list[dict[str, Any]]:
-    """Messages with role, content as one string, and what else templates look at: name, tool_calls (arguments as
-    objects), tool_call_id, reasoning_content. Raises ApiError that names what is wrong.
+    """Messages with role, content as one string, and whatever else templates look at.
 
-    images: takes the images, for each of which the content has a mark (server.text.image_marks); None: there may be none.
+    That is name, tool_calls (arguments as objects), tool_call_id and reasoning_content. Raises ApiError that names what is
+    wrong.
+
+    images: collects the images, for each of which the content gets a mark (server.text.image_marks); None where there may be
+    none.
     """
     images = images or ImageParts(NO_IMAGES)
     result: list[dict[str, Any]] = []

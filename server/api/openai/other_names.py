@@ -15,7 +15,7 @@ def _same(value: Any) -> Any:
 
 
 def _token_limit(value: Any) -> Any:
-    """Ollama and llama.cpp: -1 is no limit, -2 fills the context; both are what a missing limit means."""
+    """In Ollama and llama.cpp -1 is no limit and -2 fills the context; both mean the same as a missing limit here."""
     return None if type(value) is int and value in (-1, -2) else value
 
 

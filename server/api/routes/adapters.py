@@ -84,7 +84,7 @@ async def load_adapter(request: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter", summary="Forget a LoRA adapter")
 async def unload_adapter(request: Request) -> Response:
-    """200 at once: new requests cannot name it, those that run with it go on to their end."""
+    """200 at once: new requests cannot name it, and those that run with it go on to their end."""
     service = service_of(request)
     document, _ = await read_json(request, service.config.http.max_body_bytes)
     name = validate(UnloadAdapterRequest, document, {}).lora_name

@@ -46,7 +46,7 @@ class EmbeddingRequest(BaseModel):
 
 @router.post("/v1/embeddings", summary="Texts as vectors")
 async def embeddings(request: Request) -> Response:
-    """OpenAI's embeddings; 404 where the model gives none."""
+    """OpenAI's embeddings; 404 where the model does not give any."""
     service = service_of(request)
     document, size = await read_json(request, service.config.http.max_body_bytes)
     arrival = time.monotonic()

@@ -17,8 +17,8 @@ from server.api.http.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
 
-# Scripts and styles of this server and no inline ones; what a model writes meets the document through DOMPurify alone,
-# and loads nothing. Attached images are data: addresses.
+# Only scripts and styles of this server are allowed, and no inline ones. A model's text enters the document through
+# DOMPurify alone, and loads nothing. Attached images are data: addresses.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -59,8 +59,8 @@ ASSETS = (
 )
 """What is served under /static, and nothing else."""
 
-# How the pages name them; the "-" becomes the digest of them all. Modules import each other by relative addresses, so that
-# one page never gets files of two versions.
+# How the pages name the assets; the "-" becomes the digest of them all. Modules import each other by relative addresses, so
+# that one page never gets files of two versions.
 _PLACE = b"/static/-/"
 
 

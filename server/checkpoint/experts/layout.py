@@ -66,7 +66,7 @@ def replace_experts(model: nn.Module, layout: ExpertsLayout, experts: NF4Experts
 
 
 def _activation(module: Any, interleaved: bool) -> str | None:
-    """What the module puts between gates, ups and downs; found by trying numbers from far below to above its clamps."""
+    """The module's activation between gates, ups and downs, found by trying numbers far below and far above its clamps."""
     if getattr(module, "has_post_expert_norm", False) or not getattr(module, "has_gate", True):
         return None
     # Models are made on no device and in their own dtype.

@@ -35,7 +35,7 @@ class ExpertsLoader:
     """Takes experts and NF4 routers out of a model before transformers loads it, and loads them afterwards."""
 
     def __init__(self, tensors: CheckpointTensors, device: torch.device, dtype: torch.dtype, quantizes: bool) -> None:
-        """quantizes: experts that the checkpoint has in 16 bit become NF4, too; else they stay transformers' own."""
+        """quantizes: whether experts that the checkpoint has in 16 bit become NF4, too; else they stay transformers' own."""
         self._tensors = tensors
         self._device = device
         self._dtype = dtype
@@ -52,7 +52,7 @@ class ExpertsLoader:
                 self._names.setdefault(router[0], _Names()).router[router[1]] = name
 
     def take_over(self, model: PreTrainedModel) -> None:
-        """Leave nothing in model of what fill() will load. Raises CheckpointError for NF4 experts of an unknown kind."""
+        """Remove from model everything that fill() will load. Raises CheckpointError for NF4 experts of an unknown kind."""
         for layout in list(experts_layouts(model)):
             names = self._names.get(layout.layer, _Names())
             self._take_router(model, layout, names)

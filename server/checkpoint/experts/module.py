@@ -14,7 +14,7 @@ from nf4_kernels import Weight
 class StackedWeight(nn.Module):
     """One projection of all experts, [experts, n, k] in NF4. bias is [experts, n] in the model's dtype.
 
-    Everything that the ops take is a buffer, so that one compiled function serves all layers.
+    All of the ops' arguments are buffers, so that one compiled function serves all layers.
     """
 
     packed: torch.Tensor
@@ -40,7 +40,7 @@ class StackedWeight(nn.Module):
 
     @property
     def codes(self) -> tuple[Any, ...]:
-        """The ops' arguments that say what the weight is, behind x."""
+        """The ops' arguments after x that describe the weight."""
         return self.packed, self.shape, self.absmax, self.blocksize
 
     @property

@@ -48,7 +48,7 @@ class Place:
 
 
 def place_of(name: str) -> Place | None:
-    """The place of an expert's tensor; None for every other tensor, also for those that describe a quantization."""
+    """The place of an expert's tensor; None for every other tensor, including those that describe a quantization."""
     for form in _FORMS:
         if match := form.fullmatch(name):
             found = match.groupdict()

@@ -1,5 +1,4 @@
-"""How a model is divided among the processes of tensor parallelism: which process has which rows and columns of each
-weight.
+"""How a model is divided among the processes of tensor parallelism: which process has which rows and columns of each weight.
 
 A shard is a model of its own with fewer heads and a narrower MLP, which transformers builds from a configuration that
 says so. What is narrower in it than in the whole model shows how each weight is split: along n, along k, or not at all.
@@ -203,7 +202,7 @@ def _plan(config: PretrainedConfig) -> Mapping[str, str]:
 
 
 def _role(name: str, plan: Mapping[str, str]) -> str | None:
-    """Along what a projection is split: "n", "k", or None for not at all."""
+    """The dimension along which a projection is split: "n", "k", or None."""
     general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     style = next((style for key, style in plan.items() if general == key or general.endswith(f".{key}")), None)
     if style is not None:

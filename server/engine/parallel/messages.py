@@ -23,7 +23,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     rank: int
     count: int
     store: str
-    """Where the ranks find one another; see exchange.Membership."""
+    """The file in which the ranks find one another; see exchange.Membership."""
     to_worker: str
     """Address where the worker receives ToWorker messages."""
     from_worker: str
@@ -66,7 +66,7 @@ class WriteAdapter(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
 
 
 class StopWorker(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Engine to worker: leave."""
+    """Engine to worker: end."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -41,7 +41,7 @@ from server.engine.runtime.graphs.async_step import Launch
 
 logger = logging.getLogger(__name__)
 
-# A worker that is silent for so long, once it is ready, has stopped or hangs.
+# A worker that is silent for this long, once it is ready, has stopped or hangs.
 SILENCE_S = 6.0
 # A step on a GPU that takes longer waits in an exchange for a rank that does not come.
 STEP_S = {"cuda": 9.0, "cpu": 300.0}
@@ -136,7 +136,7 @@ class Workers:
             raise
 
     def end(self) -> None:
-        """Let the workers leave, then kill those that have not."""
+        """Let the workers end, then kill those that have not."""
         self._ending.set()
         self._watcher.join()
         with contextlib.suppress(zmq.ZMQError):
@@ -187,7 +187,7 @@ class Workers:
         return None
 
     def _silent(self) -> tuple[str, bool] | None:
-        """Why the workers cannot go on, as far as it shows without their saying so."""
+        """Why the workers cannot go on, where one has ended or is silent without having said so."""
         if dead := self._dead():
             return dead
         now = time.monotonic()

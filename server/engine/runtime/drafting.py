@@ -121,7 +121,7 @@ class DraftModel:
         tokens = iter(torch.cat(columns).tolist())
         for column in columns:
             for own in found[: len(column)]:
-                # A token beyond the other model's vocabulary stands for one that is not right.
+                # A token beyond the other model's vocabulary stands for a wrong guess.
                 own.append(min(next(tokens), self._vocabulary - 1))
         return found
 

@@ -54,9 +54,9 @@ class _Process:
 
 
 def join(membership: Membership, device: torch.device) -> None:
-    """Meet the other ranks, in the place of a group that was joined before; each has a device of its own.
+    """Meet the other ranks, replacing a group that was joined before; each rank has a device of its own.
 
-    Raises RuntimeError where some do not come within TIMEOUT."""
+    Raises RuntimeError where some ranks do not arrive within TIMEOUT."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     leave()
@@ -105,12 +105,12 @@ def is_alone() -> bool:
 
 
 def agreed(success: bool) -> bool:
-    """Whether all ranks have had success; alone: success."""
+    """Whether all ranks have had success; success itself where there is one rank."""
     return least(int(success)) == 1
 
 
 def least(number: int) -> int:
-    """The least of all ranks' numbers; alone: number."""
+    """The least of all ranks' numbers; number itself where there is one rank."""
     if _Process.membership is None:
         return number
     found = torch.tensor([number], dtype=torch.int64)

@@ -73,7 +73,7 @@ def usable_threads(config: EngineConfig) -> int:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the model and the cache together allow."""
+    """The limits that the model and the cache together set."""
 
     max_model_len: int
     num_blocks: int

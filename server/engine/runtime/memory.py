@@ -18,7 +18,10 @@ RESERVED_SHARE = 0.03
 
 
 def share_for_cache(free: int, total: int, step: int) -> int:
-    """Bytes for the cache: the free ones, less a step's and a reserve, which is a share of total. 0 when nothing is left."""
+    """Bytes for the cache: the free bytes less those of a step and a reserve, which is a share of total.
+
+    0 when nothing is left.
+    """
     return max(0, free - step - int(total * RESERVED_SHARE))
 
 

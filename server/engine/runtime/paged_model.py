@@ -65,7 +65,7 @@ class PagedModel:
         return logits.float()
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
-        """The final hidden states [batch.sampled_rows, hidden size] in float32, which run() would make logits of."""
+        """The final hidden states [batch.sampled_rows, hidden size] in float32, from which run() would compute logits."""
         hidden: torch.Tensor = self._call(self.model.base_model, batch).last_hidden_state[0]
         return hidden[batch.sampled_rows].float()
 

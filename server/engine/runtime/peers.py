@@ -41,7 +41,7 @@ def meet_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | Non
                 return peers
     if why is not None:
         logger.info("rank %d: small tensors are exchanged by NCCL as all others are: %s", rank, why)
-    # Nobody writes to an inbox that has gone: all ranks wait here, those without an inbox too.
+    # All ranks wait here, including those without an inbox, so that no rank writes to an inbox that is gone.
     _all(True)
     if peers is not None:
         peers.close()

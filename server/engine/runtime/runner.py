@@ -1,4 +1,4 @@
-"""Executes steps: a step's chunks in, its sequences' next tokens out. The preparation room builds a runner."""
+"""Executes steps: a runner takes a step's chunks and gives its sequences' next tokens. The package preparation builds it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Followers(Protocol):
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """To be entered while this rank waits for a step: if that takes too long, an exchange hangs."""
+        """Enter this while this rank waits for a step: if that takes too long, an exchange hangs."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may have beside decoding sequences, so that it takes no longer than asked for."""
+"""How many tokens of prompts a step may have beside decoding sequences without taking longer than configured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ FIRST_TOKENS = 256
 LEAST_TOKENS = 16
 """Tokens of prompts that a step may always have, so that prompts go on however slow the model is."""
 _STEP = 16
-# A step's speed depends on its context, so later chunks of a prompt are slower: what is slower counts at once.
+# A step's speed depends on its context, so later chunks of a prompt are slower; slower steps therefore count at once.
 _FASTER = 0.3
 _DECODE = 0.2
 # Chunks grow by this factor at most: a step of few tokens says little about one of many.

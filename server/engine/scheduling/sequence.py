@@ -113,7 +113,7 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.images = images
-        """What the prompt has of images, if any."""
+        """The prompt's images, if any."""
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
         self.num_drafted = 0

@@ -9,7 +9,7 @@ import msgspec
 from server.engine.scheduling.sequence import Sequence
 
 
-# Thousands of chunks a second are made, and none is part of a cycle.
+# Chunks are left out of garbage collection (gc=False): thousands a second are made, and none is part of a cycle.
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, start + length) of a sequence, to be computed in one step."""
 

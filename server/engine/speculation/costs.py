@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 _LEARNING_RATE = 1 / 16
 # How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
 _FORGETTING_RATE = 1 / 256
-# Guesses are checked where they promise so many times the tokens per second: costs are not known better.
+# Guesses are checked only where they promise this many times the tokens per second, because costs are not known more
+# precisely.
 _LEAST_GAIN = 1.1
-# Guesses for each sequence, with one of which a draft model must pay if it pays at all.
+# Numbers of guesses for each sequence; if a draft model pays at all, it pays with one of these.
 _TRIED = (1, 3, 7)
 
 
@@ -24,7 +25,7 @@ class _Times:
         if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
             raise ValueError("step costs need at least one number of tokens, each with a time above 0")
         self.sizes = sorted(seconds)
-        # Fewer tokens never take more time, but for noise, which only ever adds.
+        # Fewer tokens never take more time, except for noise, which can only add time.
         self.seconds = [min(seconds[size] for size in self.sizes[i:]) for i in range(len(self.sizes))]
         self.extra = 0.0
 

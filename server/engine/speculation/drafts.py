@@ -18,9 +18,9 @@ SHORT_LAG = 32
 """Tokens that the draft model may lack when it begins to guess; where it lacks more, it computes these first."""
 _FIRST_RATE = 0.7
 _LEARNING_RATE = 1 / 12
-# All sequences together: by that a new one begins.
+# The rate of all sequences together, with which a new one begins.
 _COMMON_LEARNING_RATE = 1 / 32
-# Each step without guesses brings the rate nearer to what it was at first, so that guesses are tried again some time.
+# Each step without guesses moves the rate back towards its initial value, so that guesses are tried again at some point.
 _FORGETTING_RATE = 1 / 512
 
 

@@ -1,4 +1,4 @@
-"""One sequence's guesses: what followed its newest tokens when it had them before, and how likely that is right."""
+"""One sequence's guesses: the tokens that followed its newest tokens earlier in its text, and how likely they are right."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from server.engine.speculation.shared_store import SharedStore
 from server.engine.speculation.suffixes import END, IndexReader, SuffixIndex
 
 _LONGEST = 24
-# Suffixes of these lengths and up to the next share what is learned.
+# Suffixes from one of these lengths up to the next share one learned rate.
 _STEPS = (1, 2, 3, 4, 6, 9, 14, 22)
 # How often the token is right that followed the longest suffix before, until the sequence's own answer says otherwise: in
 # the embedded model's answers to bench.speculation.texts' tasks.
 _PRIORS = (0.2, 0.4, 0.5, 0.65, 0.75, 0.82, 0.9, 0.95)
-# Other answers say less about this one, until they turn out to.
+# Other answers say less about this one until experience shows otherwise.
 _SHARED_PRIORS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
 _CLASS = tuple(sum(length >= step for step in _STEPS) for length in range(_LONGEST + 1))
 _LEARNING_RATE = 1 / 8
@@ -85,7 +85,7 @@ class SharedReader:
     def _choose(self) -> None:
         self.match, self._best = 0, None
         for reader in self._readers:
-            # The newer of two alike.
+            # Of two equally long suffixes, that of the newer index counts.
             if reader.match >= self.match and reader.next != END:
                 self.match, self._best = reader.match, reader
 

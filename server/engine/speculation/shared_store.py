@@ -17,11 +17,11 @@ _WAITING_ANSWER_BYTES = 256
 
 
 class SharedStore:
-    """Indices of answers. Those of one owner are never given to another.
+    """Indices of answers. Indices of one owner are never given to another.
 
-    Answers wait until they are indexed by work(), which takes a microsecond a token and is called where nobody waits for it.
-    An owner's answers are in one or two indices: the newest one grows until it has half of the bytes. When all bytes are
-    taken, the index that was written to least recently is freed, whoever owns it, as piece by piece as others grow.
+    Answers wait until they are indexed by work(), which takes a microsecond a token and is called when no request waits for
+    it. An owner's answers are in one or two indices: the newest one grows until it has half of the bytes. When all bytes are
+    taken, the index that was written to least recently is freed, whoever owns it, piece by piece while others grow.
     """
 
     def __init__(self, most_bytes: int) -> None:

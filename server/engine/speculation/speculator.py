@@ -1,4 +1,4 @@
-"""Which guesses a step checks: for every sequence as many as pay for all together."""
+"""Which guesses a step checks: for every sequence the number that pays best for all of them together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Speculator:
         if not self.may_have_guesses(step):
             return False
         budget, found = FOLLOWED_PER_STEP, list[tuple[float, Sequence]]()
-        # Some sequences get more guesses than others, but not all of them.
+        # Not every sequence can get the largest number of guesses.
         reach = min(MOST_GUESSES, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
         for chunk in chunks:
             sequence = chunk.sequence

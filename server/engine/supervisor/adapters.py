@@ -53,7 +53,7 @@ class AdapterList:
             loading.set_result(result)
 
     def engine_ended(self, error: str) -> None:
-        """Let those who wait for a load go on; the next engine is still to load their adapters."""
+        """Let those who wait for a load go on; the next engine has yet to load their adapters."""
         for name in self._loading:
             self.answered(AdapterResult(name, error))
 

@@ -102,10 +102,10 @@ class EngineBase(abc.ABC):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as steps produce them; the last one has finish_reason set.
 
-        A reader that is behind gets what steps have produced meanwhile as one output.
-        Closing the iterator (or cancelling the task that reads it) before the end aborts the request. When the engine
-        dies, the last output has finish_reason "error". Raises EngineUnavailableError when the engine is not ready and
-        ValueError when the id is in use.
+        A reader that is behind gets all that steps have produced meanwhile as one output. Closing the iterator (or
+        cancelling the task that reads it) before the end aborts the request. When the engine dies, the last output has
+        finish_reason "error". Raises EngineUnavailableError when the engine is not ready and ValueError when the id is in
+        use.
         """
         if not self._takes_requests:
             raise EngineUnavailableError(f"the engine is {self._status.state}")
@@ -120,7 +120,7 @@ class EngineBase(abc.ABC):
                 output = ending or await outputs.get()
                 while output.finish_reason is None and not outputs.empty():
                     later = outputs.get_nowait()
-                    # What came before an end that is not the model's must not be lost with it.
+                    # Outputs that came before an error or an abort must not be lost.
                     if later.finish_reason in ("error", "abort"):
                         ending = later
                         break

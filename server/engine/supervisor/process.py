@@ -31,8 +31,8 @@ ENVIRONMENT = {
     # their pages made anew: thousands of page faults in every prefill on CPU, 5 to 10 % of its time.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    # torch grows its pieces of a GPU's memory instead of taking new ones of other sizes: what it holds in reserve beside
-    # Qwen3-8B's tensors falls from 0.55 to 0.12 GiB, and nothing becomes slower.
+    # torch grows its segments of a GPU's memory instead of allocating new ones of other sizes: what it holds in reserve
+    # beside Qwen3-8B's tensors falls from 0.55 to 0.12 GiB, and nothing becomes slower.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 """What an engine's process has in its environment, unless the user's says otherwise."""

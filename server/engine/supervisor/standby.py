@@ -15,10 +15,10 @@ from server.engine.supervisor.process import start_child
 logger = logging.getLogger(__name__)
 
 END_GRACE_S = 1.0
-# Imports begin when nothing has run for this long. They yield to requests, but not without a trace: caches, memory
-# bandwidth, a core that has to be taken back.
+# Imports begin when nothing has run for this long. They yield to requests, yet cost them something: caches, memory
+# bandwidth, the time until a core is free again.
 IDLE_S = 3.0
-# A server that never is idle has a process standing by, too, from imports that only get what requests leave of the cores.
+# A server that is never idle gets a standby process, too; its imports use only the time that requests leave of the cores.
 PATIENCE_S = 30.0
 POLL_S = 0.25
 

@@ -101,7 +101,7 @@ class JsonToolParser:
         self._held = self._held[count:]
 
     def _before_object(self) -> str:
-        """What an object that is no call is given back with."""
+        """The text that is returned in front of an object that is not a call."""
         if self._unused is None:
             return "" if self._bare else self._start
         return self._unused
@@ -111,7 +111,7 @@ class JsonToolParser:
             if arguments:
                 calls.append(CallDelta(self._calls - 1, None, None, arguments))
         elif scanner.name is not None and arguments:
-            # Not before the arguments begin: a call that is cut before would be one without any.
+            # A call is not passed on before its arguments begin; one that is cut off earlier would seem to have none.
             self._named, self._unused = True, None
             calls.append(CallDelta(self._calls, self._make_id(), scanner.name, arguments))
             self._calls += 1

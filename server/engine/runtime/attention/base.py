@@ -1,4 +1,4 @@
-"""What an attention backend promises, and how transformers' model code reaches the one in use."""
+"""The interface of attention backends, and how transformers' model code reaches the one in use."""
 
 from __future__ import annotations
 

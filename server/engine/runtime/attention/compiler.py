@@ -1,4 +1,4 @@
-"""What FlashInfer compiles its attention with: nvcc and what is around it, the C++ compiler, ninja."""
+"""The tools that FlashInfer compiles its attention with: nvcc and its toolkit, the C++ compiler, ninja."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nf4_kernels.build import find_nvcc
 
 
 def prepare_compiler(cache: Path) -> None:
-    """Set what FlashInfer goes by in this process' environment: PATH and, for an nvcc from NVIDIA's wheels, CUDA_HOME.
+    """Set what FlashInfer reads from this process's environment: PATH and, for an nvcc from NVIDIA's wheels, CUDA_HOME.
 
     cache: where the wheels' toolkit() is kept. It must be the same at every start, because FlashInfer compiles anew when
     CUDA_HOME changes. Raises OSError or subprocess.CalledProcessError when it cannot be made there.

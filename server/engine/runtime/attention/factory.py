@@ -40,7 +40,7 @@ def create_backend(
 ) -> AttentionBackend:
     """The backend for a device, with its cache allocated: the fast one where it can run, else the reference.
 
-    cache_dtype: the dtype of keys and values; None: what auto_cache_dtype() says. A dtype of 8 bits takes the Triton
+    cache_dtype: the dtype of keys and values; None means what auto_cache_dtype() gives. A dtype of 8 bits takes the Triton
     backend, see check_cache_dtype().
     """
     if cache_dtype is not None and cache_dtype.itemsize == 1:

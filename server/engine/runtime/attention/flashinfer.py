@@ -162,7 +162,7 @@ class FlashInferBackend(GraphBackend):
                 logger.warning("decode steps attend by FlashInfer's kernels, more slowly: our own fails: %s", failed)
 
     def _load_decode(self, sequences: int, most_blocks: int) -> None:
-        """Use our own kernel for graphs; raises what it raises, and ValueError if it computes something else."""
+        """Use our own kernel for graphs. Raises what the kernel raises, and ValueError if its results differ."""
         decode = DecodeAttention(self._mixed, sequences, most_blocks, self.scratch_block, self._device)
         for kind in self._mixed:
             layer = self._kinds.index(kind)
@@ -203,7 +203,7 @@ class FlashInferBackend(GraphBackend):
             self._plan(kind, wrapper, (tables.starts, tables.blocks, tables.last), self._split_keys)
 
     def _padded_tables(self, spans: Spans, sequences: int, tokens: int) -> PageTables:
-        """The tables of spans, and behind them of padding up to `sequences` sequences, `tokens` tokens each."""
+        """The tables of spans, followed by those of padding up to `sequences` sequences of `tokens` tokens each."""
         padding = Padding(sequences - len(spans), tokens, self.scratch_block)
         tables = page_tables(spans, self._block_size, padding=padding)
         # Copies from memory that is not pinned, which FlashInfer would make, wait for the step that is running.

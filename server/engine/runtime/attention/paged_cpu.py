@@ -40,7 +40,7 @@ def paged_cpu_error() -> str | None:
 
 
 def _amx_works() -> bool:
-    """What nf4_kernels found when it tried: an instruction set that the CPU reports may still fault."""
+    """Whether AMX works, as nf4_kernels found by trying it: an instruction set that the CPU reports may still fault."""
     return cpu.load_error() is None and cpu.isa() == "amx"
 
 
@@ -109,7 +109,7 @@ class PagedCpuBackend(SdpaBackend):
     def recorded(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor
     ) -> tuple[int, tuple[int, int], object]:
-        """What attends as attend_next() does in the step that has begun, and in all later ones of as many tokens.
+        """A call that attends as attend_next() does, in the step that has begun and in all later ones of as many tokens.
 
         Tensors are float32 and stay where they are. Returns a C function's address, its two arguments, and what must be
         kept while these are used.
@@ -122,7 +122,7 @@ class PagedCpuBackend(SdpaBackend):
         return function, (ctypes.addressof(call), self._address), call
 
     def go_to(self, layer: int) -> None:
-        """Let attend_next() be this layer's."""
+        """Make this layer the one that attend_next() computes next."""
         self._next_layer = layer
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """What attention does first to query [T, heads, dim] and key [T, kv_heads, dim]; it is computed in float32 and rounded
+    """What attention first does to query [T, heads, dim] and key [T, kv_heads, dim]; it is computed in float32 and rounded
     once.
 
     With norms, each head is divided by the root of its mean square and multiplied by a weight. Then element i of a head's

@@ -1,6 +1,6 @@
 """Compiled layers kept in the user's cache folder, so that a later start needs neither a trace nor a compiler.
 
-What is read back is code that runs: the folder is the user's own, like the compiled libraries beside it.
+What is read back is executed, so the folder belongs to the user alone, like the compiled libraries beside it.
 """
 
 from __future__ import annotations

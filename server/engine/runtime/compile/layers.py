@@ -184,7 +184,7 @@ def _arguments(signature: _Signature, tensors: tuple[torch.Tensor, ...]) -> tupl
 
 
 def _structure(layer: nn.Module) -> Any:
-    """Everything that decides what a layer computes, but for its tensors' values and its number."""
+    """Everything that decides what a layer computes, except for its tensors' values and its number."""
     modules = []
     for name, module in layer.named_modules():
         plain = tuple(

@@ -16,7 +16,7 @@ from server.checkpoint.names import is_of_tower
 
 logger = logging.getLogger(__name__)
 
-# Several projections that some classes have as one joined: the joined one's name, and the others' in the order of its rows.
+# Projections that some classes have joined into one: the joined projection's name, and the others' in the order of its rows.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PLACE = re.compile(r".*?\b((?:layers|h)\.\d+\..+)")
 

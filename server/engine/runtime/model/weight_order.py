@@ -21,8 +21,8 @@ TRIALS = (1, 7)
 def set_weight_order(model: nn.Module, run: Callable[[int], object]) -> int:
     """Tell the kernels each GEMM's next weight where that is always the same one; returns the number of such GEMMs.
 
-    run(n) runs model on n tokens. GEMMs that a run calls several times or not at all have no next weight, nor have those in
-    front of a mixture of experts, which reads more than a cache keeps. GEMMs of CUDA graphs that are captured afterwards
+    run(n) runs model on n tokens. GEMMs that a run calls several times or not at all have no next weight. Neither have those
+    in front of a mixture of experts, which reads more than a cache keeps. GEMMs of CUDA graphs that are captured afterwards
     prefetch (see nf4_kernels.prefetch_next).
     """
     orders = []

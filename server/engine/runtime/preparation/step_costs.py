@@ -1,4 +1,4 @@
-"""What steps cost by their number of tokens, measured at the start: guesses are planned by it (speculation)."""
+"""The time of steps by their number of tokens, measured at the start, by which guesses are planned (speculation)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _MASK64 = (1 << 64) - 1
 # Filters look at this many of the most likely tokens first; a full sort of the vocabulary is 20 times slower.
 _FIRST_CANDIDATES = 1024
-# No sequence is as long, so positions from here on are free: a token that is sampled again takes its number from there.
+# No sequence is this long, so positions from here on are free: a token that is sampled again takes its number from there.
 _RESAMPLING_OFFSET = 1 << 40
 _TRIALS = 16
 _SampleRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]

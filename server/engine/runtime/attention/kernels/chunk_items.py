@@ -22,7 +22,8 @@ def layout(
 
     rows, lengths, starts, table_rows: int64 [chunks], each chunk's first row of the batch, its tokens, the position of its
     first token and its row of the block tables. An item is some of a chunk's tokens: first row of the batch, tokens,
-    position of the first one, row of the block tables. Those with the most keys come first, so that none begins last.
+    position of the first one, row of the block tables. Items with the most keys come first, so that a long one does not
+    begin last.
     """
     parts = -(-lengths // tokens_per_item)
     chunk = np.repeat(np.arange(len(lengths)), parts)

@@ -1,4 +1,4 @@
-"""Decode steps' attention by our own kernel: which sequence's keys each of its thread blocks goes through.
+"""The attention of decode steps by our own kernel: which keys of which sequence each of its thread blocks reads.
 
 FlashInfer takes two launches for such a step, and a third one writes the new keys and values. With few sequences these
 launches are bound by latency alone; our kernel does all of it in one.
@@ -22,8 +22,10 @@ from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Spans
 
 SMALLEST_PART = 64
-"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves. The
-number of a part's keys is a multiple of it, except in a sequence's last part."""
+"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves.
+
+The number of a part's keys is a multiple of it, except in a sequence's last part.
+"""
 _PROGRAMS_PER_PROCESSOR = 4
 """Thread blocks of the kernel that a multiprocessor runs at a time."""
 _MOST_WAVES = 4
@@ -81,7 +83,7 @@ def split_keys(lengths: _Numbers, room: Room, window: int | None) -> Items:
 
 
 def _part_length(seen: _Numbers, room: Room) -> int:
-    """The longest part that a sequence of seen keys should have, a multiple of SMALLEST_PART.
+    """The longest part that a sequence should have, a multiple of SMALLEST_PART; seen: the keys of each sequence.
 
     All items together should fill whole waves of thread blocks. The time of a wave is that of its longest item.
     """
