@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exchange": parallel_tables.exchange,
     "api-processes": api_processes,
     "ray-affinity": ray_serve.affinity,
+    "ray-recovery": ray_serve.recovery,
     "ray-throughput": ray_serve.throughput,
 }
 

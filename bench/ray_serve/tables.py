@@ -26,11 +26,26 @@ def affinity() -> str:
     return _table(["router", "prompt tokens", "found in a KV cache", "share"], rows)
 
 
+def recovery() -> str:
+    """Seconds from each loss until it was noticed, and until all replicas ran again."""
+    rows = [
+        [loss["lost"], f"{loss['noticed_s']:.1f}", f"{loss['back_s']:.1f}", f"{loss['cores_had']:.1f}"]
+        for loss in _part("recovery")["losses"]
+    ]
+    return _table(["lost", "noticed after, s", "replicas are back after, s", "cores that Ray's processes had"], rows)
+
+
 def throughput() -> str:
-    """Medians over the rounds of both ways to two replicas."""
-    measured = _part("throughput")
+    """Medians over the rounds of the ways to two replicas; each way through Ray Serve was measured beside the balancer."""
+    rows = _ways(_part("throughput"), "Ray Serve")
+    rows += _ways(_part("throughput_haproxy"), "Ray Serve with HAProxy for its proxy")
+    heads = ["in front", "tokens/s", "median of the rounds' ratios", "first token of a request alone, ms"]
+    return _table([*heads, "engines, processor ms a token", "all else, processor ms a token"], rows)
+
+
+def _ways(measured: dict[str, Any], through_ray: str) -> list[list[str]]:
     rows = []
-    for side, name in (("balancer", "HAProxy, TCP"), ("ray", "Ray Serve")):
+    for side, name in (("balancer", "HAProxy, TCP"), ("ray", through_ray)):
         found = [each[side] for each in measured["rounds"]]
         engines = [_engines(each["cpu_ms_per_token"]) for each in found]
         others = [sum(each["cpu_ms_per_token"].values()) - ms for each, ms in zip(found, engines, strict=True)]
@@ -44,8 +59,7 @@ def throughput() -> str:
                 f"{statistics.median(others):.1f}",
             ]
         )
-    heads = ["in front", "tokens/s", "median of the rounds' ratios", "first token of a request alone, ms"]
-    return _table([*heads, "engines, processor ms a token", "all else, processor ms a token"], rows)
+    return rows
 
 
 def _engines(milliseconds: dict[str, float]) -> float:

@@ -22,6 +22,8 @@ Model = TypeVar("Model", bound=BaseModel)
 BESIDES = 64
 # Beside a request's body in a call: its headers, and what Ray says of it.
 BESIDES_BYTES = 1 << 20
+# The resource that only a cluster's head node has.
+HEAD_NODE = "node:__internal_head__"
 # Ray reads these in each process of ours. By default a request changes threads at every step (Ray's event loop, a router's,
 # one for our code) and goes from process to process as a task of Ray's, for twice the processor time.
 FEWER_THREADS = {
@@ -149,8 +151,13 @@ def _ingress(config: Config) -> Any:
     return serve.deployment(
         serve.ingress()(Door),
         name="Ingress",
-        # None of its own, so that engines may have all of a small machine's cores.
-        ray_actor_options={"num_cpus": 0, "runtime_env": _environment(config)},
+        # No core of its own, so that engines may have all of a small machine's. On the head node, as Ray's controller is:
+        # an ingress that is lost cannot end its streams with an error, so no other node's loss may take it along.
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": {HEAD_NODE: 0.001},
+            "runtime_env": _environment(config),
+        },
         max_ongoing_requests=10_000,
         graceful_shutdown_timeout_s=config.http.drain_timeout_s + ABORT_GRACE_S,
     )

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
+import torch
 from ray import serve
 
 from bench.processes import free_port
@@ -210,16 +211,28 @@ def test_bad_arguments_are_named(args: dict[str, Any], said: str) -> None:
         build(args)
 
 
-def test_a_replica_that_cannot_start(http: httpx.Client) -> None:
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model": "/nowhere"}, "/nowhere: no such folder"),
+        ({"engine": {"device": "cuda"}}, "engine.device is cuda, but torch finds no usable GPU"),
+        ({"engine": {"kv_cache_bytes": 1 << 24, "max_model_len": 8192}}, "the KV cache of 16 MiB holds"),
+    ],
+)
+def test_a_replica_that_cannot_start(http: httpx.Client, config: dict[str, Any], reason: str) -> None:
     """The status says why in one line, and the other application goes on."""
-    serve._run(build({"config": {"model": "/nowhere"}, "cpus": 0.5}), name="bad", route_prefix="/bad", _blocking=False)
+    if reason.startswith("engine.device") and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    serve._run(build({"config": config, "cpus": 0.5}), name="bad", route_prefix="/bad", _blocking=False)
     try:
 
-        def message() -> str:
+        def said() -> list[str]:
             deployments = serve.status().applications["bad"].deployments
-            return deployments["Engine"].message if "Engine" in deployments else ""
+            message = deployments["Engine"].message if "Engine" in deployments else ""
+            return [line for line in message.splitlines() if reason in line]
 
-        until(lambda: "/nowhere: no such folder" in message())
+        until(lambda: said() != [])
+        assert said()[0].startswith("RuntimeError: ")
         refused = http.get("/bad/health")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
         assert int(refused.headers["retry-after"]) > 0
