@@ -96,7 +96,7 @@ test-clients: $(VENV)/.dev kernels model ## coding agents, SDKs and others on th
 
 test-ray: $(VENV)/.dev $(VENV)/.ray kernels model ## two replicas on a real Ray: streams, a replica that is killed, one that cannot start
 	$(RAY_ENV) $(BIN)/python -m pytest tests/ray_serve/replicas.py
-	RAY_worker_niceness=0 $(BIN)/python -m pytest tests/ray_serve/cluster.py
+	RAY_worker_niceness=0 RAY_health_check_period_ms=1000 $(BIN)/python -m pytest tests/ray_serve/cluster.py
 
 test-routers: $(VENV)/.dev kernels model ## SGLang's router over two servers
 	$(BIN)/python -m pip install --quiet 'sglang-router>=0.3.2'

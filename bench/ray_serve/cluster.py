@@ -16,10 +16,11 @@ from ray import serve
 from bench.processes import free_port
 from server.ray_serve.application import build
 
-# As docs/scaling.md has Ray started. By its default replicas yield to whatever else the machine does, and its HTTP proxy
-# takes each piece of an answer as a task's result.
+# As docs/scaling.md has Ray started. By its default replicas yield to whatever else the machine does, its HTTP proxy takes
+# each piece of an answer as a task's result, and a node that is gone counts as there for 15 s, so that replicas go there.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",
+    "RAY_health_check_period_ms": "1000",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }

@@ -23,6 +23,8 @@ from bench.ray_serve.processor_time import seconds_by_kind, spent
 KILLS = 3
 CLIENTS = 4
 TOKENS = 48
+SETTLING_S = 20.0
+"""For a standby process, and for what Ray starts on a new node."""
 REPLICAS = 2
 PROMISED_S = 30.0
 
@@ -44,6 +46,7 @@ def measure() -> dict[str, Any]:
             try:
                 losses += [_lose("replica", _kill_replica) for _ in range(KILLS)]
                 cluster.add_node(num_cpus=2)
+                time.sleep(SETTLING_S)
                 losses.append(_lose("node", lambda: _remove_node(cluster)))
             finally:
                 ends = clients.stop()
@@ -73,7 +76,7 @@ def _lose(what: str, act: Callable[[], None]) -> dict[str, Any]:
     }
     row["cores_had"] = round(used, 2)
     print(row, file=sys.stderr, flush=True)
-    time.sleep(20)  # a standby process is made
+    time.sleep(SETTLING_S)
     return row
 
 
