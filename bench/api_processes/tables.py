@@ -12,6 +12,7 @@ _HEADS = (
     "cores they got",
     "tokens per API processor second",
     "tokens in an event",
+    "first token, ms (median)",
     "largest share of one process",
 )
 
@@ -26,7 +27,8 @@ def api_processes() -> str:
             f"{row['tokens_per_s']:,.0f}",
             f"{row['api_cores']:.2f}",
             f"{round(row['tokens_per_api_cpu_second'], -2):,.0f}",
-            f"{row['tokens_per_event']:.0f}",
+            f"{row['tokens_per_event']:.1f}",
+            f"{1000 * row['ttft_s_p50']:.0f}",
             f"{row['largest_share']:.2f}",
         ]
         for row in rows
