@@ -1,7 +1,8 @@
 """The CPU kernels: loads libnf4_cpu.so and calls it with tensors' pointers.
 
 Source: csrc/cpu/*.cpp behind the C interface of csrc/cpu/cpu.h. The library chooses its instruction set when it loads (AMX,
-AVX-512, AVX2 or portable); NF4_CPU_ISA forces one of these or avx512vnni. load_error() says why the kernels cannot be used.
+AVX-512 with VNNI or without, AVX2 or portable); NF4_CPU_ISA forces one of them. load_error() says why the kernels cannot be
+used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nf4_kernels.library_files import cpu_library
 from nf4_kernels.params import DTYPES, TABLE_NUMBERS, Nf4Weight, size_error, weight_struct
 
 ISAS = ("amx", "avx512vnni", "avx512", "avx2", "portable")
-"""The instruction sets that there are kernels for; avx512vnni is used only where it is asked for."""
+"""The instruction sets that there are kernels for, the best first."""
 
 
 DEQUANTIZED_FROM = 9

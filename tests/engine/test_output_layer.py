@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nf4_kernels import cpu
-from server.engine.runtime.model.cpu_linear import Bf16Linear, CompactLinear, use_cpu_kernels
+from server.engine.runtime.model.cpu_linear import COMPACT, Bf16Linear, CompactLinear, use_cpu_kernels
 from server.engine.runtime.model.lora import bias_of, dequantized
 from tests.nf4_kernels.weights import using_isa
 
@@ -26,7 +26,7 @@ def _weight() -> torch.Tensor:
     return (torch.randn(96, 64, generator=torch.Generator().manual_seed(1)) * 0.02).to(torch.bfloat16).float()
 
 
-@pytest.mark.parametrize(("isa", "kind"), [("avx2", CompactLinear), ("portable", Bf16Linear)])
+@pytest.mark.parametrize(("isa", "kind"), [*((isa, CompactLinear) for isa in COMPACT), ("portable", Bf16Linear)])
 @torch.no_grad()
 def test_a_bfloat16_weight_is_kept_without_loss(isa: str, kind: type[nn.Module]) -> None:
     model = Model(_weight())

@@ -99,12 +99,44 @@ static inline void reduce4(const __m512 v[4], __m128* low, __m128* high) {
   *high = _mm_add_ps(_mm512_extractf32x4_ps(sum, 2), _mm512_extractf32x4_ps(sum, 3));
 }
 
-/* The GEMMs: rows_avx512.cpp, dot_avx512.cpp. */
+/* sums[m * kUnit + r] and [m * kUnit + P + r] = the sums of total[m][r]'s lanes 0..7 and of its lanes 8..15. */
+template <int M, int P>
+static inline void store_pairs(const __m512 (&total)[M][P], float* sums) {
+  /* Four sums at a time: P = 4 gives one token, P = 2 two of them, P = 1 four. */
+  constexpr int kAtOnce = 4 / P;
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m += kAtOnce) {
+    __m512 four[4];
+    __m128 low, high;
+    for (int s = 0; s < kAtOnce; ++s) {
+      for (int r = 0; r < P; ++r) four[s * P + r] = m + s < M ? total[m + s < M ? m + s : 0][r] : _mm512_setzero_ps();
+    }
+    reduce4(four, &low, &high);
+    alignas(16) float a[4], b[4];
+    _mm_store_ps(a, low);
+    _mm_store_ps(b, high);
+    for (int s = 0; s < kAtOnce && m + s < M; ++s) {
+      for (int r = 0; r < P; ++r) {
+        sums[(m + s) * kUnit + r] = a[s * P + r];
+        sums[(m + s) * kUnit + P + r] = b[s * P + r];
+      }
+    }
+  }
+}
+
+/* The GEMMs in float32: rows_avx512.cpp, dot_avx512.cpp. */
 void fused_order_avx512(const Prepared* x, float* order);
 void fused_avx512(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, float* sums);
 void bf16_order_avx512(const Prepared* x, float* order);
 void bf16_rows_avx512(const uint16_t* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows,
                       float* sums);
 void dot_avx512(const float* panel, int rows, const Prepared* x, int64_t m0, int count, float* sums);
+
+/* With weights in compact bfloat16: compact_avx512.cpp. */
+void compact_rows_avx512(const CompactBf16* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows,
+                         float* panel, float* sums);
+
+/* Everything but matrix tiles and fixed point; "avx512", "avx512vnni" and "amx" begin with these. */
+const Kernels* avx512_float32_kernels();
 
 }  // namespace nf4

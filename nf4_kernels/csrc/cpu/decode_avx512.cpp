@@ -1,4 +1,4 @@
-/* Dequantizing, widening and storing with AVX-512, and the table of its kernels. */
+/* Dequantizing, widening and storing with AVX-512, and the table of its kernels in float32. */
 #include "avx512.h"
 
 namespace nf4 {
@@ -108,10 +108,9 @@ void widen(const uint16_t* from, float* to, int64_t k, int64_t stride) {
 
 }  // namespace
 
-const Kernels* avx512_kernels() {
+const Kernels* avx512_float32_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
-    k.name = "avx512";
     k.decode = decode;
     k.dot = dot_avx512;
     k.emit = emit;
@@ -121,6 +120,7 @@ const Kernels* avx512_kernels() {
     k.fused = fused_avx512;
     k.bf16_order = bf16_order_avx512;
     k.bf16_rows = bf16_rows_avx512;
+    k.compact_rows = compact_rows_avx512;
     return k;
   }();
   return &kernels;

@@ -115,13 +115,13 @@ struct Choice {
   const Kernels* (*kernels)();
 };
 
-/* The first that runs is taken; what stands behind portable is taken by name only: it has not run on such a CPU yet. */
+/* The first that runs is taken. */
 const Choice kChoices[] = {
     {"amx", has_amx, amx_kernels},
+    {"avx512vnni", has_avx512vnni, avx512vnni_kernels},
     {"avx512", has_avx512, avx512_kernels},
     {"avx2", has_avx2, avx2_kernels},
     {"portable", [] { return true; }, portable_kernels},
-    {"avx512vnni", has_avx512vnni, avx512vnni_kernels},
 };
 
 std::mutex selection;

@@ -78,26 +78,7 @@ void rows_times(const uint8_t* const rows[2 * P], const float* const scales[2 * 
       }
     }
   }
-  /* Four sums at a time: P = 4 gives one row of x, P = 2 two of them. */
-  constexpr int kAtOnce = 4 / P;
-#pragma GCC unroll 8
-  for (int m = 0; m < M; m += kAtOnce) {
-    __m512 four[4];
-    __m128 low, high;
-    for (int s = 0; s < kAtOnce; ++s) {
-      for (int r = 0; r < P; ++r) four[s * P + r] = m + s < M ? total[m + s < M ? m + s : 0][r] : _mm512_setzero_ps();
-    }
-    reduce4(four, &low, &high);
-    alignas(16) float a[4], b[4];
-    _mm_store_ps(a, low);
-    _mm_store_ps(b, high);
-    for (int s = 0; s < kAtOnce && m + s < M; ++s) {
-      for (int r = 0; r < P; ++r) {
-        sums[(m + s) * kUnit + r] = a[s * P + r];
-        sums[(m + s) * kUnit + P + r] = b[s * P + r];
-      }
-    }
-  }
+  store_pairs<M, P>(total, sums);
 }
 
 template <int M, int P>

@@ -274,7 +274,7 @@ void tiles_bf16(const uint16_t* w, const Prepared* x, int64_t t, int columns, fl
 
 const Kernels* amx_kernels() {
   static const Kernels kernels = [] {
-    Kernels k = *avx512_kernels();
+    Kernels k = *avx512_float32_kernels();
     k.name = "amx";
     k.fused_rows = 6; /* from 7 rows on, tiles are faster */
     k.tiles_from = 7;

@@ -14,6 +14,9 @@ from server.engine.runtime.model.projections import NF4Linear
 
 logger = logging.getLogger(__name__)
 
+COMPACT = ("avx512vnni", "avx512", "avx2")
+"""The instruction sets that have kernels for compact bfloat16; AMX multiplies plain bfloat16 in its matrix tiles."""
+
 _prepared: list[cpu.PreparedLinear] = []
 
 
@@ -106,8 +109,7 @@ def use_cpu_kernels(model: nn.Module) -> None:
 
 def _output_layer(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
     """A layer with a float32 weight that bfloat16 holds without loss."""
-    if cpu.isa() == "avx2":
-        # Elsewhere the kernels for plain bfloat16 use wider vectors or matrix tiles.
+    if cpu.isa() in COMPACT:
         try:
             return CompactLinear(CompactBf16(weight.to(torch.bfloat16)), bias)
         except ValueError as e:

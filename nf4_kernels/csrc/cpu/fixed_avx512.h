@@ -1,0 +1,238 @@
+/* GEMMs in 16-bit fixed point with 512-bit vectors (fixed.h says what that is), for any number of tokens; static for the
+ * reason given in kernels.h. `Products` is how a file's instruction set multiplies pairs of integers: it has
+ * add(sum, a, b), which adds the products of a's and b's pairs of 16-bit integers to the 32-bit integers of sum. */
+#pragma once
+
+#include "avx512.h"
+#include "fixed_avx2.h"
+
+namespace nf4 {
+namespace {
+
+/* ---- Few tokens: codes are looked up in registers, right before they are multiplied. ----
+ *
+ * Sixteen words hold the 64 codes of a row, and a vector those of two rows, A and B. Nibble j of a word is a code: vpermw
+ * looks it up by the word's low bits, and a shift by four brings the next one there. Word w, nibble j is column
+ * 4 w + (j ^ 1) of 64; rows_order() puts x in that order once, sixteen integers that both halves use. */
+
+/* x of few tokens: integers [m, k] in that order, then scales [m, k / 64]. */
+struct FewTokens {
+  const int16_t* columns;
+  const float* scales;
+  FewTokens(const Prepared* x, const void* order)
+      : columns((const int16_t*)order), scales((const float*)((const char*)order + x->m * x->k * 2)) {}
+};
+
+void rows_order(const Prepared* x, float* order) {
+  const int64_t groups = x->k / 64;
+  int16_t* to = (int16_t*)order;
+  float* scales = (float*)((char*)order + x->m * x->k * 2);
+  alignas(64) int16_t from_words[64], columns[64];
+  for (int i = 0; i < 64; ++i) from_words[i] = (int16_t)(4 * (i % 16) + (i / 16 ^ 1));
+  const __m512i first = _mm512_load_si512(from_words), second = _mm512_load_si512(from_words + 32);
+  for (int64_t i = 0; i < x->m; ++i) {
+    for (int64_t g = 0; g < groups; ++g, to += 64) {
+      const float* from = x->x + i * x->stride + g * 64;
+      __m256 inverse;
+      scales[i * groups + g] = scale64(from, &inverse);
+      for (int c = 0; c < 64; c += 16) _mm256_store_si256((__m256i*)(columns + c), to_fixed(from + c, inverse));
+      const __m512i low = _mm512_load_si512(columns), high = _mm512_load_si512(columns + 32);
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(low, first, high));
+      _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(low, second, high));
+    }
+  }
+}
+
+/* The integers of the codes, twice: vpermw reads a fifth bit, which is the next code's. */
+inline __m512i code_words(const Nf4Weight* w) {
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)fixed_codes_of(w)));
+}
+
+/* M tokens times 2 P rows of w: pair r is rows r and P + r. The rows after them start `ahead` bytes behind rows[0]. */
+template <class Products, int M, int P>
+inline void rows_times(const uint8_t* const rows[2 * P], const float* const scales[2 * P], __m512i codes,
+                       const FewTokens& x, int64_t k, int64_t ahead, float* sums) {
+  const int64_t groups = k / 64;
+  __m512 total[M][P];
+  for (int m = 0; m < M; ++m) {
+    for (int r = 0; r < P; ++r) total[m][r] = _mm512_setzero_ps();
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    __m512i words[P], sum[M][P];
+    __m512 scale[P];
+    /* The next 2 P rows follow in memory, but hardware sees 2 P short streams: fetch them in order from here. */
+#pragma GCC unroll 8
+    for (int r = 0; r < P; ++r) _mm_prefetch((const char*)rows[0] + ahead + (g * P + r) * 64, _MM_HINT_T0);
+#pragma GCC unroll 8
+    for (int r = 0; r < P; ++r) {
+      const __m256i low = _mm256_loadu_si256((const __m256i*)(rows[r] + g * 32));
+      const __m256i high = _mm256_loadu_si256((const __m256i*)(rows[P + r] + g * 32));
+      words[r] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+      scale[r] = _mm512_mask_broadcastss_ps(_mm512_set1_ps(scales[r][g]), 0xff00, _mm_load_ss(scales[P + r] + g));
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      __m512i weight[P];
+#pragma GCC unroll 8
+      for (int r = 0; r < P; ++r) {
+        weight[r] = _mm512_permutexvar_epi16(words[r], codes);
+        if (j < 3) words[r] = _mm512_srli_epi16(words[r], 4);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const __m512i columns =
+            _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(x.columns + m * k + g * 64 + j * 16)));
+#pragma GCC unroll 8
+        for (int r = 0; r < P; ++r) {
+          if (j == 0) sum[m][r] = _mm512_setzero_si512();
+          Products::add(sum[m][r], weight[r], columns);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const __m512 x_scale = _mm512_set1_ps(x.scales[m * groups + g]);
+#pragma GCC unroll 8
+      for (int r = 0; r < P; ++r) {
+        total[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m][r]), _mm512_mul_ps(scale[r], x_scale), total[m][r]);
+      }
+    }
+  }
+  store_pairs<M, P>(total, sums);
+}
+
+template <class Products, int M, int P>
+void rows_of(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, float* scratch, float* sums) {
+  const int64_t k = w->k, groups = k / 64;
+  const FewTokens from(x, x->order);
+  const __m512i codes = code_words(w);
+  for (int first = 0; first < count; first += 2 * P) {
+    const uint8_t* rows[2 * P];
+    const float* scales[2 * P];
+    for (int r = 0; r < 2 * P; ++r) {
+      /* Behind the last row, it is read again; its sum lands behind the sums that emit stores. */
+      const int row = first + r < count ? first + r : count - 1;
+      rows[r] = w->packed + (row0 + row) * (k / 2);
+      scales[r] = scratch + row * groups;
+    }
+    rows_times<Products, M, P>(rows, scales, codes, from, k, P * k, sums + first);
+  }
+}
+
+template <class Products>
+void rows(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, float* sums) {
+  load_scales_of_rows(w, row0, rows, scratch);
+  const __m512 unit = _mm512_set1_ps(fixed_unit_of(w));
+  /* Whole vectors: what lies behind the scales is room for that. */
+  for (int64_t i = 0; i < rows * (w->k / 64); i += 16) {
+    _mm512_storeu_ps(scratch + i, _mm512_mul_ps(_mm512_loadu_ps(scratch + i), unit));
+  }
+  switch (x->m) {
+    case 1: return rows_of<Products, 1, 4>(w, x, row0, rows, scratch, sums);
+    case 2: return rows_of<Products, 2, 4>(w, x, row0, rows, scratch, sums);
+    case 3: return rows_of<Products, 3, 2>(w, x, row0, rows, scratch, sums);
+    case 4: return rows_of<Products, 4, 2>(w, x, row0, rows, scratch, sums);
+    case 5: return rows_of<Products, 5, 2>(w, x, row0, rows, scratch, sums);
+    case 6: return rows_of<Products, 6, 2>(w, x, row0, rows, scratch, sums);
+    case 7: return rows_of<Products, 7, 1>(w, x, row0, rows, scratch, sums);
+    default: return rows_of<Products, 8, 1>(w, x, row0, rows, scratch, sums);
+  }
+}
+
+/* ---- More tokens: a vector holds one pair of columns of a whole tile column. ---- */
+
+/* R rows of a panel's 64 columns times V tile columns, which lie `column` bytes apart; results V of [kUnit, 16]. */
+template <class Products, int V, int R>
+inline void multiply_rows(const char* panel, const float* scales, const char* x, int64_t column, bool first,
+                          float* results) {
+  __m512i sum[R][V];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) sum[r][v] = _mm512_setzero_si512();
+  }
+  for (int p = 0; p < 32; ++p) {
+    __m512i columns[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) columns[v] = _mm512_load_si512(x + v * column + p * 64);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int32_t two;
+      memcpy(&two, panel + r * 128 + p * 4, 4);
+      const __m512i pair = _mm512_set1_epi32(two);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) Products::add(sum[r][v], pair, columns[v]);
+    }
+  }
+  __m512 x_scales[V];
+#pragma GCC unroll 2
+  for (int v = 0; v < V; ++v) x_scales[v] = _mm512_load_ps(x + v * column + 32 * 64);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const __m512 scale = _mm512_set1_ps(scales[r]);
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+      const __m512 both = _mm512_mul_ps(scale, x_scales[v]), value = _mm512_cvtepi32_ps(sum[r][v]);
+      float* to = results + v * 512 + r * 16;
+      _mm512_store_ps(to, first ? _mm512_mul_ps(value, both) : _mm512_fmadd_ps(value, both, _mm512_load_ps(to)));
+    }
+  }
+}
+
+template <class Products, int V>
+void multiply_columns(const char* panel, const char* x, int64_t column, int64_t groups, bool first, float* results) {
+  constexpr int R = V == 2 ? 8 : 16;
+  for (int64_t g = 0; g < groups; ++g, panel += kPanelGroup, x += kTileGroup) {
+    const float* scales = (const float*)(panel + kUnit * 128);
+    for (int r = 0; r < kUnit; r += R) {
+      multiply_rows<Products, V, R>(panel + r * 128, scales + r, x, column, first && g == 0, results + r * 16);
+    }
+  }
+}
+
+template <class Products>
+void multiply(const void* panel, const Prepared* x, int64_t t, int columns, int64_t begin, int64_t end, bool,
+              float* results) {
+  const int64_t column = x->k / 64 * kTileGroup;
+  const char* from = (const char*)x->order + t * column + begin * kTileGroup;
+  if (columns == 2) {
+    multiply_columns<Products, 2>((const char*)panel, from, column, end - begin, begin == 0, results);
+  } else {
+    multiply_columns<Products, 1>((const char*)panel, from, column, end - begin, begin == 0, results);
+  }
+}
+
+/* Up to kTileRows rows of x: 64 columns after 64 are decoded and multiplied. */
+template <class Products>
+void few_tiles(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, bool split, float* scratch, void* panel,
+               float* sums) {
+  alignas(64) float results[1024];
+  const Kernels* shared = avx2_kernels();
+  const int columns = x->m > 16 ? 2 : 1;
+  for (int64_t g = 0; g < w->k / 64; ++g) {
+    shared->tiles_decode(w, row0, rows, g, g + 1, split, scratch, panel);
+    multiply<Products>(panel, x, 0, columns, g, g + 1, split, results);
+  }
+  shared->tiles_sums(results, columns, sums);
+}
+
+/* Sets the functions of `fused` and `tiles`. x, panels and results of the latter are laid out as AVX2's kernels have them:
+ * that work is a few percent. */
+template <class Products>
+void use_fixed(Kernels* k) {
+  const Kernels* shared = avx2_kernels();
+  k->fused_rows = 8;
+  k->fused_order = rows_order;
+  k->fused = rows<Products>;
+  k->tiles_from = k->fused_rows + 1;
+  k->tiles_begin = shared->tiles_begin;
+  k->tiles_end = shared->tiles_end;
+  k->tiles_order = shared->tiles_order;
+  k->tiles_decode = shared->tiles_decode;
+  k->tiles_sums = shared->tiles_sums;
+  k->tiles_multiply = multiply<Products>;
+  k->tiles_fused = few_tiles<Products>;
+}
+
+}  // namespace
+}  // namespace nf4
