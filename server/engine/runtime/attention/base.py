@@ -183,6 +183,11 @@ def attending(backend: AttentionBackend) -> Iterator[None]:
         _Active.backend = previous
 
 
+def is_attending(backend: AttentionBackend) -> bool:
+    """Whether a forward pass runs that attends through this backend."""
+    return _Active.backend is backend
+
+
 @torch.library.custom_op("nf4_server::attend", mutates_args=())
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     assert _Active.backend is not None

@@ -11,8 +11,9 @@
 
 namespace {
 
-// Below this many multiplications a second thread costs more than it saves.
-constexpr int64_t kParallelWork = 400'000;
+// Below this many multiplications of chunks, or of single tokens, which wait for memory more, a second thread costs more than
+// it saves.
+constexpr int64_t kParallelWork = 400'000, kParallelSingles = 50'000;
 
 // e^x for x <= 0, e^-87 below that; plain arithmetic, so that the compiler vectorizes the loop around it.
 inline float exp_negative(float x) { return exp_in_range<float, int32_t>(std::max(x, -87.0f)); }
@@ -103,7 +104,7 @@ void attend_all(const PagedAttention& a) {
     const int64_t end = a.spans[s * 3 + 2];
     keys += a.window > 0 ? std::min(end, a.window) : end;
   }
-  const bool parallel = keys * a.heads * a.key_dim > kParallelWork;
+  const bool parallel = keys * a.heads * a.key_dim > kParallelSingles;
   // A task is a whole sequence where there are enough of them for the threads, else a single key head.
   const int64_t parts = parallel && a.singles < 4 ? a.kv_heads : 1;
   const int64_t heads = a.kv_heads / parts;

@@ -126,6 +126,12 @@ class PagedCpuBackend(SdpaBackend):
         self._next_layer = layer
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the step that has begun."""
+        tokens: int = self._call.tokens
+        return tokens
+
+    @property
     def sees_later_tokens(self) -> bool:
         """Whether tokens of the step that has begun attend to later ones, which recorded() leaves out."""
         return bool(self._image_queries)

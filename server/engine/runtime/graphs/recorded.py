@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,8 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from server.engine.runtime.attention.base import is_attending
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.compile.layers import CompiledLayer
+from server.engine.runtime.graphs.recording import Recording, RecordingError
+from server.engine.runtime.graphs.shown_layers import ShownLayers
 from server.engine.runtime.model.cpu_linear import prepared_linear
 from server.engine.runtime.native import load_native
 
@@ -30,82 +33,22 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("recorded.cpp")
 MOST_TOKENS = 8
 """Larger steps are launched as before: what is between their GEMMs is a small part of them."""
-_MOST_ARGUMENTS = 16
-
-
-class RecordingError(Exception):
-    """The layers do something that cannot be recorded; the message is one line."""
-
-
-class _Call(ctypes.Structure):
-    """Call of recorded.cpp."""
-
-    _fields_ = (
-        ("function", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("arguments", ctypes.c_int64 * _MOST_ARGUMENTS),
-    )
-
-
-class _Recording:
-    """The calls of all layers for one number of tokens."""
-
-    def __init__(self, inputs: list[torch.Tensor], run: Any) -> None:
-        """inputs: examples of the tensors that the first layer gets."""
-        self.inputs = [tensor.clone() for tensor in inputs]
-        self.output = self.inputs[0]
-        self._run = run
-        self._calls: list[tuple[int, tuple[int, ...]]] = []
-        self._array: Any = None
-        self._kept: list[object] = []
-        self._buffers: dict[object, torch.Tensor] = {}
-        self._place = (0, 0)
-
-    def begin_layer(self, layer: int) -> None:
-        # A layer reads its own buffers and the result of the one before it, so two layers' buffers are enough.
-        self._place = (layer % 2, 0)
-
-    def empty(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A buffer that only the layer after the next one writes to again."""
-        key = (self._place, shape, stride, dtype)
-        self._place = (self._place[0], self._place[1] + 1)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty_strided(shape, stride, dtype=dtype)
-        return self._buffers[key]
-
-    def add(self, function: int, arguments: tuple[int, ...], *kept: object) -> None:
-        """Note a call, and make it. kept: what its pointers belong to."""
-        if len(arguments) > _MOST_ARGUMENTS:
-            raise RecordingError(f"a function has {len(arguments)} arguments")
-        self._calls.append((function, arguments))
-        self._kept.extend(kept)
-        self._run((_Call * 1)(_struct(function, arguments)), 1)
-
-    def end(self, output: torch.Tensor) -> None:
-        """output: the last layer's."""
-        self.output = output
-        self._array = (_Call * len(self._calls))(*(_struct(*call) for call in self._calls))
-
-    def replay(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """What the last layer gives for what the first one gets."""
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
-        self._run(self._array, len(self._array))
-        return self.output.clone()
 
 
 class RecordedLayers:
     """Replays steps of few tokens, recorded when they first come; it takes the place of the compiled layers' forwards."""
 
-    def __init__(self, layers: list[nn.Module], backend: PagedCpuBackend) -> None:
-        """Raises RecordingError, with the layers as they were, where that cannot be done."""
+    def __init__(self, model_layers: nn.ModuleList, backend: PagedCpuBackend) -> None:
+        """Raises RecordingError, with the model's layers as they were, where that cannot be done."""
         library = load_native(SOURCE)
         if isinstance(library, str):
             raise RecordingError(library)
         library.run_calls.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         library.run_calls.restype = None
         self._run = library.run_calls
+        layers = [layer for layer in model_layers if not isinstance(layer, nn.Identity)]
         self._layers = layers
+        self._model_layers = model_layers
         self._backend = backend
         self._compiled: list[CompiledLayer] = []
         for layer in layers:
@@ -113,20 +56,31 @@ class RecordedLayers:
             if not isinstance(forward, CompiledLayer) or not forward.is_plain:
                 raise RecordingError(f"{type(layer).__name__} gets or gives more than tensors")
             self._compiled.append(forward)
-        self._recordings: dict[int, _Recording] = {}
-        self._recording: _Recording | None = None
+        self._recordings: dict[int, Recording] = {}
+        self._recording: Recording | None = None
         self._replayed = False
+        self._first_alone = False
         self._shared: list[int] = []
         self.refusal: str | None = None
         """Why the layers could not be recorded, once that has been tried."""
         self._modules: list[dict[str, Any]] = []
         for index, layer in enumerate(layers):
             layer.forward = self._forward_of(index)
+        ShownLayers.put(model_layers, self.shown)
 
     def undo(self) -> None:
         """Put the compiled layers back."""
         for layer, compiled in zip(self._layers, self._compiled, strict=True):
             layer.forward = compiled
+        ShownLayers.take(self._model_layers)
+
+    def shown(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """What of its layers the model goes through now: in a step that is replayed, the first one stands for all."""
+        backend = self._backend
+        self._first_alone = (
+            is_attending(backend) and not backend.sees_later_tokens and backend.num_tokens in self._recordings
+        )
+        return self._layers[:1] if self._first_alone else layers
 
     def _forward_of(self, index: int) -> Callable[..., Any]:
         compiled = self._compiled[index]
@@ -153,8 +107,10 @@ class RecordedLayers:
         if recording is not None:
             self._replayed = True
             return recording.replay(tensors)
+        if self._first_alone:
+            raise RuntimeError(f"{self._backend.num_tokens} tokens were to be replayed, and the layers get {tokens}")
         self._shared = [tensor.data_ptr() for tensor in tensors[1:]]
-        self._recording = _Recording(tensors, self._run)
+        self._recording = Recording(tensors, self._run)
         self._recording.output = tensors[0]
         return self._record_or_run(0, tensors)
 
@@ -194,10 +150,6 @@ class RecordedLayers:
         return output
 
 
-def _struct(function: int, arguments: tuple[int, ...]) -> _Call:
-    return _Call(function, len(arguments), (ctypes.c_int64 * _MOST_ARGUMENTS)(*arguments))
-
-
 def _generated_module(run: Callable[[], object]) -> dict[str, Any]:
     """The names of the module that inductor has written for the one compiled function that run() calls."""
     found: dict[int, dict[str, Any]] = {}
@@ -220,7 +172,7 @@ def _generated_module(run: Callable[[], object]) -> dict[str, Any]:
 
 @contextmanager
 def _recorded_calls(
-    names: dict[str, Any], recording: _Recording, backend: PagedCpuBackend, layer: int
+    names: dict[str, Any], recording: Recording, backend: PagedCpuBackend, layer: int
 ) -> Iterator[None]:
     """Record the calls that a generated module makes while entered; a call that is not known here raises RecordingError."""
 
@@ -271,7 +223,7 @@ class _Known(SimpleNamespace):
         raise RecordingError(f"a layer uses {self._name}.{name}")
 
 
-def _kernel(kernel: Any, recording: _Recording) -> Callable[..., None]:
+def _kernel(kernel: Any, recording: Recording) -> Callable[..., None]:
     """Records calls of a C++ kernel of inductor's, which takes tensors and integers."""
     function = _address(kernel.__self__.__file__)
 

@@ -9,8 +9,9 @@ import torch
 
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.graphs.recorded import RecordedLayers, RecordingError
-from server.engine.runtime.model.decoder import decoder_layers
+from server.engine.runtime.graphs.recorded import RecordedLayers
+from server.engine.runtime.graphs.recording import RecordingError
+from server.engine.runtime.model.decoder import layer_list
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps
 from server.engine.runtime.trials import failure
@@ -26,10 +27,13 @@ def record_with_trials(paged: PagedModel, num_blocks: int) -> bool:
     backend = paged.backend
     if not isinstance(backend, PagedCpuBackend):
         return False
+    layers = layer_list(paged.model)
+    if layers is None:
+        return False
     batches = list(_batches(paged, num_blocks))
     expected = [paged.run(batch) for batch in batches]
     try:
-        recorded = RecordedLayers(decoder_layers(paged.model), backend)
+        recorded = RecordedLayers(layers, backend)
     except RecordingError as e:
         logger.debug("small steps are not recorded: %s", e)
         return False
