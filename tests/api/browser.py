@@ -36,7 +36,7 @@ TEMPLATE = (
 )
 
 
-def write_settings(embedded_folder: Path, folder: Path) -> Path:
+def write_settings(embedded_folder: Path, folder: Path, *, compiled: bool) -> Path:
     """A configuration for the embedded model with a key, an adapter, and a template that thinks when it is asked to."""
     model = folder / "model"
     model.mkdir()
@@ -54,7 +54,7 @@ def write_settings(embedded_folder: Path, folder: Path) -> Path:
         "model": str(model),
         "served_model_name": MODEL,
         "http": {"api_keys": [KEY]},
-        "engine": {"enforce_eager": True, "lora_modules": [{"name": ADAPTER, "path": str(folder / "adapter")}]},
+        "engine": {"enforce_eager": not compiled, "lora_modules": [{"name": ADAPTER, "path": str(folder / "adapter")}]},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(settings))
@@ -62,9 +62,10 @@ def write_settings(embedded_folder: Path, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serve_pages(embedded_folder: Path, folder: Path) -> Iterator[RunningServer]:
-    """A server for the pages' tests; its settings and its log are in folder."""
-    with start_server(folder / "log", "--config", str(write_settings(embedded_folder, folder))) as running:
+def serve_pages(embedded_folder: Path, folder: Path, *, compiled: bool = False) -> Iterator[RunningServer]:
+    """A server for the pages' tests; its settings and its log are in folder. compiled: as fast as users have it."""
+    config = write_settings(embedded_folder, folder, compiled=compiled)
+    with start_server(folder / "log", "--config", str(config)) as running:
         yield running
 
 

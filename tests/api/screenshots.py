@@ -1,6 +1,7 @@
 """Take the pictures of the chat page in docs/: python -m tests.api.screenshots. Needs Chromium and the embedded model.
 
-The first answer and its figures are the model's own; the second one is edited on the page, and says so.
+The first answer and its figures are the model's own, so that they are to be taken on a machine that does nothing else; the
+second one is edited on the page, and says so.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ async def talk(page: Page) -> None:
 async def main(folder: Path) -> None:
     """Write docs/page-light.png, page-dark.png and page-phone.png."""
     model = await asyncio.to_thread(resolve_checkpoint, EMBEDDED_MODEL, default_cache_dir(), lambda *_: None)
-    with serve_pages(model, folder) as server, start_browser(folder / "profile") as debugger:
+    with serve_pages(model, folder, compiled=True) as server, start_browser(folder / "profile") as debugger:
         async with chat_page(debugger, server.base_url) as page:
             await talk(page)
             for name, scheme, width, height, scale in (

@@ -84,11 +84,12 @@ def test_tools(http: httpx.Client, stream: bool) -> None:
     assert after.json()["content"][0]["type"] == "text"
 
 
-def test_a_form(http: httpx.Client) -> None:
-    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    answer = http.post(PATH, json=body(max_tokens=100, output_config=form, cache_control={"type": "ephemeral"})).json()
-    assert answer["stop_reason"] == "end_turn"
-    jsonschema.validate(json.loads(answer["content"][0]["text"]), SCHEMA)
+def test_a_form(long_context: httpx.Client) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    for named in ({"output_config": {"format": form}, "cache_control": {"type": "ephemeral"}}, {"output_format": form}):
+        answer = long_context.post(PATH, json=body(max_tokens=100, **named)).json()
+        assert answer["stop_reason"] == "end_turn"
+        jsonschema.validate(json.loads(answer["content"][0]["text"]), SCHEMA)
 
 
 def test_count_tokens(http: httpx.Client) -> None:
@@ -121,6 +122,7 @@ def test_count_tokens(http: httpx.Client) -> None:
             "output_config.format.schema",
         ),
         ({"output_config": {"effort": "heroic"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "text"}}, "output_format": {"type": "json_schema"}}, "output_format"),
         ({"stop_sequences": [""]}, "stop_sequences"),
     ],
 )

@@ -1,8 +1,10 @@
-"""openai-agents: an agent with a tool, through the responses and the chat completions API, whole and streamed."""
+"""openai-agents: an agent with a tool and a form, through the responses and the chat completions API, whole and streamed."""
 
 import asyncio
 import os
+from typing import Literal
 
+import pydantic
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
 from agents import set_tracing_disabled as disable_tracing
 from openai import AsyncOpenAI
@@ -13,8 +15,15 @@ disable_tracing(True)
 asked: list[str] = []
 
 
+class Report(pydantic.BaseModel):
+    """What the agent has to say in the end."""
+
+    city: Literal["Paris", "Rome"]
+    degrees: int = pydantic.Field(ge=0, le=99)
+
+
 @function_tool
-def weather(city: str) -> str:
+def weather(city: Literal["Paris", "Rome"]) -> str:
     """The weather in a city."""
     asked.append(city)
     return f"22 degrees in {city}"
@@ -27,15 +36,16 @@ async def main() -> None:
         brief = ModelSettings(max_tokens=200)
         plain = Agent(name="geographer", instructions="Be brief.", model=model, model_settings=brief)
         assert (await Runner.run(plain, "What is the capital of France?")).final_output, kind
-        # The agent stops asking for tools after the first call, so the second turn answers with words.
+        # The agent stops asking for tools after the first call, so the second turn answers. To this client a streamed answer
+        # that is cut is an error, and a form always ends.
         settings = ModelSettings(tool_choice="weather", max_tokens=200)
-        agent = Agent(name="meteorologist", model=model, tools=[weather], model_settings=settings)
+        agent = Agent(name="meteorologist", model=model, tools=[weather], model_settings=settings, output_type=Report)
         asked.clear()
         streamed = Runner.run_streamed(agent, "The weather in Rome?")
         async for _ in streamed.stream_events():
             pass
         assert asked, kind
-        assert streamed.final_output is not None, kind
+        assert isinstance(streamed.final_output, Report), kind
 
 
 asyncio.run(main())

@@ -22,7 +22,7 @@ from server.api.http.streaming import closing
 from server.api.http.validation import given, read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.openai.message_schemas import ANTHROPIC_MESSAGES, ANTHROPIC_SYSTEM
-from server.api.translate.anthropic import chat_document
+from server.api.translate.anthropic import chat_document, take_older_names
 from server.api.translate.content_blocks import ContentBlock, ContentBlockEvent, ContentBlocks
 
 router = APIRouter()
@@ -108,6 +108,7 @@ async def messages(request: Request) -> Response:
     document, size = await read_json(request, service.max_chat_bytes)
     arrival = time.monotonic()
     take_hints("messages", document)
+    take_older_names(document)
     asked = validate(MessageRequest, document, UNSUPPORTED_MESSAGE)
     answer = _Answer(asked)
     try:
@@ -124,6 +125,7 @@ async def count_tokens(request: Request) -> Response:
     service = service_of(request)
     document, size = await read_json(request, service.max_chat_bytes)
     take_hints("messages", document)
+    take_older_names(document)
     validate(CountRequest, document, UNSUPPORTED_MESSAGE)
     try:
         options = _options(given(CountRequest, document), service)

@@ -34,6 +34,18 @@ def chat_document(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
     return chat | _effort(asked, can_think=can_think)
 
 
+def take_older_names(document: dict[str, Any]) -> None:
+    """Put output_format, as output_config.format was called before, where it is now. Raises ApiError for two forms."""
+    config = document.get("output_config")
+    if document.get("output_format") is None or not isinstance(config, dict | None):
+        return
+    form, config = document.pop("output_format"), config or {}
+    if config.get("format") not in (None, form):
+        text = "'output_format' and 'output_config.format' are two names of one option; give one of them."
+        raise bad_request(text, "output_format", "invalid_value")
+    document["output_config"] = {**config, "format": form}
+
+
 def _effort(asked: dict[str, Any], *, can_think: bool) -> dict[str, Any]:
     """reasoning_effort, from thinking and output_config.effort; nothing where the model cannot be told."""
     kind, effort = asked.get("thinking", {}).get("type"), asked.get("output_config", {}).get("effort")
