@@ -7,13 +7,13 @@ import hashlib
 from pathlib import Path
 
 import nf4_kernels
-import server.checkpoint.experts
+from server.checkpoint import experts
 
 RUNTIME = Path(__file__).resolve().parent
 """The folder of server.engine.runtime."""
 KERNELS = Path(nf4_kernels.__file__).resolve().parent
 """The folder of nf4_kernels."""
-EXPERTS = Path(server.checkpoint.experts.__file__).resolve().parent
+EXPERTS = Path(experts.__file__).resolve().parent
 """The folder of server.checkpoint.experts, whose modules are in models."""
 
 
