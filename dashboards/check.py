@@ -26,7 +26,7 @@ def without_data(prometheus: Prometheus, board: dict[str, Any], interval: str) -
 
 
 def check(prometheus: Prometheus, interval: str) -> list[str]:
-    """What is wrong with dashboards and rules, a line each; says how many queries have data."""
+    """The faults of dashboards and rules, a line each; prints how many queries have data."""
     wrong = [f"alert {line}" for line in prometheus.broken_rules()]
     for path in sorted(FOLDER.glob("*.json")):
         board = json.loads(path.read_text())

@@ -16,7 +16,7 @@ class Prometheus:
         self._http = httpx.Client(base_url=url, timeout=30, trust_env=False)
 
     def instant(self, expression: str) -> list[float]:
-        """The numbers that an expression has now, one a series; what is not a number is left out."""
+        """The present values of an expression, one for each series; values that are not numbers are left out."""
         series = self._ask("/api/v1/query", {"query": expression})
         values = [float(one["value"][1]) for one in series]
         return [value for value in values if not math.isnan(value)]

@@ -23,7 +23,7 @@ _CHUNK = 16
 
 
 def most_bytes(ranks: int) -> int:
-    """The largest tensor that one launch sums over so many ranks, in bytes: what a rank sends grows with them."""
+    """The largest tensor that one launch sums over this many ranks, in bytes; what a rank sends grows with their number."""
     return MOST_BYTES // (1 if ranks <= 2 else 2 if ranks <= 4 else 4)
 
 

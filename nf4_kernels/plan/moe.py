@@ -52,7 +52,7 @@ MOST_OF_ROWS = 4.5
 LEAST_OF_TILES = 10
 """Choices of an expert, on average, from which tiles are gathered by a launch in front."""
 SHORT_BLOCKS = 16
-"""With up to so many 64-wide k blocks moe_rows has too little work for each group."""
+"""With up to this many 64-wide k blocks moe_rows has too little work for each group."""
 MOST_OF_WARPS = 5.5
 """Choices of an expert, on average, up to which moe_warps is the fastest one where k is short."""
 MOST_ADDED = 160

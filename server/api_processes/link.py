@@ -26,7 +26,7 @@ class Setup(msgspec.Struct, frozen=True):
     folder: str
     """Where what all share is; see Place."""
     family: int
-    """Of the address to listen on."""
+    """The family of the address to listen on."""
     address: tuple[Any, ...]
     created: int
     """When the server was started, in seconds since 1970: what models are said to be created at."""

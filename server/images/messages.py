@@ -19,7 +19,7 @@ class ImageJob(msgspec.Struct, tag="job", frozen=True):
     max_pixels: int
     """Images of more are refused before they are decoded."""
     box: int | None = None
-    """Larger images are scaled down to fit into a square of so many pixels."""
+    """Larger images are scaled down to fit into a square with this many pixels a side."""
 
 
 class ProcessorReady(msgspec.Struct, tag="ready", frozen=True):

@@ -19,7 +19,7 @@ from server.images.messages import ImageJob
 CACHE_BYTES = 2**30
 """Bytes of disk for prepared images that no request uses."""
 LOW_DETAIL_BOX = 512
-"""Images of OpenAI's detail "low" are scaled down to fit into a square of so many pixels."""
+"""Images of OpenAI's detail "low" are scaled down to fit into a square with this many pixels a side."""
 
 TakenListener = Callable[[float | None], None]
 """Called with the seconds that preparing an image took, or None for one that had been prepared."""

@@ -82,7 +82,7 @@ def _large_others(chance: Chance) -> bytes:
 
 @functools.cache
 def _pressed(size: int) -> bytes:
-    """So many zeros, in a thousandth of their number."""
+    """This many zeros, compressed to a thousandth of their number."""
     return zlib.compress(bytes(size), 9)
 
 
@@ -157,7 +157,7 @@ KINDS: tuple[Callable[[Chance], bytes], ...] = (
 
 
 def hostile_images(count: int, seed: int = 0) -> list[tuple[str, bytes]]:
-    """So many images, each with the name of its kind."""
+    """This many images, each with the name of its kind."""
     chance = random.Random(seed)
     kinds = [KINDS[number % len(KINDS)] for number in range(count)]
     return [(kind.__name__.lstrip("_"), kind(chance)) for kind in kinds]

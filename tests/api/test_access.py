@@ -25,7 +25,7 @@ from server.config.sources import load_config
 
 @asynccontextmanager
 async def client(**http: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Of an application whose model is never started."""
+    """A client of an application whose model is never started."""
     app = create_app(Config(http=HttpConfig(**http)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as made:
         yield made

@@ -204,7 +204,7 @@ def one_each_refused(server: RunningServer) -> Iterator[list[tuple[int, str]]]:
 
 
 def test_connections_are_counted_together(server: RunningServer) -> None:
-    """Of more than the limit, with a request under way on each, the last get 503, whichever process has them."""
+    """Connections beyond the limit, with a request under way on each, get 503, whichever process has them."""
     with ExitStack() as stack:
         import socket
 

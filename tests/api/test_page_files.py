@@ -21,13 +21,13 @@ from tests.api.vendored import table
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "server/api/static"
 VENDOR = STATIC / "vendor"
-# Of the sources, not of what is installed or sent.
+# These belong to the sources, and are neither installed nor sent.
 SOURCE_ONLY = {"vendor/pins.json", "vendor/.gitattributes"}
 
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    """Of a server that wants keys."""
+    """A client of a server that wants keys."""
     app = create_app(Config(http=HttpConfig(api_keys=("key",))))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as made:
         yield made

@@ -93,7 +93,7 @@ def nf4(k: int, n: int, dtype: torch.dtype = BF16, weight: torch.Tensor | None =
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Within a few roundings to bfloat16."""
+    """Compare within a few roundings to bfloat16."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm()) < 0.02
 
 

@@ -220,7 +220,7 @@ def _standby() -> int | None:
 
 
 def _session_niceness(pid: int | None) -> int:
-    """As Linux divides time among sessions; 0 where it does not."""
+    """The niceness with which Linux divides time among sessions; 0 where it does not."""
     return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1]) if _SESSIONS_COUNT else 0
 
 

@@ -73,7 +73,7 @@ def test_mixtures_of_experts_run_in_graphs(name: str, tmp_path: Path) -> None:
 def test_graphs_of_many_sequences_pass_on_tiled_activations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From each layer's attention to its next GEMM, and from the GEMM that computes the gated activation to the next."""
+    """Tiles go from each layer's attention to its next GEMM, and from the GEMM with the gated activation to the next."""
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> Callable[..., torch.Tensor]:

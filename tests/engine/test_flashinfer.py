@@ -164,7 +164,7 @@ def check_decode(
     reference._keys[0].copy_(cache[:, 0].nan_to_num())
     reference._values[0].copy_(cache[:, 1].nan_to_num())
     count = len(lengths)
-    # Of different strides, as views of what a projection gave.
+    # They have different strides, as views of a projection's output.
     heads = shape.heads + 2 * shape.kv_heads
     rows = torch.randn(count, heads, shape.key_dim, device=DEVICE).to(dtype)
     query, key, value = rows.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)

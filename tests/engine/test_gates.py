@@ -241,7 +241,7 @@ def test_only_bfloat16(dtype: torch.dtype) -> None:
 
 
 def test_only_gemms_with_a_launch() -> None:
-    """Of its own; the norm in front may have none."""
+    """The GEMM needs a gated launch; the norm in front may be without one."""
 
     def swiglu_of_norm(m: Any, h: torch.Tensor) -> Any:
         return m.down(swiglu(m.up(m.norm(h))))

@@ -176,7 +176,7 @@ def test_the_tower_runs_once_an_image(served: Served) -> None:
 
 def test_preempted_sequences_compute_their_images_again(served: Served) -> None:
     engine = served.engine(enable_prefix_caching=False)
-    # Of whole blocks, so that every sequence needs two more for its answer, of which each gets one.
+    # Prompts fill whole blocks, so that every sequence needs two more for its answer, of which each gets one.
     pictures = {i: served.picture(i) for i in (1, 3, 5)}
     prompts = [Prompt([text(i, 12 + -(14 + len(p.tokens)) % 4), p, text(i, 2)]) for i, p in pictures.items()]
     engine._blocks._free = deque(range(sum(-(-len(prompt.ids) // 4) for prompt in prompts) + 3))

@@ -28,7 +28,7 @@ EAGER = CONFIG.model_copy(update={"enforce_eager": True})
 
 
 def logits(runner: ModelRunner) -> list[torch.Tensor]:
-    """Of a prefill, of two prefills with a decode, and of a decode."""
+    """The logits of a prefill, of two prefills with a decode, and of a decode."""
     a, b, c = make_sequence(21), make_sequence(2), make_sequence(9)
     tables = BlockTables(3, 8)
     for i, sequence in enumerate((a, b, c)):

@@ -193,7 +193,7 @@ def _replace(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 def test_adapters_of_attention_work_and_those_of_experts_are_refused_by_name(
     targets: list[str], served: bool, tmp_path: Path
 ) -> None:
-    """Of experts one by one, as older versions of PEFT and transformers name them."""
+    """Adapters of experts one by one, as older versions of PEFT and transformers name them."""
     reference = save_moe(tmp_path, tiny_moe("qwen3_moe"))
     adapter = tmp_path / "adapter"
     save_adapter(reference, adapter, seed=1, r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"])

@@ -21,7 +21,7 @@ from tests.engine.factories import make_sequence
 
 
 def _logits(runner: ModelRunner) -> list[torch.Tensor]:
-    """Of steps of 1 to 9 tokens, each twice: sequences that decode, and chunks of prompts beside one that decodes."""
+    """Logits of steps of 1 to 9 tokens, each twice: sequences that decode, and chunks of prompts beside one that decodes."""
     count = MOST_TOKENS + 1
     sequences = [make_sequence(5 + i) for i in range(count)]
     tables = BlockTables(count, 4)  # of 16 tokens each

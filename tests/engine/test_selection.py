@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("error:erase_node")
 
 
 def router(logits: torch.Tensor) -> Any:
-    """As Qwen3-MoE's."""
+    """A router like Qwen3-MoE's."""
     values, chosen = torch.topk(torch.softmax(logits.float(), -1), 3, dim=-1)
     return (values / values.sum(-1, keepdim=True)).to(logits.dtype), chosen.to(torch.int32)
 

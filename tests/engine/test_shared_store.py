@@ -32,7 +32,7 @@ MINE: Owner = (b"", 0)
 
 
 def longest_known(text: list[int], indexed: list[int]) -> int:
-    """By trying: the length of the longest suffix of text that is in indexed."""
+    """The length of the longest suffix of text that is in indexed, found by trying."""
     for length in range(min(len(text), len(indexed)), 0, -1):
         if any(indexed[i : i + length] == text[-length:] for i in range(len(indexed) - length + 1)):
             return length

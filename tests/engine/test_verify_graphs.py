@@ -43,7 +43,7 @@ def test_graphs_that_check_guesses_have_an_option_of_their_own(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_layers_are_compiled_apart_from_those_of_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same number of tokens: those may leave the rotary embedding to the attention, these may not."""
+    """Both have the same number of tokens; decode graphs may leave the rotary embedding to the attention, these may not."""
     found: list[bool] = []
 
     class Noted(CustomGraphPass):

@@ -29,7 +29,7 @@ def exactly(
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    """In float64."""
+    """The result in float64."""
     out = exactly_normalised(x, norm_weight) @ w.exact().T
     return out + sum(more.double() for more in (bias, residual) if more is not None)
 

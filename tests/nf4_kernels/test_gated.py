@@ -22,7 +22,7 @@ Maybe = torch.Tensor | None
 
 
 def activated(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    """In float64."""
+    """The result in float64."""
     return (
         functional.silu(gate.double()) if activation == "silu" else functional.gelu(gate.double(), approximate="tanh")
     )

@@ -99,7 +99,7 @@ def test_any_tile_and_any_shape(nested: bool) -> None:
 @gpu
 @HOPPER
 def test_a_gemm_of_tiles_has_its_time() -> None:
-    """Which is that of the GEMM of x itself, but for the launch that tiles it."""
+    """The plan is that of the GEMM of x itself, except for the launch that tiles it."""
     w = random_weight(5120, 5120)
     x = torch.randn(32, 5120, device=DEVICE, dtype=torch.bfloat16)
     tiles = reference.tile_activations(x, cuda.token_tile(DEVICE, x.dtype, 32, (5120, 5120), 64, True))

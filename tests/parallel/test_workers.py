@@ -79,7 +79,8 @@ def _requests() -> list[GenerateRequest]:
     return [
         make_request([*shared, 5, 6], "greedy", max_tokens=40, ignore_eos=True),
         make_request([*shared, 9], "prefix", max_tokens=40, ignore_eos=True),
-        # Of few tokens: with all of this model's, which are nearly alike, other sums of floats sample a neighbour.
+        # It samples among few tokens: all of this model's are nearly alike, so that other sums of floats would sample a
+        # neighbour.
         make_request(70, "sampled", max_tokens=30, temperature=0.9, top_k=8, top_p=0.9, seed=11, ignore_eos=True),
         make_request(30, "penalized", max_tokens=20, repetition_penalty=1.3, logit_bias={17: 4.0}, ignore_eos=True),
         make_request(25, "scored", max_tokens=8, logprobs=2, prompt_logprobs=1, ignore_eos=True),

@@ -62,7 +62,7 @@ inline void load_queries(const Task& t, Workspace& w) {
         for (int half = 0; half < 2; ++half) {
           Parts rows[16];
           for (int i = 0; i < 16; ++i) {
-            // Behind the last query its copies: their results are not read.
+            // Places behind the last query hold copies of it, whose results are not read.
             const int64_t place = std::min(first + half * 16 + i, t.last - 1);
             const float* from = head + (t.row + place - t.start) * a.query_token + d;
             const __m512 scale = _mm512_set1_ps(factor);

@@ -104,7 +104,7 @@ inline void load_queries(const Task& t, Workspace& w) {
     for (int64_t c = 0; c < t.columns(); ++c) {
       float* to = w.query + (q * t.columns() + c) * a.key_dim * kTile;
       for (int64_t i = 0; i < kTile; ++i) {
-        // Behind the last query its copies: their results are not read.
+        // Places behind the last query hold copies of it, whose results are not read.
         const int64_t place = std::min(t.first + c * kTile + i, t.last - 1);
         const float* from = a.query + (t.row + place - t.start) * a.query_token + (t.head * t.group() + q) * a.query_head;
         for (int64_t d = 0; d < a.key_dim; ++d) to[d * kTile + i] = from[d] * a.scaling;

@@ -137,7 +137,7 @@ void attend_chunks(const PagedAttention& a, void (*run)(const chunks::Task&, Wor
   }
 }
 
-// In tasks of as many tiles as make reading the keys a small part.
+// Tasks have enough tiles for reading the keys to be a small part of their work.
 void attend_chunks(const PagedAttention& a) {
   const int64_t group = a.heads / a.kv_heads;
 #ifdef HAVE_AMX_TILES

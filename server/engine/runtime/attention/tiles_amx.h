@@ -1,8 +1,8 @@
 // GEMMs of float32 numbers on AMX: bfloat16 tiles and how numbers become such.
 //
 // float32 operands are kept as two bfloat16 parts, high = bf16(v) and low = bf16(v - high); high * high + high * low +
-// low * high, summed in float32, misses a product by about 2^-17. Left operands are 16 rows by 32 columns, right ones 16
-// pairs of rows by 16 columns.
+// low * high, summed in float32, is off from the exact value by about 2^-17. Left operands are 16 rows by 32 columns,
+// right ones 16 pairs of rows by 16 columns.
 #pragma once
 
 #include <cstdint>
@@ -86,7 +86,7 @@ struct Parts {
   __m512i high, low;
 };
 
-// Of a's 16 numbers and then b's.
+// The parts of a's 16 numbers and then of b's.
 inline Parts split(__m512 a, __m512 b) {
   const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(b, a);
   const __m512i first = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16);
@@ -95,7 +95,7 @@ inline Parts split(__m512 a, __m512 b) {
                                              _mm512_sub_ps(a, _mm512_castsi512_ps(first)))};
 }
 
-// Of a's and b's numbers in turn: a's in the lower half of each lane's 32 bits.
+// The parts of a's and b's numbers, interleaved: a's are in the lower half of each lane's 32 bits.
 inline Parts split_pairs(__m512 a, __m512 b) {
   const __m512i turns = _mm512_ternarylogic_epi32(
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),

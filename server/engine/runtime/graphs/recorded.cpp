@@ -3,7 +3,7 @@
 
 extern "C" {
 
-// As recorded.py has it. Every argument is a pointer or an integer; functions with fewer do not look at the others.
+// recorded_calls.py mirrors it. Every argument is a pointer or an integer; functions that take fewer ignore the others.
 struct Call {
   void* function;
   int64_t count;

@@ -84,7 +84,7 @@ def _replays(decode: DecodeGraphs, batch: Batch) -> float:
 def _least(run: Callable[[int], torch.Tensor], sizes: Sequence[int], repeats: int) -> dict[int, float]:
     """Measure the least seconds until the tokens of run(size) are on the host, for each size.
 
-    Sizes take turns, so that what holds up the machine for a while does not fall on one of them.
+    Sizes are measured alternately, so that a delay of the machine does not fall on one of them alone.
     """
 
     def seconds(size: int) -> float:

@@ -1,7 +1,7 @@
 """What the Triton attention kernels share: tiles of keys and values from the paged cache, and their part of a softmax.
 
 A cache in 8 bits has a float32 scale for each token and key head, of the key and of the value. Scores are multiplied by the
-keys' scales, and probabilities by the values', so that the tiles enter the matrix products as they are.
+keys' scales, and probabilities by the values', so that the tiles enter the matrix multiplications as they are.
 """
 
 from __future__ import annotations
