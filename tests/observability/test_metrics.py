@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -189,6 +190,15 @@ def test_every_metric_is_documented() -> None:
         if not family.name.startswith("process_"):
             name = family.name + ("_total" if family.type == "counter" else "")
             assert f"`{name}" in text, name
+
+
+def test_every_documented_metric_exists() -> None:
+    found = {family.name for family in Metrics("m").registry.collect()}
+    # Metrics that only some configurations have are looked for in the code.
+    code = "".join(path.read_text() for path in Path("server/observability").glob("*.py"))
+    for documented in re.findall(r"`(nf4_\w+)", Path("docs/metrics.md").read_text()):
+        name = documented.removesuffix("_total")
+        assert {name, documented} & found or name in code or f'"{name.removeprefix("nf4_")}"' in code, documented
 
 
 def test_names_have_the_prefix() -> None:
