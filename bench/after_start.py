@@ -3,8 +3,8 @@
     python -m bench.after_start                      # three starts of this checkout
     python -m bench.after_start OTHER/CHECKOUT .     # each starts in turn, and so three times
 
-Every start is a new server, and its requests begin as soon as /health says 200. Prompts have 128 tokens, and answers
-are of one length, so streams go on in step, and both halves do the same work. The exit status is 1 where an answer failed.
+Every start is a new server, and its requests begin as soon as /health says 200. Prompts have 128 tokens and answers are of
+one length, so streams proceed in lockstep, and both halves do the same work. The exit status is 1 where an answer failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Overload a real server of the embedded model, kill its engine and stop it under load: python -m bench.faults --help.
 
 Each trial starts a server of its own, prints what it found and writes it to bench/results/faults.json. The exit code is 1
-where the server did not do what is promised. Short forms of the trials run among the tests.
+where the server did not keep a promise. Short forms of the trials run among the tests.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def _stream(client: httpx.AsyncClient, prompt: int, max_tokens: int) -> St
 
 
 async def _clients(server: Server, count: int, max_tokens: int, until: asyncio.Event, prompts: int) -> list[Stream]:
-    """The answers that `count` clients get who ask again and again; a client that was refused waits for half a second."""
+    """The answers of `count` clients that send request after request; one that was refused waits for half a second."""
     streams: list[Stream] = []
 
     async def one(client: httpx.AsyncClient, rng: random.Random) -> None:

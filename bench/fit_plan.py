@@ -6,8 +6,8 @@ FILE: {"multiprocessors": 132, "launches": [{"m": 64, "n": 8192, "k": 8192, "tok
 "first_split_steps": 17, "microseconds": 41.5}, ...]}; the fields from tokens on are those of a Wgmma plan. Prints the
 table as Python, with the rms of the relative errors and the number of launches behind each instance.
 
-The cost of a launch is linear in its instance's costs, but for a maximum of two sums. So the costs are the least squares
-of relative errors, none of them negative, again and again until the larger sums stay the larger ones.
+The cost of a launch is linear in its instance's costs, but for a maximum of two sums. So the costs are found by least
+squares of relative errors, none of them negative, repeated until the larger sum of each launch stays the larger one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch import Tensor
 from nf4_kernels.plan.wgmma import Wgmma, WgmmaCosts, wgmma_cost
 
 NAMES = tuple(field.name for field in dataclasses.fields(WgmmaCosts))
-# Where the fit begins: only which of two sums is larger depends on it. A k step costs more, the more tokens it has.
+# The costs with which the fit begins; only which of two sums is larger depends on them. A k step costs more, the more tokens
+# it has.
 _START = WgmmaCosts(5.0, 1.0, 0.05, 2.0, 4.0, 0.5, 0.01)
 _ROUNDS = 50
 _STEP = 1e-4
@@ -111,7 +112,7 @@ def _terms(launch: Launch, costs: WgmmaCosts, multiprocessors: int) -> list[floa
 
 
 def _least_squares(terms: Tensor, wanted: Tensor) -> Tensor:
-    """The x >= 0 with the smallest |terms x - wanted|. What the launches say nothing about is 0. (Lawson and Hanson.)"""
+    """The x >= 0 with the smallest |terms x - wanted|. Costs that no launch depends on are 0. (Lawson and Hanson.)"""
     count = terms.shape[1]
     sizes = terms.norm(dim=0)
     scaled = terms / torch.where(sizes > 1e-9, sizes, torch.inf)

@@ -2,9 +2,9 @@
 
 python -m bench.masks
 
-Each sequence follows a grammar by random tokens that it permits. Times are medians over the steps in milliseconds: what the
-engine's thread waits ("wall"), and what the processor works in all threads ("cpu"), which tells more on a busy machine. A
-GPU waits for this work where its forward pass takes less time (docs/adr/0022-options-within-async-scheduling.md).
+Each sequence follows a grammar by random tokens that it permits. Times are medians over the steps in milliseconds: how long
+the engine's thread waits ("wall"), and how long the processor works in all threads ("cpu"), which tells more on a busy
+machine. A GPU waits for this work where its forward pass takes less time (docs/adr/0022-options-within-async-scheduling.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Seconds = defaultdict[str, list[tuple[float, float]]]
 def measure(
     grammars: Grammars, form: str, vocabulary: int, sequences: int, steps: int
 ) -> dict[str, tuple[float, float]]:
-    """Give the median (wall, cpu) milliseconds of a step of so many sequences, by part."""
+    """The median (wall, cpu) milliseconds of a step of this many sequences, by part."""
     rng, seconds = random.Random(0), Seconds(list)
     grammar = FORMS[form]
     assert grammar is not None

@@ -3,8 +3,8 @@
 python -m bench.options --model llama-3.1-8b --batch 32
 
 Each form runs as it does by default ("device") and as with NF4_ASYNC_OPTIONS=0 ("host"), in one engine with random weights.
-Before anything is timed, both have to give the same tokens. A tokenizer of the model's size is made of the embedded
-model's and of words made up. Writes bench/results/options-<device>.json.
+Before anything is timed, both have to give the same tokens. A tokenizer of the model's size is made of the embedded model's
+tokenizer and of invented words. Writes bench/results/options-<device>.json.
 """
 
 from __future__ import annotations

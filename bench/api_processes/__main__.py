@@ -1,8 +1,8 @@
 """Tokens a second through 1, 2 and 4 API processes: python -m bench.api_processes, into bench/results/api-processes.json.
 
-The engine is a stub that makes 60,000 tokens a second for 256 streams. Beside what clients saw it gives the processor time
-of the API processes, which says what they would carry with a core each. On a machine with fewer cores than processes they
-share the cores with the clients and the stub.
+The engine is a stub that makes 60,000 tokens a second for 256 streams. Beside what clients saw, it gives the processor time
+of the API processes, which tells what they would carry with a core each: on a machine with few cores they share these with
+the clients and the stub.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _measure(count: int, tokens_per_s: float, streams: int, length: int) -> dict
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         wait_until_ready(server, f"http://127.0.0.1:{port}/health", 180)
-        run_streams(port, MODEL, streams, 8, 300)  # this warms up what is made at a first request
+        run_streams(port, MODEL, streams, 8, 300)  # this warms up what is initialized at the first request
         before = _api_seconds(server.pid)
         load = os.getloadavg()[0]
         began = time.monotonic()

@@ -10,7 +10,7 @@ from server.engine.supervisor import process, standby
 
 
 async def start_stub(config: Config, *, tells_imported: int | None = None) -> asyncio.subprocess.Process:
-    """Like process.start_child(); stands by for nothing."""
+    """Do what process.start_child() does, with the stub; there is nothing to import for a standby process."""
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.api_processes.stub", stdin=asyncio.subprocess.PIPE, start_new_session=True
     )

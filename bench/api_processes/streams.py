@@ -1,4 +1,4 @@
-"""Clients that cost next to nothing: sockets that are read, and bytes that are counted."""
+"""Clients that cost next to nothing: they read sockets and count bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stream:
 def run_streams(
     port: int, model: str, count: int, tokens: int, timeout_s: float, prompts: Sequence[str] = ("Tell me a story.",)
 ) -> list[Stream]:
-    """Ask for so many answers at once, each of so many tokens on a connection of its own, and read all.
+    """Ask for `count` answers of `tokens` tokens at once, each on a connection of its own, and read all.
 
     The prompts take turns. Raises TimeoutError.
     """
@@ -58,7 +58,7 @@ def run_streams(
             if not _read(key.data):
                 selector.unregister(key.data.socket)
                 key.data.socket.close()
-        # All that came meanwhile is read at once, because that is cheaper than to read event by event.
+        # All that came meanwhile is read at once, because that is cheaper than reading event by event.
         time.sleep(0.002)
     return streams
 

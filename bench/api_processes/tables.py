@@ -18,7 +18,7 @@ _HEADS = (
 
 
 def api_processes() -> str:
-    """What each number of processes carried, with the fastest stub."""
+    """The tokens that each number of processes carried, with the fastest stub."""
     rows = json.loads(RESULT.read_text())["rows"]
     fastest = max(row["stub_tokens_per_s"] for row in rows)
     lines = [

@@ -1,6 +1,6 @@
-// The yardstick, not a kernel anybody should use: dequantization as bitsandbytes 0.47.0 did it, after the description in
-// arXiv 2604.02556: a tree of four comparisons a code, 64 threads a block, 8 bytes a thread in one-byte steps.
-// Only the benchmark calls it.
+// A yardstick for comparison, not a kernel to use: dequantization as bitsandbytes 0.47.0 did it, by the description in
+// arXiv 2604.02556: a tree of four comparisons a code, 64 threads a block, 8 bytes a thread in one-byte steps. Only the
+// benchmark calls it.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 

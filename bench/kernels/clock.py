@@ -40,7 +40,8 @@ class Bench:
     def time_alone(self, launch: Callable[[], object]) -> float:
         """Median microseconds of a launch between two events, with a cold L2: for launches that write more than L2 holds.
 
-        What lies in L2 at their end is written back under what comes next, for the copy of the floor as for them.
+        What lies in L2 at their end is written back while the next launch runs; that is so for the copy that gives the
+        floor, too.
         """
         launch()
         events = [

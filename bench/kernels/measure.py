@@ -134,7 +134,7 @@ def _bitsandbytes() -> Any:
 
 
 def measure(models: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[str, Any]:
-    """The report of a run, of which every row is printed as it is there. RuntimeError where the tree cannot be compiled.
+    """The report of a run; every row is printed as soon as it is measured. RuntimeError where the tree cannot be compiled.
 
     repeats: launches in a graph; the median of 9 replays counts.
     """

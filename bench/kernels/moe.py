@@ -153,7 +153,7 @@ def measure_call(bench: Bench, call: Call, tokens: int) -> dict[str, Any]:
 
 
 def measure(models: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[str, Any]:
-    """The report of a run, of which every row is printed as it is there."""
+    """The report of a run; every row is printed as soon as it is measured."""
     bench = Bench(repeats)
     rows = []
     commit = current_commit()

@@ -3,13 +3,13 @@
 python -m bench.speculation.drafter --model qwen3-32b --draft qwen3-0.6b
 python -m bench.speculation.drafter --model qwen3-32b
 
-Measures, for one model: steps of one sequence with 0, 3, 7 and 15 guesses, none of which is right; tokens per second with a
-drafter whose guesses are each right with a probability; and tokens per second of random text, in which nothing can be
+It measures, for one model: steps of one sequence with 0, 3, 7 and 15 guesses, none of which is right; tokens per second with
+a drafter whose guesses are each right with a probability; and tokens per second of random text, in which nothing can be
 guessed, with speculation by lookup, by the draft model and off. With --draft that drafter is a draft model: its time is in
 the figures, and how many guesses there are is learned from how many are right. Without it its guesses cost nothing, and how
-many there are follows from the probability. Which of a drafter's guesses are accepted is drawn, not compared, because dummy
-weights have near ties and agree on nothing. Decode is timed while all sequences run, and what is compared is interleaved.
-The rows go to bench/results/speculation-<device>.json.
+many there are follows from the probability. Which of a drafter's guesses are accepted is decided at random and not by
+comparison, because models with dummy weights have near ties and agree on nothing. Decode is timed while all sequences run,
+and what is compared is interleaved. The rows go to bench/results/speculation-<device>.json.
 """
 
 from __future__ import annotations
