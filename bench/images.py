@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import io
 import itertools
 import json
 import os
@@ -28,11 +27,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from bench.image_preparation import Preparation, Prepared
 from bench.machine import cores, cpu_name, versions
 from server.checkpoint.dummy import fill_randomly
 from server.checkpoint.names import is_of_tower
@@ -40,16 +38,11 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.supervisor.process import ENVIRONMENT
-from server.images.decoding import decode
 from server.types import GenerateRequest, ImageInput, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
 TEXT = 16
 """Tokens in front of an image, and behind it."""
-_PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
-    "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16384,
-}  # fmt: skip
 _7B: dict[str, Any] = {
     "text_config": {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -90,7 +83,7 @@ class Row:
     tower: str
     """NF4, or the dtype of its weights."""
     side: int
-    """The image is a square of so many pixels a side."""
+    """The image is a square with this many pixels a side."""
     tokens: int
     """Tokens that the image takes in the prompt."""
     text_layers: int
@@ -111,46 +104,6 @@ class Row:
     processor_s: float
     """transformers' image processor, without torch."""
     write_s: float
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """An image as the engine gets it."""
-
-    tensors: dict[str, torch.Tensor]
-    file: str
-    tokens: int
-
-
-class Preparation:
-    """What the image process does with an image, step by step; keeps the seconds of each."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
-        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        self.seconds: dict[str, list[float]] = {"decode_s": [], "processor_s": [], "write_s": []}
-
-    def prepare(self, side: int, seed: int) -> Prepared:
-        """A new image of side x side pixels."""
-        from safetensors.numpy import save_file
-
-        small = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
-        marks = [time.perf_counter()]
-        image = decode(buffer.getvalue(), side * side)
-        marks.append(time.perf_counter())
-        found = self._processor(images=[image], return_tensors="np")
-        tensors = {name: np.ascontiguousarray(found[name]) for name in ("pixel_values", "image_grid_thw")}
-        marks.append(time.perf_counter())
-        file = self._folder / f"{seed}.safetensors"
-        save_file(tensors, file)
-        marks.append(time.perf_counter())
-        for own, begun, ended in zip(self.seconds.values(), marks, marks[1:], strict=False):
-            own.append(ended - begun)
-        tokens = int(tensors["image_grid_thw"].prod()) // 4
-        return Prepared({name: torch.from_numpy(array) for name, array in tensors.items()}, str(file), tokens)
 
 
 def random_model(

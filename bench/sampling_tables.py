@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench.tables import load, table
+from bench.markdown import table
+from bench.tables import load
 
 OPTIONS = "options-nvidia-h200.json"
 _MODES = {"device": "within async scheduling", "host": "NF4_ASYNC_OPTIONS=0"}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.kernels.tables import LARGE, experts_rows, large
+from bench.markdown import table, wrapped
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KERNELS, E2E, CPU = "kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "cpu.json"
@@ -23,7 +23,7 @@ NAMES = {
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "gpt-oss-20b": "gpt-oss-20b",
 }
-# The paper's best ratios to bitsandbytes 0.47.0 on an A100, and the batch sizes at which they were reached.
+# The paper's best ratios to bitsandbytes 0.47.0 on an A100, and the batch sizes at which it reached them.
 PAPER = {"llama-3.3-70b": (1.54, 2), "qwen3-32b": (1.29, 32), "gemma-3-27b": (1.32, 64)}
 SHORT = (1, 8, 64, 256, 2048)
 """Numbers of tokens in the README's table of kernels."""
@@ -289,18 +289,8 @@ def _slashes(values: Sequence[float | None]) -> str:
     return " / ".join(f"{value:.0f}" for value in values if value is not None)
 
 
-def wrapped(text: str, bullet: str = "") -> str:
-    """Text in lines of 125 characters, as an entry of a list where there is a bullet."""
-    return textwrap.fill(text, 125, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False)
-
-
 def _versions(result: Result) -> str:
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
 def _speed(value: float | None) -> str:

@@ -57,18 +57,7 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
     if options.tensor_parallel:
         ours, place = "tok_s", {"tp": options.tensor_parallel}
         memory["nf4_weights_gib"] = _gib(runner.nf4_weight_bytes)  # rank 0's
-    for batch in options.batches:
-        decode(engine, batch, vocabulary, seed=0)
-        best = decode(engine, batch, vocabulary, seed=1)
-        rows.append({"model": name, "mode": mode, "batch": batch, **place, ours: best["tok_s"], **best})
-        print(json.dumps(rows[-1]), flush=True)
-    for length in options.prefill:
-        prefill(engine, 1, length, vocabulary, seed=2)
-        for batch in (1, 8):
-            speed = prefill(engine, batch, length, vocabulary, seed=2 + batch)
-            shape = {"batch": batch, "length": length}
-            rows.append({"model": name, "mode": mode.replace("decode", "prefill"), **shape, **place, ours: speed})
-            print(json.dumps(rows[-1]), flush=True)
+    _add_speeds(name, mode, ours, place, engine, vocabulary, options, rows)
     rows.append(
         {
             "model": name,
@@ -96,8 +85,33 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
         _add_served(name, rows, direct, options)
 
 
+def _add_speeds(
+    name: str,
+    mode: str,
+    ours: str,
+    place: dict[str, float],
+    engine: Engine,
+    vocabulary: int,
+    options: argparse.Namespace,
+    rows: list[Row],
+) -> None:
+    """Add rows of decode and of prefill; ours is what they call our speed, place what else tells them apart."""
+    for batch in options.batches:
+        decode(engine, batch, vocabulary, seed=0)
+        best = decode(engine, batch, vocabulary, seed=1)
+        rows.append({"model": name, "mode": mode, "batch": batch, **place, ours: best["tok_s"], **best})
+        print(json.dumps(rows[-1]), flush=True)
+    for length in options.prefill:
+        prefill(engine, 1, length, vocabulary, seed=2)
+        for batch in (1, 8):
+            speed = prefill(engine, batch, length, vocabulary, seed=2 + batch)
+            shape = {"batch": batch, "length": length}
+            rows.append({"model": name, "mode": mode.replace("decode", "prefill"), **shape, **place, ours: speed})
+            print(json.dumps(rows[-1]), flush=True)
+
+
 def _end(reason: str, _fatal: bool) -> None:
-    """Other ranks have failed, and this one may wait for them for ever."""
+    """End this process when other ranks have failed, for which this one may wait for ever."""
     print(f"the run ends: {reason}", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -134,7 +148,7 @@ def _add_served(name: str, rows: list[Row], direct: float, options: argparse.Nam
 
 
 def _add_peers(name: str, rows: list[Row], scored: list[fidelity.Scored], options: argparse.Namespace) -> None:
-    """Add transformers' speeds to the rows of the batches asked for; a peer that fails leaves its reason there."""
+    """Add transformers' speeds to the rows of the batches asked for; of a peer that fails, add the reason."""
     _free()
     model = dummy_model(MODELS / name, torch.device("cuda", 0), torch.bfloat16, _print_progress, seed=0)
     for row in rows:

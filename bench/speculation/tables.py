@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bench.tables import NAMES, load, table, wrapped
+from bench.markdown import table, wrapped
+from bench.tables import NAMES, load
 
 FILE = "speculation-nvidia-h200.json"
 HEADS = (

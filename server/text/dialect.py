@@ -11,7 +11,7 @@ from typing import Any, Literal
 from server.text.calls.json_calls import JsonToolParser
 from server.text.calls.marked_calls import MarkedToolParser, read_gemma_call
 from server.text.calls.mistral_calls import MistralToolParser
-from server.text.calls.parser import ToolParser, call_id, short_call_id
+from server.text.calls.parser import ToolParser
 from server.text.reasoning import MARKS, ReasoningMarks, ReasoningSplitter
 
 Family = Literal["hermes", "llama", "mistral", "gemma", "gemma4", "generic"]
@@ -93,10 +93,6 @@ class Dialect:
     def thinks_on(self, prompt: str) -> bool:
         """Whether the prompt ends inside the thoughts."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.start)
-
-    def new_call_id(self) -> str:
-        """An id that this model's template takes."""
-        return short_call_id() if self.family == "mistral" else call_id()
 
     def with_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
         """Messages for a template that knows no tools: instructions first, calls and results as text."""

@@ -11,7 +11,8 @@ import torch
 from bitsandbytes.nn import Linear4bit
 
 from bench import images
-from bench.images import Bench, Preparation, measure, random_model
+from bench.image_preparation import Preparation
+from bench.images import Bench, measure, random_model
 
 CPU = torch.device("cpu")
 

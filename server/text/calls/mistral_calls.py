@@ -22,7 +22,6 @@ class MistralToolParser:
         self._json = JsonToolParser(self.START, None, make_id=short_call_id)
         self._held = ""
         self._inside = False
-        self._rewritten = False
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
         """See ToolParser.push."""
