@@ -71,7 +71,11 @@ def test_several_processes_send_all_requests(server: RunningServer, load: dict[s
 def test_several_processes_keep_the_times_of_one(server: RunningServer) -> None:
     load = Load(server.base_url, MODEL, 6, rate=4.0, prompt_tokens=(5, 5), answer_tokens=(2, 2), poisson=False)
     sent = [answer.sent for answer in run_in_processes(load, 3)]
-    assert [later - sent[0] for later in sent] == pytest.approx([0.25 * index for index in range(6)], abs=0.12)
+    late = sorted(abs(at - sent[0] - 0.25 * index) for index, at in enumerate(sent))
+    # Processes that each counted from their own start would be a quarter of a second off and more. A process that gets no
+    # core for a moment sends one request later.
+    assert late[3] < 0.1
+    assert late[-1] < 0.6
 
 
 def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
