@@ -147,6 +147,7 @@ def test_a_replica_a_node_and_an_update(cluster: Cluster, url: str, model: dict[
     print(f"a replica was back after {time.monotonic() - killed:.1f} s")
     node = next(node for node in cluster.worker_nodes if node.node_id in engines().values())
     cluster.add_node(num_cpus=2)
+    time.sleep(10)  # what Ray itself starts on a new node takes some seconds of a core
     cluster.remove_node(node, allow_graceful=False)
     removed = time.monotonic()
     until(lambda: len(running()) < 2)
