@@ -121,6 +121,15 @@ def test_a_form_or_a_call(long_context: httpx.Client) -> None:
             assert message["tool_calls"][0]["function"]["name"] == "clock"
         else:
             jsonschema.validate(json.loads(message["content"]), schema)
+    # Agents send the form of their last answer beside a call that is forced before it.
+    forced = chat_body(messages=QUESTION, tools=[CLOCK], tool_choice="required", max_tokens=100)
+    answer = long_context.post(CHAT, json=forced | {"response_format": form}).json()["choices"][0]
+    assert answer["finish_reason"] == "tool_calls"
+    assert not answer["message"]["content"]
+    form["json_schema"] = {"name": "x", "schema": 3}
+    assert long_context.post(CHAT, json=forced | {"response_format": form}).json()["error"]["code"] == "invalid_grammar"
+    both = long_context.post(CHAT, json=forced | {"structured_outputs": {"regex": "a"}})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "tool_choice")
 
 
 def test_usage_counts_the_tools(http: httpx.Client) -> None:

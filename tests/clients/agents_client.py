@@ -22,7 +22,8 @@ class Report(pydantic.BaseModel):
     degrees: int = pydantic.Field(ge=0, le=99)
 
 
-@function_tool
+# Once it has answered it is not offered again: the small model would go on calling it.
+@function_tool(is_enabled=lambda *_: not asked)
 def weather(city: Literal["Paris", "Rome"]) -> str:
     """The weather in a city."""
     asked.append(city)
@@ -32,13 +33,12 @@ def weather(city: Literal["Paris", "Rome"]) -> str:
 async def main() -> None:
     for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
         model = kind(model=MODEL, openai_client=client)
-        # The small model does not always end by itself, and then goes on to the end of its context.
-        brief = ModelSettings(max_tokens=200)
+        # To this client an answer that is cut is an error, and the small model does not always end where it samples.
+        brief = ModelSettings(max_tokens=200, temperature=0)
         plain = Agent(name="geographer", instructions="Be brief.", model=model, model_settings=brief)
         assert (await Runner.run(plain, "What is the capital of France?")).final_output, kind
-        # The agent stops asking for tools after the first call, so the second turn answers. To this client a streamed answer
-        # that is cut is an error, and a form always ends.
-        settings = ModelSettings(tool_choice="weather", max_tokens=200)
+        # The second turn has the call and its result, and answers in a form, which always ends.
+        settings = ModelSettings(tool_choice="weather", max_tokens=200, temperature=0)
         agent = Agent(name="meteorologist", model=model, tools=[weather], model_settings=settings, output_type=Report)
         asked.clear()
         streamed = Runner.run_streamed(agent, "The weather in Rome?")

@@ -238,11 +238,13 @@ def _prompt(options: ChatOptions, backend: Backend, messages: list[dict[str, Any
     form = options.answer_form()
     grammar, param = None, "tools"
     if form is not None:
-        if forced:
+        if forced and not form[2].startswith("response_format"):
             raise bad_request(
                 f"'tool_choice' asks for a call, '{form[2]}' for something else.", "tool_choice", "invalid_value"
             )
         grammar, param = form_grammar(form), form[2]
+        if forced:  # OpenAI's form is of answers in words, and agents send both: a call now, the form after its result
+            grammar, param = None, "tools"
     if tools and (forced or grammar is not None):
         # A function that was named is called once, as OpenAI has it.
         several = options.parallel_tool_calls is not False and not isinstance(options.tool_choice, dict)
