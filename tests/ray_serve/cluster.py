@@ -85,10 +85,11 @@ def running() -> list[str]:
     return ["RUNNING"] * details.get("RUNNING", 0)
 
 
-def engines() -> dict[str, str]:
-    """Names of the engines' actors that are alive with the nodes that they are on."""
+def replicas(deployment: str = "Engine") -> dict[str, str]:
+    """Names of a deployment's actors that are alive with the nodes that they are on."""
     actors = ray._private.state.actors()
-    named = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if "#Engine#" in each["name"]]
+    every = ray.util.list_named_actors(all_namespaces=True)
+    named = [each["name"] for each in every if f"#{deployment}#" in each["name"]]
     found = {name: actors[ray.get_actor(name, namespace="serve")._actor_id.hex()] for name in named}
     return {name: actor["Address"]["NodeID"] for name, actor in found.items() if actor["State"] == "ALIVE"}
 
@@ -138,14 +139,15 @@ def test_a_replica_a_node_and_an_update(cluster: Cluster, url: str, model: dict[
     """200 streaming requests: each ends whole or with an error in OpenAI's shape, none hangs, replicas are back."""
     run(model, replicas=2)
     until(lambda: len(running()) == 2)
+    assert set(replicas("Ingress").values()) == {cluster.head_node.node_id}
     load = Load(url)
     time.sleep(5)
-    ray.kill(ray.get_actor(next(iter(engines())), namespace="serve"), no_restart=True)
+    ray.kill(ray.get_actor(next(iter(replicas())), namespace="serve"), no_restart=True)
     killed = time.monotonic()
     until(lambda: len(running()) < 2)
     until(lambda: len(running()) == 2)
     print(f"a replica was back after {time.monotonic() - killed:.1f} s")
-    node = next(node for node in cluster.worker_nodes if node.node_id in engines().values())
+    node = next(node for node in cluster.worker_nodes if node.node_id in replicas().values())
     cluster.add_node(num_cpus=2)
     time.sleep(10)  # what Ray itself starts on a new node takes some seconds of a core
     cluster.remove_node(node, allow_graceful=False)
