@@ -21,12 +21,15 @@ from bench.processes import free_port
 from bench.ray_serve import affinity
 from server.config import ConfigError
 from server.ray_serve.application import build
+from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.api.conftest import MODEL, chat_body, user
+from tests.reference import Reference
 
 CHAT = "/v1/chat/completions"
 # What one replica may take to come up on a machine that is busy with everything else.
 PATIENCE_S = 240.0
 MAX_BODY_BYTES = 6_000_000
+ADAPTER = "sql"
 CONFIG: dict[str, Any] = {"engine": {"kv_cache_bytes": 1 << 28}, "http": {"max_body_bytes": MAX_BODY_BYTES}}
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,8 +48,13 @@ def cluster(embedded_folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def http(cluster: str) -> Iterator[httpx.Client]:
-    serve.run(build({"config": CONFIG, "replicas": 2, "imbalance": 4}), name="nf4", route_prefix="/")
+def http(cluster: str, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("adapter")
+    save_adapter(reference.model, folder, 1, 0.03, r=16, lora_alpha=16, target_modules=ALL_PROJECTIONS)
+    engine = CONFIG["engine"] | {"lora_modules": [{"name": ADAPTER, "path": str(folder)}]}
+    serve.run(
+        build({"config": CONFIG | {"engine": engine}, "replicas": 2, "imbalance": 4}), name="nf4", route_prefix="/"
+    )
     with httpx.Client(base_url=cluster, timeout=PATIENCE_S, trust_env=False) as client:
         yield client
 
@@ -104,6 +112,24 @@ def test_streams_go_through_both_replicas(http: httpx.Client) -> None:
     assert all(after[replica] > before[replica] for replica in after)
 
 
+def test_every_replica_has_the_adapter(http: httpx.Client) -> None:
+    listed = {model["id"]: model["parent"] for model in http.get("/v1/models").json()["data"]}
+    assert listed == {MODEL: None, ADAPTER: MODEL}
+    before = samples(http, "nf4_prompt_tokens_total")
+
+    def answer(model: str) -> str:
+        document = http.post(CHAT, json=chat_body(model=model, max_tokens=12)).raise_for_status().json()
+        assert document["model"] == model
+        return str(document["choices"][0]["message"]["content"])
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = set(pool.map(answer, [ADAPTER] * 12))
+    after = samples(http, "nf4_prompt_tokens_total")
+    assert all(after[replica] > before[replica] for replica in after)
+    assert len(answers) == 1
+    assert answers != {answer(MODEL)}
+
+
 def test_requests_that_come_together_are_divided(http: httpx.Client) -> None:
     """Of as many as two replicas have at a time neither has more than the other, but for one that came in between."""
     name = "nf4_prompt_tokens_total"
@@ -138,7 +164,7 @@ def test_errors_are_the_server_s_own(http: httpx.Client) -> None:
         answer = http.post(CHAT, content=content, headers={"content-type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     models = http.get("/v1/models").json()["data"]
-    assert [model["id"] for model in models] == [MODEL]
+    assert [model["id"] for model in models] == [MODEL, ADAPTER]
 
 
 def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
