@@ -1,4 +1,4 @@
-"""A headless Chromium driven through its DevTools protocol, and the server whose pages it looks at."""
+"""A headless Chromium driven through its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -14,59 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.adapters import save_adapter
-from tests.api.conftest import MODEL
-from tests.conftest import RunningServer, start_server
+from tests.api.page_server import KEY
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-KEY = "secret-key"
-ADAPTER = "sql-adapter"
 PATIENCE_S = 60.0
 SHORT = {"temperature": 0, "max_tokens": 12}
 ENDED = "document.querySelectorAll('article.assistant[aria-busy=false]').length === {}"
 """That so many answers have come to their ends."""
-# Thoughts are opened where a request asks for reasoning.
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}{# </think> #}"
-)
-
-
-def write_settings(embedded_folder: Path, folder: Path, *, compiled: bool) -> Path:
-    """A configuration for the embedded model with a key, an adapter, and a template that thinks when it is asked to."""
-    model = folder / "model"
-    model.mkdir()
-    for file in embedded_folder.iterdir():
-        if file.name != "chat_template.jinja":
-            (model / file.name).symlink_to(file)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    # PEFT needs the layers' shapes only.
-    config = AutoConfig.from_pretrained(embedded_folder)
-    config.quantization_config = None
-    with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(config)
-    save_adapter(shapes.to_empty(device="cpu"), folder / "adapter", 1, 0.01, r=4, target_modules=["q_proj"])
-    settings = {
-        "model": str(model),
-        "served_model_name": MODEL,
-        "http": {"api_keys": [KEY]},
-        "engine": {"enforce_eager": not compiled, "lora_modules": [{"name": ADAPTER, "path": str(folder / "adapter")}]},
-    }
-    path = folder / "config.yaml"
-    path.write_text(json.dumps(settings))
-    return path
-
-
-@contextlib.contextmanager
-def serve_pages(embedded_folder: Path, folder: Path, *, compiled: bool = False) -> Iterator[RunningServer]:
-    """A server for the pages' tests; its settings and its log are in folder. compiled: as fast as users have it."""
-    config = write_settings(embedded_folder, folder, compiled=compiled)
-    with start_server(folder / "log", "--config", str(config)) as running:
-        yield running
 
 
 @contextlib.contextmanager

@@ -88,10 +88,12 @@ def server_url(server: RunningServer) -> str:
 
 @pytest.fixture(scope="session")
 def pages(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the server whose pages the browser looks at: see tests/api/browser.py."""
-    from tests.api.browser import serve_pages
+    """Address of the server whose pages the browser looks at: see tests/api/page_server.py."""
+    from tests.api.page_server import serve_pages, write_words_model
 
-    with serve_pages(embedded_folder, tmp_path_factory.mktemp("pages")) as running:
+    folder = tmp_path_factory.mktemp("pages")
+    write_words_model(folder / "words", embedded_folder)
+    with serve_pages(folder / "words", folder) as running:
         yield running.base_url
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from server.checkpoint.source import resolve_checkpoint
 from server.config import EMBEDDED_MODEL, default_cache_dir
-from tests.api.browser import ENDED, Page, ask, chat_page, serve_pages, start_browser
+from tests.api.browser import ENDED, Page, ask, chat_page, start_browser
+from tests.api.page_server import serve_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

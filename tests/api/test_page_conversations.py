@@ -100,7 +100,7 @@ async def test_rename_and_delete(three: Page, pages: str) -> None:
 
 
 async def test_an_answer_that_was_left(page: Page) -> None:
-    await page.set("[name=max_tokens]", "2000")
+    await page.set("[name=max_tokens]", "7000")
     await send(page, "Tell me a very long story.")
     await page.until("document.querySelector('.assistant .prose')?.innerText.length > 20")
     await asyncio.sleep(1.2)  # it is saved every second
@@ -131,7 +131,7 @@ async def test_export_and_import(three: Page, pages: str, tmp_path: Path) -> Non
     assert answer in markdown
     await choose(page, "Is 7 a prime?", "json")
     one = json.loads(await saved(tmp_path, ".json"))
-    assert [message["content"] for message in one["conversations"][0]["messages"]] == ["Is 7 a prime?", answer]
+    assert [message["content"].strip() for message in one["conversations"][0]["messages"]] == ["Is 7 a prime?", answer]
     await page.click("#export-all")
     everything = await saved(tmp_path, ".json")
     assert len(json.loads(everything)["conversations"]) == 3

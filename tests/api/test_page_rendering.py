@@ -127,13 +127,15 @@ async def test_what_a_model_writes_does_nothing(page: Page, pages: str) -> None:
 
 
 async def test_a_growing_answer_keeps_its_elements(page: Page) -> None:
-    await page.set("[name=max_tokens]", "2000")
+    await page.set("[name=max_tokens]", "7000")
+    await page.set("[name=temperature]", "1")
     await send(page, "Write a list of all countries, each with its capital.")
-    await page.until("document.querySelectorAll('.assistant .prose > *').length >= 1")
-    await page.value("document.querySelector('.assistant .prose > *').marked = true")
-    blocks = "document.querySelector('.assistant .prose').innerText.length"
-    length = await page.value(blocks)
-    await page.until(f"{blocks} > {length} + 40")
+    blocks = "document.querySelectorAll('.assistant .prose > *')"
+    await page.until(f"{blocks}.length >= 2")
+    await page.value(f"{blocks}[0].marked = true")
+    length = await page.value(f"{blocks}.length")
+    await page.until(f"{blocks}.length > {length}")
+    assert await page.value(f"{blocks}[0].marked")
     # What is complete is told to screen readers, what grows is not.
     assert await page.value("document.querySelector('article.assistant').getAttribute('aria-busy')") == "true"
     assert "The model is answering." in await page.text("#announcer")
