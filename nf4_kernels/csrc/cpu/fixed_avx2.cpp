@@ -167,6 +167,7 @@ void no_state() {}
 }  // namespace
 
 void use_fixed_avx2(Kernels* k) {
+  k->fixed_point = true;
   k->fused_rows = 4;
   k->fused_order = fixed_order_avx2;
   k->fused = fixed_rows_avx2;

@@ -3,19 +3,14 @@
  * add(sum, a, b), which adds the products of a's and b's pairs of 16-bit integers to the 32-bit integers of sum. */
 #pragma once
 
-#include "avx512.h"
-#include "fixed_avx2.h"
+#include "fixed_order_avx512.h"
 
 namespace nf4 {
 namespace {
 
-/* ---- Few tokens: codes are looked up in registers, right before they are multiplied. ----
- *
- * Sixteen words hold the 64 codes of a row, and a vector those of two rows, A and B. Nibble j of a word is a code: vpermw
- * looks it up by the word's low bits, and a shift by four brings the next one there. Word w, nibble j is column
- * 4 w + (j ^ 1) of 64; rows_order() puts x in that order once, sixteen integers that both halves use. */
+/* ---- Few tokens: codes are looked up in registers, right before they are multiplied. ---- */
 
-/* x of few tokens: integers [m, k] in that order, then scales [m, k / 64]. */
+/* x of few tokens: integers [m, k], then scales [m, k / 64]. */
 struct FewTokens {
   const int16_t* columns;
   const float* scales;
@@ -25,27 +20,17 @@ struct FewTokens {
 
 void rows_order(const Prepared* x, float* order) {
   const int64_t groups = x->k / 64;
+  const ColumnOrder columns;
   int16_t* to = (int16_t*)order;
   float* scales = (float*)((char*)order + x->m * x->k * 2);
-  alignas(64) int16_t from_words[64], columns[64];
-  for (int i = 0; i < 64; ++i) from_words[i] = (int16_t)(4 * (i % 16) + (i / 16 ^ 1));
-  const __m512i first = _mm512_load_si512(from_words), second = _mm512_load_si512(from_words + 32);
   for (int64_t i = 0; i < x->m; ++i) {
     for (int64_t g = 0; g < groups; ++g, to += 64) {
-      const float* from = x->x + i * x->stride + g * 64;
-      __m256 inverse;
-      scales[i * groups + g] = scale64(from, &inverse);
-      for (int c = 0; c < 64; c += 16) _mm256_store_si256((__m256i*)(columns + c), to_fixed(from + c, inverse));
-      const __m512i low = _mm512_load_si512(columns), high = _mm512_load_si512(columns + 32);
-      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(low, first, high));
-      _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(low, second, high));
+      __m512i ordered[2];
+      scales[i * groups + g] = columns.order(x->x + i * x->stride + g * 64, ordered);
+      _mm512_storeu_si512(to, ordered[0]);
+      _mm512_storeu_si512(to + 32, ordered[1]);
     }
   }
-}
-
-/* The integers of the codes, twice: vpermw reads a fifth bit, which is the next code's. */
-inline __m512i code_words(const Nf4Weight* w) {
-  return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)fixed_codes_of(w)));
 }
 
 /* M tokens times 2 P rows of w: pair r is rows r and P + r. The rows after them start `ahead` bytes behind rows[0]. */
@@ -65,9 +50,7 @@ inline void rows_times(const uint8_t* const rows[2 * P], const float* const scal
     for (int r = 0; r < P; ++r) _mm_prefetch((const char*)rows[0] + ahead + (g * P + r) * 64, _MM_HINT_T0);
 #pragma GCC unroll 8
     for (int r = 0; r < P; ++r) {
-      const __m256i low = _mm256_loadu_si256((const __m256i*)(rows[r] + g * 32));
-      const __m256i high = _mm256_loadu_si256((const __m256i*)(rows[P + r] + g * 32));
-      words[r] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+      words[r] = two_rows(rows[r] + g * 32, rows[P + r] + g * 32);
       scale[r] = _mm512_mask_broadcastss_ps(_mm512_set1_ps(scales[r][g]), 0xff00, _mm_load_ss(scales[P + r] + g));
     }
 #pragma GCC unroll 4
@@ -119,14 +102,18 @@ void rows_of(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, flo
   }
 }
 
+/* Scales of rows [row0, row0 + rows), one for each 64 columns, for integers; whole vectors, so up to 15 floats more. */
+void fixed_scales(const Nf4Weight* w, int64_t row0, int rows, float* scales) {
+  load_scales_of_rows(w, row0, rows, scales);
+  const __m512 unit = _mm512_set1_ps(fixed_unit_of(w));
+  for (int64_t i = 0; i < rows * (w->k / 64); i += 16) {
+    _mm512_storeu_ps(scales + i, _mm512_mul_ps(_mm512_loadu_ps(scales + i), unit));
+  }
+}
+
 template <class Products>
 void rows(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, float* sums) {
-  load_scales_of_rows(w, row0, rows, scratch);
-  const __m512 unit = _mm512_set1_ps(fixed_unit_of(w));
-  /* Whole vectors: what lies behind the scales is room for that. */
-  for (int64_t i = 0; i < rows * (w->k / 64); i += 16) {
-    _mm512_storeu_ps(scratch + i, _mm512_mul_ps(_mm512_loadu_ps(scratch + i), unit));
-  }
+  fixed_scales(w, row0, rows, scratch);
   switch (x->m) {
     case 1: return rows_of<Products, 1, 4>(w, x, row0, rows, scratch, sums);
     case 2: return rows_of<Products, 2, 4>(w, x, row0, rows, scratch, sums);
@@ -140,6 +127,52 @@ void rows(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* 
 }
 
 /* ---- More tokens: a vector holds one pair of columns of a whole tile column. ---- */
+
+void order_tile(const Prepared* x, int64_t t, bool, bool, void* out) {
+  const int64_t groups = x->k / 64;
+  const ColumnOrder columns;
+  char* to = (char*)out + t * groups * kTileGroup;
+  for (int64_t g = 0; g < groups; ++g, to += kTileGroup) {
+    float* scales = (float*)(to + 32 * 64);
+    __m512i half[2][16];
+    for (int i = 0; i < 16; ++i) {
+      __m512i ordered[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+      scales[i] = t * 16 + i < x->m ? columns.order(x->x + (t * 16 + i) * x->stride + g * 64, ordered) : 0.0f;
+      half[0][i] = ordered[0];
+      half[1][i] = ordered[1];
+    }
+    for (int h = 0; h < 2; ++h) {
+      transpose16(half[h]);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(to + (16 * h + i) * 64, half[h][i]);
+    }
+  }
+}
+
+void decode_panel(const Nf4Weight* w, int64_t row0, int rows, int64_t begin, int64_t end, bool, float* scales,
+                  void* panel) {
+  if (begin == 0) fixed_scales(w, row0, rows, scales);
+  const __m512i codes = code_words(w);
+  const int64_t groups = w->k / 64;
+  char* to = (char*)panel;
+  for (int64_t g = begin; g < end; ++g, to += kPanelGroup) {
+    float* panel_scales = (float*)(to + kUnit * 128);
+    for (int r = 0; r < rows; r += 2) {
+      /* Behind an odd last row, it is read again; its copy's results land behind those that emit stores. */
+      const int next = r + 1 < rows ? r + 1 : r;
+      const uint8_t* packed = w->packed + row0 * (w->k / 2) + g * 32;
+      __m512i words = two_rows(packed + r * (w->k / 2), packed + next * (w->k / 2));
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512i integers = _mm512_permutexvar_epi16(words, codes);
+        _mm256_store_si256((__m256i*)(to + r * 128 + j * 32), _mm512_castsi512_si256(integers));
+        _mm256_store_si256((__m256i*)(to + (r + 1) * 128 + j * 32), _mm512_extracti64x4_epi64(integers, 1));
+        words = _mm512_srli_epi16(words, 4);
+      }
+      panel_scales[r] = scales[r * groups + g];
+      panel_scales[r + 1] = scales[next * groups + g];
+    }
+  }
+}
 
 /* R rows of a panel's 64 columns times V tile columns, which lie `column` bytes apart; results V of [kUnit, 16]. */
 template <class Products, int V, int R>
@@ -202,34 +235,46 @@ void multiply(const void* panel, const Prepared* x, int64_t t, int columns, int6
   }
 }
 
+/* results [columns][kUnit][16 rows of x] to sums [16 columns][kUnit]. */
+void sums_of(const float* results, int columns, float* sums) {
+  for (int c = 0; c < columns; ++c) {
+    for (int r = 0; r < kUnit; r += 16) {
+      __m512i v[16];
+      for (int l = 0; l < 16; ++l) v[l] = _mm512_load_si512(results + c * 512 + (r + l) * 16);
+      transpose16(v);
+      for (int l = 0; l < 16; ++l) _mm512_store_si512(sums + (c * 16 + l) * kUnit + r, v[l]);
+    }
+  }
+}
+
 /* Up to kTileRows rows of x: 64 columns after 64 are decoded and multiplied. */
 template <class Products>
 void few_tiles(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, bool split, float* scratch, void* panel,
                float* sums) {
   alignas(64) float results[1024];
-  const Kernels* shared = avx2_kernels();
   const int columns = x->m > 16 ? 2 : 1;
   for (int64_t g = 0; g < w->k / 64; ++g) {
-    shared->tiles_decode(w, row0, rows, g, g + 1, split, scratch, panel);
+    decode_panel(w, row0, rows, g, g + 1, split, scratch, panel);
     multiply<Products>(panel, x, 0, columns, g, g + 1, split, results);
   }
-  shared->tiles_sums(results, columns, sums);
+  sums_of(results, columns, sums);
 }
 
-/* Sets the functions of `fused` and `tiles`. x, panels and results of the latter are laid out as AVX2's kernels have them:
- * that work is a few percent. */
+void no_state() {}
+
+/* Sets the functions of `fused` and `tiles`. */
 template <class Products>
 void use_fixed(Kernels* k) {
-  const Kernels* shared = avx2_kernels();
+  k->fixed_point = true;
   k->fused_rows = 8;
   k->fused_order = rows_order;
   k->fused = rows<Products>;
   k->tiles_from = k->fused_rows + 1;
-  k->tiles_begin = shared->tiles_begin;
-  k->tiles_end = shared->tiles_end;
-  k->tiles_order = shared->tiles_order;
-  k->tiles_decode = shared->tiles_decode;
-  k->tiles_sums = shared->tiles_sums;
+  k->tiles_begin = no_state;
+  k->tiles_end = no_state;
+  k->tiles_order = order_tile;
+  k->tiles_decode = decode_panel;
+  k->tiles_sums = sums_of;
   k->tiles_multiply = multiply<Products>;
   k->tiles_fused = few_tiles<Products>;
 }

@@ -65,6 +65,7 @@ struct Kernels {
 
   /* Matrix tiles (AMX) or fixed point (fixed.h), k and blocksize multiples of 64. `split` keeps two bfloat16 parts of x and
    * of w; in fixed point it changes nothing. */
+  bool fixed_point;
   int tiles_from; /* least m that takes this path; 0 where missing */
   int bf16_tiles_from;
   void (*tiles_begin)();

@@ -183,7 +183,8 @@ void linear_group(const Nf4Linear* ps, int count, int threads) {
   const bool split = ps->dtype != NF4_BFLOAT16;
   int64_t units = 0;
   for (int i = 0; i < count; ++i) units += round_up(ps[i].weight.n, kUnit) / kUnit;
-  Tasks tasks(units, ps->m, path == Path::kFused ? 1 : threads, ps->weight.k * 4);
+  const int64_t row_bytes = ps->weight.k * (path == Path::kTiles && kernels->fixed_point ? 2 : 4);
+  Tasks tasks(units, ps->m, path == Path::kFused ? 1 : threads, row_bytes);
   if (threads > tasks.count()) threads = (int)tasks.count();
 
   ThreadScratch& shared = ThreadScratch::mine();
