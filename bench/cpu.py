@@ -5,10 +5,11 @@
     CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF" pip install --no-binary llama-cpp-python llama-cpp-python
 
 Every contender runs in a process of its own, this engine once for each instruction set that the machine has, forced by
-NF4_CPU_ISA (--isas avx2,portable: only those). llama.cpp runs the GGUF file that the embedded model is made from (Q4_1),
-and the same in Q4_0. The exit status is 1 if a row of any instruction set is slower than bitsandbytes, or decode of one
-sequence slower than 0.95 of llama.cpp's. Decode: prompts of 128 tokens, the median interval between tokens; prefill: the
-median time of 512 tokens to the first logits. Greedy, the same random prompts for all.
+NF4_CPU_ISA (--isas avx2,portable: only those). The best set and llama.cpp run in turns, three times (--rounds), and their
+medians count, because the cores of a shared host differ from minute to minute. llama.cpp runs the GGUF file that the
+embedded model is made from (Q4_1), and the same in Q4_0. The exit status is 1 if a row of any instruction set is slower than
+bitsandbytes, or decode of one sequence slower than 0.95 of llama.cpp's. Decode: prompts of 128 tokens, the median interval
+between tokens; prefill: the median time of 512 tokens to the first logits. Greedy, the same random prompts for all.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--isas", help="instruction sets, with commas between; by default all of this machine's")
     parser.add_argument("--llama", type=Path, metavar="PYTHON", help="of an environment that has llama-cpp-python")
+    parser.add_argument("--rounds", type=int, default=3, help="in which ours and llama.cpp run in turns (medians)")
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
@@ -58,10 +60,10 @@ def main() -> int:
         return 0
     isas = options.isas.split(",") if options.isas else _isas()
     load_before = os.getloadavg()[0]
-    forced = {isa: _run("ours", options.threads, {**ENVIRONMENT, "NF4_CPU_ISA": isa}) for isa in isas}
+    forced = {isa: _run("ours", options.threads, {**ENVIRONMENT, "NF4_CPU_ISA": isa}) for isa in isas[1:]}
     rows = {contender: _run(contender, options.threads, {}) for contender in CONTENDERS[1:]}
-    rows["ours"] = forced[isas[0]]
-    llama = _run_llama(options.llama, options.threads) if options.llama else {}
+    ours, llama, rounds = _in_turns(isas[0], options)
+    rows["ours"], forced = ours, {isas[0]: ours, **forced}
     report = {
         "device": cpu_name(),
         "threads": options.threads,
@@ -69,6 +71,7 @@ def main() -> int:
         "versions": {**versions(), "nf4_kernels": isas[0]},
         "rows": _rows(rows, llama),
         "llama_cpp": llama,
+        "rounds": rounds,
         "forced": {isa: {what: round(speed, 1) for what, speed in found.items()} for isa, found in forced.items()},
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -103,25 +106,45 @@ def _run(contender: str, threads: int, environment: dict[str, str]) -> dict[str,
     return found
 
 
-def _run_llama(python: Path, threads: int) -> dict[str, dict[str, Any]]:
-    """By quantization: llama-cpp-python's version, and tokens per second."""
+def _in_turns(isa: str, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, dict[str, Any]], list[Any]]:
+    """Ours and llama.cpp's medians, and all figures, of as many rounds as asked for, in each of which both run."""
+    mine, theirs = list[dict[str, float]](), list[dict[str, dict[str, Any]]]()
+    with tempfile.TemporaryDirectory() as folder:
+        file = _gguf(Path(folder)) if options.llama else None
+        for _ in range(options.rounds):
+            mine.append(_run("ours", options.threads, {**ENVIRONMENT, "NF4_CPU_ISA": isa}))
+            if file is not None:
+                theirs.append({name: _run_llama(options.llama, file, name, options.threads) for name in GGUF})
+    ours = {what: statistics.median(found[what] for found in mine) for what in mine[0]}
+    llama = {
+        name: {
+            key: value if key == "version" else round(statistics.median(found[name][key] for found in theirs), 1)
+            for key, value in theirs[0][name].items()
+        }
+        for name in (GGUF if theirs else ())
+    }
+    return ours, llama, [{"ours": own, "llama_cpp": other} for own, other in itertools.zip_longest(mine, theirs)]
+
+
+def _gguf(folder: Path) -> Path:
+    """The embedded model's GGUF file."""
     from server.checkpoint.embedded.files import embedded_gguf
 
-    found: dict[str, dict[str, Any]] = {}
-    script = Path(__file__).with_name("gguf_peer.py")
+    return embedded_gguf(folder, folder, lambda stage, _: print(stage, file=sys.stderr))
+
+
+def _run_llama(python: Path, file: Path, name: str, threads: int) -> dict[str, Any]:
+    """llama-cpp-python's version, and tokens per second with a quantization."""
+    print(f"bench: llama.cpp {name} ...", file=sys.stderr, flush=True)
     # Not the variables of this process: PYTHONPATH may name packages for another Python.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with tempfile.TemporaryDirectory() as folder:
-        file = embedded_gguf(Path(folder), Path(folder), lambda stage, _: print(stage, file=sys.stderr))
-        for name in GGUF:
-            print(f"bench: llama.cpp {name} ...", file=sys.stderr, flush=True)
-            quantize = [] if name == GGUF[0] else ["--quantize", name]
-            command = [str(python), str(script), str(file), "--threads", str(threads), *quantize]
-            output = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, env=environment
-            ).stdout
-            measured = json.loads(output.splitlines()[-1])
-            found[name] = {key: value if key == "version" else round(value, 1) for key, value in measured.items()}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    script = Path(__file__).with_name("gguf_peer.py")
+    quantize = [] if name == GGUF[0] else ["--quantize", name]
+    command = [str(python), str(script), str(file), "--threads", str(threads), *quantize]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, env=environment
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

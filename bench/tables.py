@@ -57,7 +57,7 @@ def headline() -> str:
         f" token, with bitsandbytes {one['bnb_us']:.0f} and with bf16 cuBLAS {one['bf16_us']:.0f}. cuBLAS wins from 256"
         f" tokens on: at 2048 it takes {many['bf16_us'] / many['ours_us']:.2f} of our time, bitsandbytes"
         f" {many['bnb_us'] / many['ours_us']:.2f}.",
-        f"**CPU**: the embedded model decodes {cpu['ours']:.0f} tokens per second on two cores, in transformers"
+        f"**CPU**: the embedded model decodes {cpu['ours']:.0f} tokens per second on two cores, transformers"
         f" {cpu['transformers_bnb_nf4']:.0f} with bitsandbytes and {cpu['transformers_bf16']:.0f} in bf16.",
     ]
     return "\n".join(wrapped(line, "* ") for line in lines)
@@ -213,15 +213,18 @@ def fidelity() -> str:
 
 
 def cpu() -> str:
-    """The engine on a CPU beside transformers."""
+    """The engine on a CPU, by instruction set, beside transformers and llama.cpp."""
     result = load(CPU)
-    heads = ["", "ours", "transformers + bitsandbytes NF4", "transformers bf16"]
+    best, *others = result["forced"]
+    heads = ["", f"ours ({best})", *others, "transformers + bitsandbytes NF4", "transformers bf16"]
+    heads += [f"llama.cpp {name}" for name in result["llama_cpp"]]
     lines = [
         [
             row["what"],
-            f"{row['ours']:.0f}",
+            *(f"{found[row['what']]:.0f}" for found in result["forced"].values()),
             f"{row['transformers_bnb_nf4']:.0f} ({row['transformers_bnb_dtype']})",
             f"{row['transformers_bf16']:.0f}",
+            *(f"{found[row['what']]:.0f}" for found in result["llama_cpp"].values()),
         ]
         for row in result["rows"]
     ]
