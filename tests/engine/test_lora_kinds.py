@@ -90,6 +90,17 @@ def check(family: str, overrides: dict[str, Any], folder: Path, **options: Any) 
     assert any(wanted[f"a {i}"] != wanted[f"None {i}"] for i in range(len(PROMPTS)))
 
 
+def compare(found: list[int], oracle: torch.nn.Module, prompt: list[int]) -> None:
+    """found are the oracle's greedy tokens, up to a near tie: NF4 GEMMs in fixed point differ by 1e-5 of the norm."""
+    with torch.inference_mode():
+        scores = oracle(input_ids=torch.tensor([prompt + found[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    best, second = scores.topk(2).values.unbind(-1)
+    ties = (best - second < 1e-3).nonzero()
+    length = int(ties[0]) if len(ties) else len(found)
+    assert length > 2
+    assert found[:length] == scores.argmax(-1)[:length].tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_adapters_equal_peft(kind: str, tmp_path: Path) -> None:
     family, overrides, options = KINDS[kind]
@@ -123,10 +134,11 @@ def test_beside_nf4(model_type: str, skipped: list[str], options: dict[str, Any]
         start(engine, f"a {i}", prompt, "a")
         start(engine, f"None {i}", prompt, None)
     found = finish(engine)
-    plain = [expected(base, prompt) for prompt in PROMPTS]
+    for i, prompt in enumerate(PROMPTS):
+        compare(found[f"None {i}"], base, prompt)
     adapted = with_adapter(base, tmp_path / "a")
-    assert [found[f"None {i}"] for i in range(len(PROMPTS))] == plain
-    assert [found[f"a {i}"] for i in range(len(PROMPTS))] == [expected(adapted, prompt) for prompt in PROMPTS]
+    for i, prompt in enumerate(PROMPTS):
+        compare(found[f"a {i}"], adapted, prompt)
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model.", "language_model.model."])
