@@ -25,7 +25,7 @@ def execute(runner: ModelRunner, step: Step) -> tuple[list[Sampled], dict[str, s
     except (torch.AcceleratorError, ExchangeError):
         raise  # the device's context is lost, or other ranks wait in the step
     except Exception:
-        step.guesses = {}
+        step.guesses, step.drafted = {}, None
         logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
     # Computing a chunk again writes the same keys and values again, so sequences that are not at fault lose nothing.
     results: list[Sampled] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from server.config import EngineConfig
 from server.engine.runtime import runner as runner_module
 from server.engine.runtime.batch import Batch, StepInput, batch_of
+from server.engine.runtime.drafting import LaunchedGuesses
 from server.engine.runtime.graphs import decode
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.verify import VerifyGraphs
@@ -21,6 +23,7 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.block_tables import BlockTables
+from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Chunk, Step
 from tests.engine.factories import make_sequence
 from tests.engine.models import tiny_model
@@ -81,9 +84,10 @@ class UncapturedGraphs(VerifyGraphs):
         self._largest = 4
         self.sampled = 0
 
-    def sample(self, step: Step, batch: Batch, launch: Launch) -> list[Sampled]:
+    def sample(self, step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> list[Sampled]:
         assert launch.table() is None
         self.sampled += 1
+        batch = replace(batch, ids=decode._ids(batch, launch, guesses))
         return [Sampled(token) for token in self._paged.run(batch).argmax(-1).tolist()]
 
 
@@ -110,3 +114,46 @@ def test_a_step_with_guesses_makes_one_batch(guesses: list[int], fits: bool, mon
     assert runner.execute(step) == expected
     assert batches == [1 + len(guesses)]
     assert graphs.sampled == fits
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_guesses_that_only_the_device_knows_are_those_of_their_sequences(fits: bool) -> None:
+    """Of three sequences the first has no guess, the second one, the third two, or three, which no graph can check."""
+    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
+    plain = build_runner(tiny_model("llama"), config)
+    graphs = UncapturedGraphs(plain._paged)
+    graphs._largest = 6
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs))
+    tables = BlockTables(3, 8)
+    sequences = [make_sequence(length, request_id=f"r{length}") for length in (4, 5, 6)]
+    for number, sequence in enumerate(sequences):
+        sequence.tables, sequence.row = tables, tables.take([3 * number, 3 * number + 1, 3 * number + 2])
+        plain.execute(Step([Chunk(sequence, 0, len(sequence.tokens) - 1, False)]))
+    chunks = [Chunk(sequence, len(sequence.tokens) - 1, 1, True) for sequence in sequences]
+    guesses = {"r5": [7], "r6": [8, 9] if fits else [8, 9, 10]}
+    expected = plain.execute(Step(chunks, guesses=guesses))
+    columns = [torch.tensor(column) for column in ([8, 7], [9], [10])[: len(guesses["r6"])]]
+    unknown = {name: [PLACEHOLDER] * len(own) for name, own in guesses.items()}
+    step = Step(chunks, guesses=unknown, drafted=LaunchedGuesses([sequences[2], sequences[1]], columns))
+    graphs._graphs = dict.fromkeys((2, 4, 6))  # type: ignore[assignment]
+    graphs._graphs = graphs._graphs if fits else dict.fromkeys((2, 4))  # type: ignore[assignment]
+    assert runner.execute(step) == expected
+    assert graphs.sampled == fits
+    assert step.guesses == guesses
+    assert step.drafted is None
+
+
+def test_a_step_that_is_waited_for_is_cut_behind_a_fifth_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
+    model = tiny_model("llama", num_hidden_layers=6)
+    done: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: done.append(index))
+    cuts: list[list[int]] = []
+    ids = torch.arange(3, 8)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits
+        done.clear()
+        with decode._compiled_layers(model, False, True, lambda: cuts.append(list(done))):
+            assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
+    assert cuts == [[0, 1]]

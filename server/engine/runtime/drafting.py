@@ -7,6 +7,7 @@ uniform number, so that two models which agree on a distribution agree on the to
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -47,6 +48,38 @@ class DraftGraphs:
     """They make the first guess where the draft model has yet to compute tokens in front of the newest one."""
 
 
+class LaunchedGuesses:
+    """Guesses that a draft model samples on its device."""
+
+    def __init__(self, sequences: list[Sequence], columns: list[torch.Tensor]) -> None:
+        """columns: int64, the first guess of every sequence, the second of the first len(columns[1]) sequences, ..."""
+        self.tokens = torch.cat(columns)
+        """int64, on the device: all columns, one after another."""
+        self._sequences = sequences
+        self._lengths = [len(column) for column in columns]
+
+    def source(self, step: Step) -> list[int]:
+        """For each token of a step, the place in tokens of the guess that it is, or 0."""
+        index = {sequence.request_id: place for place, sequence in enumerate(self._sequences)}
+        found: list[int] = []
+        for chunk in step.chunks:
+            found.append(0)
+            own = index.get(chunk.sequence.request_id)
+            if own is not None:
+                count = len(step.guesses[chunk.sequence.request_id])
+                found += [begin + own for begin in itertools.accumulate(self._lengths[: count - 1], initial=0)]
+        return found
+
+    def read(self) -> dict[str, list[int]]:
+        """Wait for the guesses, by request id."""
+        found: list[list[int]] = [[] for _ in self._sequences]
+        tokens = iter(self.tokens.tolist())
+        for length in self._lengths:
+            for own in found[:length]:
+                own.append(next(tokens))
+        return {sequence.request_id: own for sequence, own in zip(self._sequences, found, strict=True)}
+
+
 class DraftModel:
     """A prepared model that guesses for another model's sequences, greedy or with their own temperatures and filters.
 
@@ -80,7 +113,8 @@ class DraftModel:
     def guess(self, step: Step) -> None:
         """Fill the places of step.guesses with guesses; where that fails, step.guesses is emptied.
 
-        The sequences' num_drafted says then that all their known tokens are computed.
+        On CUDA the guesses are launched only, and step.drafted has them. The sequences' num_drafted says then that all
+        their known tokens are computed.
         """
         counts = {
             chunk.sequence: len(step.guesses[chunk.sequence.request_id])
@@ -90,16 +124,17 @@ class DraftModel:
         # Sequences with the most guesses come first, so that the others drop out at the end.
         asked = sorted(counts, key=lambda sequence: -counts[sequence])
         try:
-            found = self._guesses(asked, [counts[sequence] for sequence in asked])
+            step.drafted = LaunchedGuesses(asked, self._guesses(asked, [counts[sequence] for sequence in asked]))
+            if self._graphs is None:
+                step.read_guesses()
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception as e:
             self._note_failure(e)
-            step.guesses = {}
+            step.guesses, step.drafted = {}, None
             return
-        for sequence, tokens in zip(asked, found, strict=True):
+        for sequence in asked:
             sequence.num_drafted = len(sequence.tokens)
-            step.guesses[sequence.request_id] = tokens
 
     def _note_failure(self, error: Exception) -> None:
         # It may be asked again in every step.
@@ -107,23 +142,18 @@ class DraftModel:
         logger.log(level, "the draft model fails, and has no guesses: %s: %s", type(error).__name__, first_line(error))
         self._has_failed = True
 
-    def _guesses(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
-        """Make counts[i] guesses for sequence i; counts must not rise. The host waits for the device once."""
+    def _guesses(self, sequences: list[Sequence], counts: list[int]) -> list[torch.Tensor]:
+        """Sample counts[i] guesses for sequence i, in LaunchedGuesses' columns; counts must not rise."""
         parts = [_Part(s, s.num_drafted, s.tokens[s.num_drafted :]) for s in sequences]
-        newest = self._next(parts, 0, None)
-        columns = [newest]
+        columns = [self._next(parts, 0, None)]
         for place in range(1, counts[0]):
             going = sum(count > place for count in counts)
             parts = [_Part(s, len(s.tokens) + place - 1, [PLACEHOLDER]) for s in sequences[:going]]
-            newest = self._next(parts, place, newest)
-            columns.append(newest)
-        found: list[list[int]] = [[] for _ in sequences]
-        tokens = iter(torch.cat(columns).tolist())
-        for column in columns:
-            for own in found[: len(column)]:
-                # A token beyond the other model's vocabulary stands for a wrong guess.
-                own.append(min(next(tokens), self._vocabulary - 1))
-        return found
+            columns.append(self._next(parts, place, columns[-1]))
+        if self._paged.vocab_size > self._vocabulary:
+            # A token beyond the other model's vocabulary stands for a wrong guess.
+            columns = [column.clamp(max=self._vocabulary - 1) for column in columns]
+        return columns
 
     def _next(self, parts: list[_Part], place: int, newest: torch.Tensor | None) -> torch.Tensor:
         """int64 [parts]: the token behind each part, the guess behind place guesses of its sequence.

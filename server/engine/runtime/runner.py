@@ -14,7 +14,7 @@ import torch
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
-from server.engine.runtime.drafting import DraftModel
+from server.engine.runtime.drafting import DraftModel, LaunchedGuesses
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
@@ -173,6 +173,7 @@ class ModelRunner:
         if any(chunk.sequence.embeds for chunk in step.chunks):
             return self._execute_with_embeddings(step)
         checked = self._check_guesses(step) if step.guesses else None
+        step.read_guesses()
         if checked is not None:
             return checked
         logits = self.forward(step)
@@ -198,8 +199,11 @@ class ModelRunner:
         batch = self._batch(step_input(step))
         if batch.images is not None or not verify.fits(batch):
             return None
-        table = partial(sampling_table, sampled_sequences(step), self.limits.vocab_size)
-        return verify.sample(step, batch, Launch(False, None, table))
+        table, drafted = partial(sampling_table, sampled_sequences(step), self.limits.vocab_size), step.drafted
+        if drafted is None:
+            return verify.sample(step, batch, Launch(False, None, table), None)
+        assert isinstance(drafted, LaunchedGuesses)
+        return verify.sample(step, batch, Launch(True, drafted.source(step), table), drafted.tokens)
 
     def _execute_with_embeddings(self, step: Step) -> list[Sampled]:
         """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""
@@ -236,12 +240,13 @@ class ModelRunner:
         if batch.images is not None or not graphs.fits(batch):
             return None
         launch = Launch.of(step, previous, self.limits.vocab_size)
+        newest = None if previous is None else previous.tokens
         if self._followers is not None:
             self._followers.decode(given, launch)
         if self._followers is None:
-            return graphs.run_async(step, batch, launch, previous)
+            return graphs.run_async(step, batch, launch, newest)
         with self._followers.waiting():
-            return replace(graphs.run_async(step, batch, launch, previous), waiting=self._followers.waiting)
+            return replace(graphs.run_async(step, batch, launch, newest), waiting=self._followers.waiting)
 
     @torch.inference_mode()
     def follow(self, given: StepInput, launch: Launch | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,14 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         return self.length == 1 and self.start >= self.sequence.num_prompt
 
 
+class Drafted(Protocol):
+    """Guesses that a draft model has not finished."""
+
+    def read(self) -> dict[str, list[int]]:
+        """Wait for the guesses, by request id."""
+        ...
+
+
 @dataclass
 class Step:
     """What one forward pass computes: chunks of different sequences, those of one token first."""
@@ -42,6 +51,13 @@ class Step:
     """Sequences that were waiting before this step."""
     guesses: dict[str, list[int]] = field(default_factory=dict)
     """The guesses that the step checks behind decode chunks (speculation), by request id. Such chunks come last."""
+    drafted: Drafted | None = None
+    """Where the host does not know the guesses yet; PLACEHOLDER then stands for each of them."""
+
+    def read_guesses(self) -> None:
+        """Wait for guesses that the host does not know yet."""
+        if self.drafted is not None:
+            self.guesses, self.drafted = self.drafted.read(), None
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ from server.engine.runtime.compile.pdl import dependent_launches
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
-from server.engine.runtime.graphs.pool import GraphPool, unowned
+from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
@@ -34,6 +34,9 @@ WARM_UPS = 2
 # for them takes less time than the start of the attention's launch, which that kernel hides
 # (docs/adr/0011-decode-attention.md).
 _ROTARY_FROM = 8
+# Of a step that is waited for, this part of the layers is a graph of its own: the device begins with it while the host
+# launches the rest.
+_FIRST_PART = 5
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -50,7 +53,7 @@ def ladder(max_num_seqs: int) -> list[int]:
 class _Graph:
     """A captured step and the tensors that it reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
+    step: CapturedStep
     inputs: torch.Tensor
     """int64 [3, size]: token ids, positions, cache slots."""
     logits: torch.Tensor
@@ -74,13 +77,15 @@ class DecodeGraphs:
         clock: DeviceClock | None,
         adapter_slots: int = 0,
         pool: GraphPool | None = None,
+        waited_for: bool = False,
     ) -> None:
-        """pool: the pool of other graphs, which these share."""
+        """pool: the pool of other graphs, which these share. waited_for: whether the device is idle before a step."""
         self._model = model
         self._backend = backend
         self._graphs: dict[int, _Graph] = {}
         self._clock = clock
         self._adapter_slots = adapter_slots
+        self._waited_for = waited_for
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
         self._adapted: dict[int, _Graph] = {}
         self._largest = 0
@@ -113,9 +118,9 @@ class DecodeGraphs:
         """Logits [sequences, vocabulary], valid until the next run."""
         return self._replay(batch, batch.ids).logits[: len(batch.spans)]
 
-    def run_async(self, step: Step, batch: Batch, launch: Launch, previous: AsyncStep | None) -> AsyncStep:
-        """Launch a decode step; the device puts previous' tokens in the places of PLACEHOLDER ids."""
-        best, tokens = self.launch(batch, launch, None if previous is None else previous.tokens)
+    def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
+        """Launch a decode step; newest: as of launch()."""
+        best, tokens = self.launch(batch, launch, newest)
         copied = torch.empty(2, len(tokens), dtype=torch.float32, pin_memory=True)
         copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)
         times = None
@@ -129,7 +134,7 @@ class DecodeGraphs:
     def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Each sequence's best logit and its sampled token, int64, on the device.
 
-        newest: the tokens of the step launched before, where this one follows it.
+        newest: the tokens of the step launched before, where this one follows it; they take PLACEHOLDER ids' places.
         """
         captured = self._replay(batch, _ids(batch, launch, newest))
         count = len(batch.spans)
@@ -145,7 +150,7 @@ class DecodeGraphs:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True
         plan = partial(self._backend.plan_decode_graph, batch.spans, size)
-        self.pool.replay(captured.graph, plan, captured.inputs, (ids, batch.positions, batch.slots))
+        self.pool.replay(captured.step, plan, captured.inputs, (ids, batch.positions, batch.slots))
         return captured
 
     def run_with_options(
@@ -185,11 +190,12 @@ class DecodeGraphs:
             best, tokens = logits.float().max(dim=-1)
             return logits, torch.stack((best, tokens.float()))
 
-        with _compiled_layers(self._model, self.applies_rotary(size), self.shared):
-            graph, (logits, greedy) = self.pool.capture(forward, WARM_UPS)
+        cut = self.pool.cut if self._waited_for else None
+        with _compiled_layers(self._model, self.applies_rotary(size), self.shared, cut):
+            captured, (logits, greedy) = self.pool.capture(forward, WARM_UPS)
             if count:
                 self.fused = count_fused(forward)
-        return _Graph(graph, inputs, unowned(logits), unowned(greedy), others)
+        return _Graph(captured, inputs, unowned(logits), unowned(greedy), others)
 
 
 def _ids(batch: Batch, launch: Launch, newest: torch.Tensor | None) -> torch.Tensor:
@@ -197,18 +203,19 @@ def _ids(batch: Batch, launch: Launch, newest: torch.Tensor | None) -> torch.Ten
     ids = batch.ids
     if newest is not None:
         if launch.source is not None:
-            source = torch.tensor(launch.source, pin_memory=True)
-            newest = newest[source.to(ids.device, non_blocking=True)]
+            newest = newest[to_device(np.array(launch.source, np.int64), ids.device)]
         ids = torch.where(ids == PLACEHOLDER, newest, ids)
     return ids
 
 
 @contextmanager
-def _compiled_layers(model: PreTrainedModel, applies_rotary: bool, shared: bool = False) -> Iterator[None]:
+def _compiled_layers(
+    model: PreTrainedModel, applies_rotary: bool, shared: bool = False, cut: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation.
 
     applies_rotary: whether the attention computes queries' and keys' norms and rotary embeddings. shared: compile apart
-    from what has been compiled for graphs that are not shared.
+    from what has been compiled for graphs that are not shared. cut: called behind the first part of the layers.
     """
     # Each size of the ladder and kind of layer is compiled once, and all of that code is kept.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
@@ -223,9 +230,17 @@ def _compiled_layers(model: PreTrainedModel, applies_rotary: bool, shared: bool 
     plain: list[Callable[..., object]] = [layer.forward for layer in layers]
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
+    if cut is not None:
+        behind = layers[-(-len(layers) // _FIRST_PART) % len(layers)]
+        behind.forward = partial(_after, cut, behind.forward)
     try:
         with dependent_launches(), small_kernels_by_rule(), fused_operations(applies_rotary):
             yield
     finally:
         for layer in layers:
             del layer.forward
+
+
+def _after(first: Callable[[], None], then: Callable[..., object], *args: object, **kwargs: object) -> object:
+    first()
+    return then(*args, **kwargs)

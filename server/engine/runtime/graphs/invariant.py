@@ -8,6 +8,7 @@ writes the keys and values of the whole group before it attends.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ def in_groups(batch: Batch, block_size: int, size: int = INVARIANT_ROWS) -> Iter
     of = np.repeat(np.arange(len(spans)), spans.lengths)
     positions = np.arange(count) - spans.first_rows[of] + spans.starts[of]
     adapters = [spans.adapters[index] for index in of.tolist()]
-    rows = torch.arange(size, device=batch.ids.device)
+    rows = _first_rows(size, batch.ids.device)
     for first in range(0, count, size):
         cut = slice(first, min(first + size, count))
         starts = positions[cut]
@@ -34,3 +35,8 @@ def in_groups(batch: Batch, block_size: int, size: int = INVARIANT_ROWS) -> Iter
             first,
             Batch(batch.ids[cut], batch.positions[cut], batch.slots[cut], rows[: len(own)], own, len(own)),
         )
+
+
+@cache
+def _first_rows(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device)

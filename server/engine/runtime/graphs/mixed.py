@@ -18,7 +18,7 @@ from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.decode import WARM_UPS
-from server.engine.runtime.graphs.pool import GraphPool, unowned
+from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
 from server.engine.runtime.model.lora import adding_masked
 
 SIZES = (64, 128, 192, 256, 384, 512)
@@ -29,7 +29,7 @@ SIZES = (64, 128, 192, 256, 384, 512)
 class _Graph:
     """A captured step and the tensors that it reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
+    step: CapturedStep
     inputs: torch.Tensor
     """int64 [3, size]: token ids, positions, cache slots."""
     wanted: torch.Tensor
@@ -85,7 +85,7 @@ class MixedGraphs:
         captured, wanted = self._graphs[size], batch.sampled_rows.shape[0]
         captured.wanted[:wanted].copy_(batch.sampled_rows)
         plan = partial(self._backend.plan_mixed_graph, batch.spans, size, self._sequences(size))
-        self._pool.replay(captured.graph, plan, captured.inputs, (batch.ids, batch.positions, batch.slots))
+        self._pool.replay(captured.step, plan, captured.inputs, (batch.ids, batch.positions, batch.slots))
         return captured.logits[:wanted]
 
     def _size(self, batch: Batch) -> int | None:
@@ -111,5 +111,5 @@ class MixedGraphs:
             logits: torch.Tensor = output.logits[0]
             return logits
 
-        graph, logits = self._pool.capture(forward, WARM_UPS)
-        return _Graph(graph, inputs, wanted, unowned(logits))
+        captured, logits = self._pool.capture(forward, WARM_UPS)
+        return _Graph(captured, inputs, wanted, unowned(logits))

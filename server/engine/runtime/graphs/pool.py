@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -10,6 +11,18 @@ import torch
 from server.engine.runtime.exchange import is_alone
 
 _Results = TypeVar("_Results")
+
+
+class CapturedStep:
+    """What was captured: a CUDA graph, or several that are launched one after another."""
+
+    def __init__(self) -> None:
+        self.pieces: list[torch.cuda.CUDAGraph] = []
+
+    def replay(self) -> None:
+        """Launch all of it."""
+        for piece in self.pieces:
+            piece.replay()
 
 
 class GraphPool:
@@ -28,6 +41,9 @@ class GraphPool:
         # All captures share one stream, because cuBLAS keeps 32 MiB for each stream it has seen.
         self._stream = torch.cuda.Stream(device)
         self._handle = torch.cuda.graph_pool_handle()
+        # While a step is captured: the step, and what ends the capture of its newest piece.
+        self._captured = CapturedStep()
+        self._open: ExitStack | None = None
 
     def new_inputs(self, size: int) -> torch.Tensor:
         """The inputs of a graph, all padding."""
@@ -37,36 +53,56 @@ class GraphPool:
 
     def replay(
         self,
-        graph: torch.cuda.CUDAGraph,
+        captured: CapturedStep,
         plan: Callable[[], object],
         inputs: torch.Tensor,
         values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Replay a graph on values: the ids, positions and slots of a step's tokens; plan() lays out its attention."""
+        """Replay a step on values: the ids, positions and slots of a step's tokens; plan() lays out its attention."""
         # The plan's host memory may be written again only when its copies to the device are over.
         self._planned.synchronize()
         plan()
         count = len(values[0])
         for row, own in zip(inputs, values, strict=True):
             row[:count].copy_(own)
-        inputs[2, count:] = self._scratch_slot
+        if count < inputs.shape[1]:
+            inputs[2, count:] = self._scratch_slot
         self._planned.record()
-        graph.replay()
+        captured.replay()
         self.replays += 1
 
-    def capture(self, forward: Callable[[], _Results], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, _Results]:
-        """A graph of forward(), captured after `warm_ups` runs without one; see unowned() for its results."""
+    def capture(self, forward: Callable[[], _Results], warm_ups: int) -> tuple[CapturedStep, _Results]:
+        """Capture forward() after `warm_ups` runs without a graph; see unowned() for its results."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(warm_ups):
                 forward()
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
+        captured = self._captured = CapturedStep()
+        try:
+            with ExitStack() as self._open:
+                self.cut()
+                results = forward()
+        finally:
+            self._open = None
+        return captured, results
+
+    def cut(self) -> None:
+        """Capture what follows as a graph of its own; nothing happens where nothing is being captured.
+
+        The device begins with a graph when the host has launched all of it, which takes the host up to a microsecond for
+        each kernel. Where a step is waited for, a short first graph lets the device begin while the rest is launched.
+        """
+        if self._open is None:
+            return
+        self._open.close()
+        piece = torch.cuda.CUDAGraph()
         # NCCL has a thread of its own, which asks for events meanwhile.
         mode = "global" if is_alone() else "thread_local"
-        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode=mode):
-            results = forward()
-        return graph, results
+        self._open.enter_context(
+            torch.cuda.graph(piece, pool=self._handle, stream=self._stream, capture_error_mode=mode)
+        )
+        self._captured.pieces.append(piece)
 
 
 class _Memory:

@@ -37,7 +37,7 @@ class VerifyGraphs(DecodeGraphs):
         adapter_slots: int,
         pool: GraphPool,
     ) -> None:
-        super().__init__(model, backend, block_size, clock, adapter_slots, pool)
+        super().__init__(model, backend, block_size, clock, adapter_slots, pool, waited_for=True)
         self._block_size = block_size
 
     def fits(self, batch: Batch) -> bool:
@@ -48,12 +48,13 @@ class VerifyGraphs(DecodeGraphs):
         """Logits [tokens, vocabulary] of a batch that fits(), valid until the next run."""
         return super().run(self._singles(batch))
 
-    def sample(self, step: Step, batch: Batch, launch: Launch) -> list[Sampled]:
+    def sample(self, step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> list[Sampled]:
         """Sample each token of a step that fits() from the model's raw logits; launch has the table of their parameters.
 
-        The host waits for the device once: the tokens of sequences without a temperature are the graph's own.
+        The host waits for the device once: the tokens of sequences without a temperature are the graph's own. guesses:
+        int64, on the device, where the host does not know them; launch.source says which of them is each token's.
         """
-        return self.run_async(step, self._singles(batch), launch, None).read()
+        return self.run_async(step, self._singles(batch), launch, guesses).read()
 
     def _singles(self, batch: Batch) -> Batch:
         _, singles = next(in_groups(batch, self._block_size, self._largest))

@@ -73,6 +73,6 @@ class DraftPreparation:
         # The device's copy of the block tables has a row for each running sequence.
         rows = sequence_limit(self._config, paged.device, limits.num_blocks * self._config.block_size)
         backend.set_up_graphs(limits.max_model_len, max(rows, *SIZES), True)
-        decode = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, 0, pool)
+        decode = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, 0, pool, waited_for=True)
         decode.capture([1, *(size for size in SIZES if size < max(SIZES))], progress)
         return DraftGraphs(decode, capture_verify(paged, backend, limits, SIZES, decode, progress))
