@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -166,6 +166,19 @@ class StepInput:
     """[S]: what is added to the places of a chunk's tokens to get their positions; None where that is 0 in all chunks."""
     images: ImageRows | None = None
     """The images in the chunks."""
+
+    def in_single_tokens(self) -> StepInput:
+        """The same tokens, each as a chunk of its own; without images."""
+        count, lengths = len(self.ids), self.lengths
+        of = np.repeat(np.arange(len(lengths)), lengths)
+        return replace(
+            self,
+            rows=self.rows[of],
+            starts=np.arange(count) + np.repeat(self.starts - lengths.cumsum() + lengths, lengths),
+            lengths=np.ones(count, np.int64),
+            adapters=[self.adapters[index] for index in of.tolist()],
+            offsets=None if self.offsets is None else self.offsets[of],
+        )
 
 
 def step_input(step: Step) -> StepInput:

@@ -196,9 +196,10 @@ class ModelRunner:
             return None
         if not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
             return None
-        batch = self._batch(step_input(step))
-        if batch.images is not None or not verify.fits(batch):
+        given = step_input(step)
+        if given.images is not None:
             return None
+        batch = self._batch(given.in_single_tokens())
         table, drafted = partial(sampling_table, sampled_sequences(step), self.limits.vocab_size), step.drafted
         if drafted is None:
             return verify.sample(step, batch, Launch(False, None, table), None)

@@ -46,16 +46,14 @@ class VerifyGraphs(DecodeGraphs):
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [tokens, vocabulary] of a batch that fits(), valid until the next run."""
-        return super().run(self._singles(batch))
+        _, singles = next(in_groups(batch, self._block_size, self._largest))
+        return super().run(singles)
 
     def sample(self, step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> list[Sampled]:
-        """Sample each token of a step that fits() from the model's raw logits; launch has the table of their parameters.
+        """Sample each token of a step from the model's raw logits; launch has the table of their parameters.
 
-        The host waits for the device once: the tokens of sequences without a temperature are the graph's own. guesses:
-        int64, on the device, where the host does not know them; launch.source says which of them is each token's.
+        batch: the step's tokens in single tokens, no more than the largest graph has. The host waits for the device once:
+        the tokens of sequences without a temperature are the graph's own. guesses: int64, on the device, where the host
+        does not know them; launch.source says which of them is each token's.
         """
-        return self.run_async(step, self._singles(batch), launch, guesses).read()
-
-    def _singles(self, batch: Batch) -> Batch:
-        _, singles = next(in_groups(batch, self._block_size, self._largest))
-        return singles
+        return self.run_async(step, batch, launch, guesses).read()

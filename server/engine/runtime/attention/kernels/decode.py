@@ -108,14 +108,17 @@ def _part_length(seen: _Numbers, room: Room) -> int:
 
 def _least_length(seen: _Numbers, limit: int, total: int, longest: int) -> int:
     """The shortest part, a multiple of SMALLEST_PART, with which there are at most limit items."""
-    # Items become fewer as parts become longer, and they are at least total / (1.25 * length).
+    # Items become fewer as parts become longer, and they are at least total / (1.25 * length). The answer is mostly close to
+    # what that allows.
     low, high = max(1, 4 * total // (5 * limit * SMALLEST_PART)), max(1, -(-longest // SMALLEST_PART))
+    stride = 1
     while low < high:
-        middle = (low + high) // 2
+        middle = min(low + stride - 1, (low + high) // 2)
         if int(_parts(seen, middle * SMALLEST_PART)[0].sum()) <= limit:
             high = middle
         else:
             low = middle + 1
+        stride *= 2
     return low * SMALLEST_PART
 
 
