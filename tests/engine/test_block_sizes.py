@@ -25,6 +25,7 @@ class _Kernel:
 
     heuristic_type: HeuristicType
     launchers: list[Any] = field(default_factory=list)
+    size_hints: dict[str, int] | None = None
 
 
 def launcher(num_warps: int, **blocks: int) -> Any:
@@ -43,6 +44,24 @@ def test_the_smallest_blocks_are_taken(kind: HeuristicType) -> None:
         tune: Callable[..., None] = CachingAutotuner.autotune_to_one_config
         tune(kernel)
     assert kernel.launchers == [offered[2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hints", "taken"),
+    [
+        (HeuristicType.POINTWISE, {"x": 1 << 20}, 1),
+        (HeuristicType.POINTWISE, {"x": 1 << 21}, 0),
+        (HeuristicType.POINTWISE, {"x": 1 << 10, "y": 1 << 11}, 0),
+        (HeuristicType.PERSISTENT_REDUCTION, {"x": 1 << 12, "r0_": 1 << 12}, 1),
+    ],
+)
+def test_the_largest_blocks_are_taken_for_many_elements(kind: HeuristicType, hints: dict[str, int], taken: int) -> None:
+    offered = [launcher(4, XBLOCK=1024), launcher(8, XBLOCK=512)]
+    kernel = _Kernel(kind, list(offered), hints)
+    with small_kernels_by_rule():
+        tune: Callable[..., None] = CachingAutotuner.autotune_to_one_config
+        tune(kernel)
+    assert kernel.launchers == [offered[taken]]
 
 
 def test_loops_are_timed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.runtime.compile.layers import compile_layers
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.model.expanded import copy_bytes, expand_weights, expanded_bytes
 from server.engine.runtime.model.projections import NF4Linear, replace_projections
@@ -70,15 +72,44 @@ def test_copies_are_used_from_their_token_count_on(tokens: int, tmp_path: Path) 
     assert torch.equal(dynamic, module(x))
 
 
-def test_code_compiled_for_any_number_of_tokens_decides_when_it_runs(tmp_path: Path) -> None:
+def test_code_traced_for_any_number_of_tokens_decides_when_it_runs(tmp_path: Path) -> None:
+    """Traced with few tokens; where it decided while it is traced, many tokens would be another graph."""
     model = small_model(tmp_path, torch.device("cpu"), torch.float32)
     replace_projections(model)
     module = linears_of(model)[0][0]
     module.expand(torch.float32)
-    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend="aot_eager")
-    for tokens in (MANY + 40, 5, FEW, MANY):
+    traced: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        traced.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend=kept)
+    for tokens in (5, MANY + 40, FEW, MANY):
         x = torch.randn(1, tokens, module.in_features)
-        assert torch.equal(compiled(x), module(x))
+        expected = module(x)
+        with NF4Linear.for_any_tokens():
+            assert torch.equal(compiled(x), expected)
+    assert len(traced) == 1
+
+
+@pytest.mark.slow
+def test_compiled_layers_decide_when_they_run(tmp_path: Path) -> None:
+    """Compiled layers are traced with a few tokens, and no guard tells them apart from many."""
+    model = small_model(tmp_path, torch.device("cpu"), torch.float32)
+    replace_projections(model)
+    module = linears_of(model)[0][0]
+    module.expand(torch.float32)
+    assert module.expanded is not None
+    module.expanded.mul_(2)  # so that it shows which of both a run takes
+    layer = torch.nn.Sequential(torch.nn.LayerNorm(module.in_features), module)
+    sizes = (5, MANY + 40, FEW, MANY)
+    inputs = [torch.randn(1, tokens, module.in_features) for tokens in sizes]
+    expected = [layer(x) for x in inputs]
+    with torch.inference_mode():
+        compile_layers([layer], lambda tokens: layer(torch.randn(1, tokens, module.in_features)), lambda *_: None)
+        for x, own in zip(inputs, expected, strict=True):
+            assert torch.allclose(layer(x), own, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 from server.config import EngineConfig
 from server.engine.runtime.attention.paged_cpu import paged_cpu_error
 from server.engine.runtime.compile import artifacts, layers
-from server.engine.runtime.compile.layers import CompiledLayer
+from server.engine.runtime.compile.compiled_layer import CompiledLayer
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.preparation import recording
 from server.engine.runtime.preparation.assembly import build_runner

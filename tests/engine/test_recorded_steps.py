@@ -9,7 +9,7 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.runtime.attention.paged_cpu import paged_cpu_error
-from server.engine.runtime.compile.layers import CompiledLayer
+from server.engine.runtime.compile.compiled_layer import CompiledLayer
 from server.engine.runtime.graphs.recorded import MOST_TOKENS
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.preparation import assembly

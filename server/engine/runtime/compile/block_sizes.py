@@ -18,13 +18,15 @@ import torch
 _LONGEST_ROW = 16384
 # Compiled code is cached on disk by what is compiled. The tag keeps code with these block sizes apart.
 _CACHE_TAG = "small kernels by rule"
+# From so many elements on, larger blocks are faster: a thread then reads 16 bytes at once.
+_MANY_ELEMENTS = 2 << 20
 # The names of the block sizes of dimensions that are not reduced begin with these; each part of a joint kernel has its own.
 _BLOCKS = ("XBLOCK", "YBLOCK", "ZBLOCK")
 
 
 @contextmanager
 def small_kernels_by_rule() -> Iterator[None]:
-    """While entered, kernels that are compiled and first run get the smallest blocks; norms keep a row in registers.
+    """While entered, kernels that are compiled and first run get their blocks by rule; norms keep a row in registers.
 
     Operations that do not depend on one another, such as queries' and keys' norms, become one launch.
     """
@@ -41,7 +43,7 @@ def small_kernels_by_rule() -> Iterator[None]:
         return _is_a_norm(features) or bool(persistent(features, cooperative_reduction))
 
     def autotune_to_one_config(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        if not _take_smallest_blocks(kernel):
+        if not _take_blocks(kernel):
             tune(kernel, *args, **kwargs)
 
     deciding.should_use_persistent_reduction = staticmethod(should_use_persistent_reduction)
@@ -67,10 +69,12 @@ def _is_a_norm(features: Any) -> bool:
     return features.get_reduction_hint() == ReductionHint.INNER and short
 
 
-def _take_smallest_blocks(kernel: Any) -> bool:
-    """Leave a kernel only the launcher with the smallest blocks, then the fewest warps; False for kernels with loops.
+def _take_blocks(kernel: Any) -> bool:
+    """Leave a kernel one launcher; False for kernels with loops.
 
-    A loop's kernel also has a block size along the reduced dimension, where larger is not worse.
+    It is the one with the smallest blocks, then the fewest warps, or the one with the largest blocks where a kernel without
+    a reduction has many elements. A loop's kernel also has a block size along the reduced dimension, where larger is not
+    worse.
     """
     from torch._inductor.runtime.hints import HeuristicType
 
@@ -79,7 +83,9 @@ def _take_smallest_blocks(kernel: Any) -> bool:
 
     def size(launcher: Any) -> tuple[int, int]:
         blocks = (size for name, size in launcher.config.kwargs.items() if name.startswith(_BLOCKS))
-        return math.prod(blocks), launcher.config.num_warps
+        return math.prod(blocks), -launcher.config.num_warps if large else launcher.config.num_warps
 
-    kernel.launchers = [min(kernel.launchers, key=size)]
+    elements = math.prod((kernel.size_hints or {}).values())
+    large = kernel.heuristic_type == HeuristicType.POINTWISE and elements >= _MANY_ELEMENTS
+    kernel.launchers = [(max if large else min)(kernel.launchers, key=size)]
     return True

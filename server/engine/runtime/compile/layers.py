@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,27 +21,15 @@ from transformers import PretrainedConfig
 
 from server.checkpoint.base import Progress
 from server.engine.runtime.compile.artifacts import artifact_path, load_artifact, store_artifact
+from server.engine.runtime.compile.compiled_layer import CompiledLayer, Path, Signature
 from server.engine.runtime.compile.pdl import dependent_launches
-from server.engine.runtime.compile.sharing import SharedEntries, WatchedMapping
+from server.engine.runtime.compile.sharing import WatchedMapping
+from server.engine.runtime.model.projections import NF4Linear
 
 logger = logging.getLogger(__name__)
 
-# Up to this many tokens the fused operations are too small to be worth waking a second thread for.
-FEW_TOKENS = 16
-_Path = tuple[int | str, ...]
-
-
-@dataclass(frozen=True)
-class _Signature:
-    """How the model calls a layer: where the tensors are among its arguments, and everything else."""
-
-    tensors: tuple[_Path, ...]
-    constants: tuple[tuple[_Path, Any], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    strided: tuple[int, ...] = ()
-    """Which of the tensors are views that are not contiguous; compiled layers get copies of these."""
-    shared: SharedEntries | None = None
+# Inductor chooses block sizes on CUDA as if there were so many tokens. No other size is likely to be equal.
+_EXAMPLE_TOKENS = 2039
 
 
 class CompileError(Exception):
@@ -82,7 +70,7 @@ def compile_layers(layers: list[nn.Module], run: Callable[[int], object], progre
     return undo
 
 
-def _observe(layers: list[nn.Module], run: Callable[[int], object]) -> list[_Signature]:
+def _observe(layers: list[nn.Module], run: Callable[[int], object]) -> list[Signature]:
     """Each layer's signature, with -1 for the sizes that differ between runs of 3 and of 5 tokens."""
     with _recorded(layers) as short:
         run(3)
@@ -104,9 +92,9 @@ def _observe(layers: list[nn.Module], run: Callable[[int], object]) -> list[_Sig
 
 
 @contextmanager
-def _recorded(layers: list[nn.Module]) -> Iterator[dict[int, _Signature]]:
+def _recorded(layers: list[nn.Module]) -> Iterator[dict[int, Signature]]:
     """Signatures by layer of the calls made while entered, with the sizes as they are."""
-    seen: dict[int, _Signature] = {}
+    seen: dict[int, Signature] = {}
 
     def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {k: WatchedMapping(v) if isinstance(v, MutableMapping) else v for k, v in kwargs.items()}
@@ -132,7 +120,7 @@ def _recorded(layers: list[nn.Module]) -> Iterator[dict[int, _Signature]]:
             handle.remove()
 
 
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """The signature of a call with these arguments, with the sizes as they are. Raises CompileError."""
     leaves = [
         *(leaf for i, value in enumerate(args) for leaf in _leaves((i,), value)),
@@ -150,10 +138,10 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
         raise CompileError(f"arguments {shared[0].argument} and {shared[1].argument} are mappings")
     strided = tuple(index for index, (_, value) in enumerate(tensors) if not value.is_contiguous())
     paths = tuple(path for path, _ in tensors)
-    return _Signature(paths, constants, shapes, dtypes, strided, shared[0] if shared else None)
+    return Signature(paths, constants, shapes, dtypes, strided, shared[0] if shared else None)
 
 
-def _leaves(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """The argument itself; of a tuple its items; of a mapping the items that the layer has read."""
     if isinstance(value, WatchedMapping):
         yield from (((*path, key, i), item) for key, entry in value.read.items() for i, item in enumerate(entry))
@@ -163,7 +151,7 @@ def _leaves(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
         yield path, value
 
 
-def _arguments(signature: _Signature, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(signature: Signature, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments, put together again."""
     whole: dict[int | str, Any] = {}
     parts: dict[int | str, dict[int | str, Any]] = {}
@@ -218,7 +206,7 @@ def _tensors(layer: nn.Module) -> list[torch.Tensor]:
     return list(_named_tensors(layer).values())
 
 
-def _kept(layer: nn.Module, kind: tuple[Any, _Signature], size: str) -> Callable[..., Any]:
+def _kept(layer: nn.Module, kind: tuple[Any, Signature], size: str) -> Callable[..., Any]:
     """The function that an earlier start has kept, else a new one of _compile(), which is kept."""
     path = artifact_path(kind, _configurations(layer), size)
     function = load_artifact(path, layer)
@@ -228,7 +216,7 @@ def _kept(layer: nn.Module, kind: tuple[Any, _Signature], size: str) -> Callable
     return function
 
 
-def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any], Any]:
+def _compile(layer: nn.Module, signature: Signature) -> tuple[Callable[..., Any], Any]:
     """A function of (the signature's tensors..., the layer's tensors...) without guards; what torch stores of it."""
     names = list(_named_tensors(layer))
     count = len(signature.tensors)
@@ -239,8 +227,10 @@ def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any
         shared = signature.shared
         return output if shared is None else (output, shared.outputs(kwargs[shared.argument]))
 
+    device = _device(layer)
+    tokens = 4 if device.type == "cpu" else _EXAMPLE_TOKENS
     examples = [
-        torch.zeros([4 if size < 0 else size for size in shape], dtype=dtype, device=_device(layer))
+        torch.zeros([tokens if size < 0 else size for size in shape], dtype=dtype, device=device)
         for shape, dtype in zip(signature.shapes, signature.dtypes, strict=True)
     ]
     for example, shape in zip(examples, signature.shapes, strict=True):
@@ -248,52 +238,14 @@ def _compile(layer: nn.Module, signature: _Signature) -> tuple[Callable[..., Any
             if size < 0:
                 torch._dynamo.decorators.mark_unbacked(example, dimension, strict=True)
     # Ahead-of-time compilation is off by default before torch 2.13, and cannot start over with floats as tensors.
-    with torch._dynamo.config.patch(enable_aot_compile=True, specialize_float=True), dependent_launches():
+    with (
+        torch._dynamo.config.patch(enable_aot_compile=True, specialize_float=True),
+        # The first run would decide between block sizes, and it has few tokens.
+        torch._inductor.config.patch({"triton.autotune_pointwise": False}),
+        NF4Linear.for_any_tokens(),
+        dependent_launches(),
+    ):
         compiled: Any = torch.compile(call, fullgraph=True)
         ahead = compiled.aot_compile(((*examples, *_tensors(layer)), {}))
     ahead.disable_guard_check()
     return ahead.fn, ahead
-
-
-class CompiledLayer:
-    """A layer's forward, which picks the tensors out of its arguments; the other arguments are known to be constant."""
-
-    def __init__(
-        self, few: Callable[..., Any], many: Callable[..., Any], signature: _Signature, own: list[torch.Tensor]
-    ) -> None:
-        """few computes up to FEW_TOKENS tokens, many computes more; both take the signature's tensors and then own."""
-        self._few, self._many, self._own = few, many, own
-        self._signature = signature
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the layer takes its tensors as they are, and its result is all that it gives."""
-        return self._signature.shared is None and not self._signature.strided
-
-    def pick(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call's arguments; the first holds the hidden states [..., tokens, width]."""
-        tensors = []
-        for path in self._signature.tensors:
-            key = path[0]
-            value = args[key] if isinstance(key, int) else kwargs[key]
-            for step in path[1:]:
-                value = value[step]
-            tensors.append(value)
-        for index in self._signature.strided:
-            tensors[index] = tensors[index].contiguous()
-        return tensors
-
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        """What the compiled function gives for the tensors that pick() has found."""
-        function = self._few if tensors[0].shape[-2] <= FEW_TOKENS else self._many
-        return function(*tensors, *self._own)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output."""
-        output = self.run(self.pick(args, kwargs))
-        shared = self._signature.shared
-        if shared is None:
-            return output
-        output, entries = output
-        kwargs[shared.argument].update(zip(shared.written, entries, strict=True))
-        return output

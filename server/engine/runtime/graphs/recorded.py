@@ -22,7 +22,7 @@ from torch import nn
 
 from server.engine.runtime.attention.base import is_attending
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
-from server.engine.runtime.compile.layers import CompiledLayer
+from server.engine.runtime.compile.compiled_layer import CompiledLayer
 from server.engine.runtime.graphs.recording import Recording, RecordingError
 from server.engine.runtime.graphs.shown_layers import ShownLayers
 from server.engine.runtime.model.cpu_linear import prepared_linear

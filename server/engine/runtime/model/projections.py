@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +41,9 @@ class NF4Linear(nn.Module):
     EXPANDED_FROM = 129
     """Tokens from which on the expanded weight is used: with fewer the NF4 kernels read a quarter of its bytes."""
 
+    _for_any_tokens = False
+    """Whether what is traced now runs with any number of tokens, see for_any_tokens()."""
+
     def __init__(self, layer: Linear4bit) -> None:
         super().__init__()
         state: QuantState = layer.weight.quant_state
@@ -66,14 +71,26 @@ class NF4Linear(nn.Module):
         if self.expanded is None:
             out: torch.Tensor = torch.ops.nf4.linear(x, *self._weight())
             return out
-        tokens = x.shape[:-1].numel()
-        if not isinstance(tokens, int):  # compiled for any number of tokens
+        if NF4Linear._for_any_tokens:
             out = torch.ops.nf4_server.expanded_linear(x, self.expanded, *self._weight())
-        elif tokens >= self.EXPANDED_FROM:
+        elif x.shape[:-1].numel() >= self.EXPANDED_FROM:
             out = torch.nn.functional.linear(x, self.expanded, self.bias)
         else:
             out = torch.ops.nf4.linear(x, *self._weight())
         return out
+
+    @staticmethod
+    @contextmanager
+    def for_any_tokens() -> Iterator[None]:
+        """While entered, traced layers leave it to each run whether to use the expanded weight.
+
+        torch.compile would trace the branch of the example's tokens, and nothing would check it where guards are off.
+        """
+        NF4Linear._for_any_tokens = True
+        try:
+            yield
+        finally:
+            NF4Linear._for_any_tokens = False
 
     def _weight(self) -> tuple[Any, ...]:
         """The arguments of nf4::linear behind x."""
