@@ -149,6 +149,24 @@ def test_guesses_that_are_wrong_end_and_are_tried_again(model: Any) -> None:
     assert not speculator.plan(step)
 
 
+def test_a_draft_model_whose_guesses_are_wrong_does_not_follow_until_they_are_tried_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiny_model("llama", seed=9)
+    costs = StepCosts({size: 1 + size / 10 for size in range(1, 17)}, drafting=dict.fromkeys(range(1, 7), 0.45))
+    engine, speculator = make_engine(model, other, costs)
+    parts = followed(speculator, monkeypatch)
+    run_together(engine, make_request(40, max_tokens=150, ignore_eos=True))
+    # Its prompt, and then none of the three times that it lacked 33 tokens.
+    assert parts == [[(0, 32)]]
+    _, step = started([list(range(5, 50))])
+    (sequence,) = (chunk.sequence for chunk in step.chunks)
+    sequence.num_drafted, sequence.acceptance = 3, 0.1
+    followed_after = next(count for count in range(5000) if speculator.catch_up(step) or len(parts) > 1)
+    assert 500 < followed_after < 2500
+    assert parts[1][0][0] == 3
+
+
 def test_more_guesses_where_more_are_right_and_fewer_sequences_run(model: Any) -> None:
     costs = StepCosts({1: 1.0, 2: 1.02, 4: 1.03, 8: 1.05, 16: 1.2, 32: 1.6}, drafting={8: 0.05, 32: 0.1})
     _, speculator = make_engine(model, model, costs)

@@ -218,3 +218,33 @@ def test_a_draft_model_with_batch_invariant(tmp_path: Path) -> None:
     expected, got, engine = drafted(runner, config)
     assert got == expected
     assert sum(engine.stats().accepted_by_place) > 0
+
+
+def test_guesses_laid_out_on_the_device_are_those_laid_out_by_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, config = drafting_runner(tmp_path)
+    model = runner.draft_model
+    assert model is not None
+    assert model._graphs is not None
+    launch_next, launched = model._graphs.decode.launch_next, [0, 0]
+
+    def counted(newest: torch.Tensor, table: Any) -> torch.Tensor | None:
+        found = launch_next(newest, table)
+        launched[found is not None] += 1
+        return found
+
+    monkeypatch.setattr(model._graphs.decode, "launch_next", counted)
+    rates, given = [], []
+    for on_device in (True, False):
+        if not on_device:
+            monkeypatch.setattr(model._graphs.decode, "launch_next", lambda *_: None)
+        got, engine = answers(runner, config, "draft")
+        stats = engine.stats()
+        rates.append(sum(stats.accepted_by_place) / stats.draft_tokens)
+        given.append(got)
+    assert launched[True] > 10, launched
+    assert launched[False] == 0
+    assert abs(rates[0] - rates[1]) < 0.1, rates
+    same = sum(a == b for one, other in zip(*given, strict=True) for a, b in zip(one, other, strict=False))
+    assert same > 0.3 * sum(map(len, given[0])), same

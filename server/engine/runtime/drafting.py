@@ -92,6 +92,8 @@ class DraftModel:
         self._graphs = graphs
         self._vocabulary = vocabulary
         self._has_failed = False
+        # Whether the last step was a decode graph, behind which the device can lay out the next one.
+        self._is_laid_out = False
         self.longest = longest
         """Tokens that it can compute of one sequence."""
 
@@ -147,13 +149,21 @@ class DraftModel:
         parts = [_Part(s, s.num_drafted, s.tokens[s.num_drafted :]) for s in sequences]
         columns = [self._next(parts, 0, None)]
         for place in range(1, counts[0]):
-            going = sum(count > place for count in counts)
-            parts = [_Part(s, len(s.tokens) + place - 1, [PLACEHOLDER]) for s in sequences[:going]]
-            columns.append(self._next(parts, place, columns[-1]))
+            going = sequences[: sum(count > place for count in counts)]
+            columns.append(self._following(going, place, columns[-1]))
         if self._paged.vocab_size > self._vocabulary:
             # A token beyond the other model's vocabulary stands for a wrong guess.
             columns = [column.clamp(max=self._vocabulary - 1) for column in columns]
         return columns
+
+    def _following(self, sequences: list[Sequence], place: int, newest: torch.Tensor) -> torch.Tensor:
+        """int64 [sequences]: the guess behind place guesses of each; newest: the guesses before, as of _next()."""
+        if self._graphs is not None and self._is_laid_out:
+            table = sampling_table([SequenceAhead(s, place) for s in sequences], self._paged.vocab_size)
+            found = self._graphs.decode.launch_next(newest[: len(sequences)], table)
+            if found is not None:
+                return found
+        return self._next([_Part(s, len(s.tokens) + place - 1, [PLACEHOLDER]) for s in sequences], place, newest)
 
     def _next(self, parts: list[_Part], place: int, newest: torch.Tensor | None) -> torch.Tensor:
         """int64 [parts]: the token behind each part, the guess behind place guesses of its sequence.
@@ -163,7 +173,8 @@ class DraftModel:
         count, graphs = len(parts), self._graphs
         ahead: list[Sequence] = [SequenceAhead(part.sequence, place) for part in parts]
         batch = self._batch(parts)
-        if graphs is not None and graphs.decode.fits(batch):
+        self._is_laid_out = graphs is not None and graphs.decode.fits(batch)
+        if graphs is not None and self._is_laid_out:
             source = None if newest is None or len(newest) == count else list(range(count))
             launch = Launch(newest is not None, source, partial(sampling_table, ahead, self._paged.vocab_size))
             return graphs.decode.launch(batch, launch, newest)[1]

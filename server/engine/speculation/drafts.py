@@ -17,11 +17,13 @@ MOST_DRAFTED = 8
 SHORT_LAG = 32
 """Tokens that the draft model may lack when it begins to guess; where it lacks more, it computes these first."""
 _FIRST_RATE = 0.7
-_LEARNING_RATE = 1 / 12
+_LEARNING_RATE = 1 / 16
 # The rate of all sequences together, with which a new one begins.
 _COMMON_LEARNING_RATE = 1 / 32
 # Each step without guesses moves the rate back towards its initial value, so that guesses are tried again at some point.
 _FORGETTING_RATE = 1 / 512
+# Steps after which it is asked again whether guesses would pay, where the draft model lags behind because they did not.
+_ASKED_EVERY = 32
 
 
 class DraftModel(Protocol):
@@ -65,6 +67,7 @@ class DraftSpeculator(Speculator):
         self._blocks = blocks
         self._token_budget = token_budget
         self._rate = _FIRST_RATE
+        self._steps_until_asked = 0
 
     def plan(self, step: Step) -> bool:
         """Plan as Speculator does; step.guesses gets places for guesses, which draft() fills."""
@@ -72,26 +75,28 @@ class DraftSpeculator(Speculator):
         chunks = step.chunks
         if not self.may_have_guesses(step):
             return False
-        reach = min(MOST_DRAFTED, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
-        rates: list[tuple[float, int, Sequence]] = []
-        for chunk in chunks:
-            sequence = chunk.sequence
-            most = min(reach, sequence.most_new_tokens(self._max_model_len) - 1)
-            if most < 1 or not can_guess(sequence) or _lag(sequence) > SHORT_LAG:
-                continue
-            if sequence.acceptance is None:
-                sequence.acceptance = self._rate
-            rates.append((sequence.acceptance, most, sequence))
+        rates = [found for found in self._rates(step) if _lag(found[2]) <= SHORT_LAG]
         chosen = self._chosen(len(chunks), rates)
         for sequence in chosen:
             guesses = step.guesses.setdefault(sequence.request_id, [])
             guesses.append(PLACEHOLDER)
         for rate, _, sequence in rates:
-            if sequence.request_id not in step.guesses:
-                sequence.acceptance = rate + (_FIRST_RATE - rate) * _FORGETTING_RATE
+            sequence.acceptance = rate if sequence.request_id in step.guesses else _drifted(rate)
         if not chosen:
-            self._rate += (_FIRST_RATE - self._rate) * _FORGETTING_RATE
+            self._rate = _drifted(self._rate)
         return bool(chosen)
+
+    def _rates(self, step: Step) -> list[tuple[float, int, Sequence]]:
+        """How likely a guess is right, and the most guesses, of each sequence of a step that may have some."""
+        chunks = step.chunks
+        reach = min(MOST_DRAFTED, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
+        found: list[tuple[float, int, Sequence]] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            most = min(reach, sequence.most_new_tokens(self._max_model_len) - 1)
+            if most >= 1 and can_guess(sequence):
+                found.append((self._rate if sequence.acceptance is None else sequence.acceptance, most, sequence))
+        return found
 
     def _chosen(self, sequences: int, rates: list[tuple[float, int, Sequence]]) -> list[Sequence]:
         """The sequences of the guesses that give the most tokens per second, one entry a guess.
@@ -130,23 +135,37 @@ class DraftSpeculator(Speculator):
             self._name({sequence: before})
 
     def catch_up(self, step: Step) -> None:
-        """Have known tokens computed of sequences of a step that has run, where guesses could pay.
+        """Have known tokens computed of sequences of a step that has run, where guesses are expected to pay.
 
         They are as many as a step may have, so that prompts are computed in chunks here, too.
         """
         if not self.may_have_guesses(step):
             return
+        running = (chunk.sequence for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING)
+        behind = [sequence for sequence in running if _lag(sequence) > SHORT_LAG and self._may_go_on(sequence)]
+        if not behind or not self._pays(step, behind):
+            return
         left, parts, before = self._token_budget(), list[tuple[Sequence, int]](), dict[Sequence, int]()
-        for chunk in step.chunks:
-            sequence = chunk.sequence
-            lag = _lag(sequence)
-            if sequence.phase is Phase.RUNNING and lag > SHORT_LAG and left > 0 and self._may_go_on(sequence):
-                parts.append((sequence, min(lag, left)))
+        for sequence in behind:
+            if left > 0:
+                parts.append((sequence, min(_lag(sequence), left)))
                 before[sequence] = sequence.num_drafted
                 left -= parts[-1][1]
-        if parts:
-            self._model.follow(parts)
-            self._name(before)
+        self._model.follow(parts)
+        self._name(before)
+
+    def _pays(self, step: Step, behind: list[Sequence]) -> bool:
+        """Whether a step like this one would have guesses if the draft model lagged behind in none of its sequences."""
+        self._steps_until_asked -= 1
+        if self._steps_until_asked > 0:
+            return False
+        if self._chosen(len(step.chunks), self._rates(step)):
+            return True
+        self._steps_until_asked = _ASKED_EVERY
+        for sequence in behind:
+            if sequence.acceptance is not None:
+                sequence.acceptance = _drifted(sequence.acceptance, _ASKED_EVERY)
+        return False
 
     def note_time(self, step: Step, seconds: float) -> None:
         if step.guesses:
@@ -166,3 +185,8 @@ class DraftSpeculator(Speculator):
 def _lag(sequence: Sequence) -> int:
     """Known tokens that the draft model has not computed."""
     return len(sequence.tokens) - sequence.has_placeholder - sequence.num_drafted
+
+
+def _drifted(rate: float, steps: int = 1) -> float:
+    """A rate after some steps without guesses."""
+    return rate + (_FIRST_RATE - rate) * (1 - (1 - _FORGETTING_RATE) ** steps)

@@ -136,6 +136,15 @@ class GraphBackend(AttentionBackend):
         For a graph that was captured as shared, spans may be tokens of one sequence that follow one another.
         """
 
+    def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
+        """Lay out the step behind the one that has been launched last, in which the host plays no part but to launch.
+
+        The first len(tokens) sequences go on by one token each. tokens: int64, these tokens; inputs: int64 [3, size], the
+        graph's ids, positions and slots, which are advanced, too. The host's block tables must have room for them, and
+        must have had it at the last plan. False, with nothing done, where only plan_decode_graph() can do so.
+        """
+        return False
+
     @abstractmethod
     def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         """Capture the decode graph of len(slots) sequences; slots is the buffer that the graph will read.

@@ -112,6 +112,9 @@ class TritonBackend(GraphBackend):
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
         self._decode_for(size, 1).plan(spans, size)
 
+    def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
+        return self._decode is not None and self._decode.advance(inputs, tokens, self._block_size)
+
     def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         self._write_to(slots)
         self._newest_only, self._shared = True, shared

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -91,6 +92,7 @@ class DecodeGraphs:
         self._largest = 0
         self.pool = GraphPool(model.device, backend.scratch_block * block_size) if pool is None else pool
         """Captures and replays these graphs; other graphs may share it."""
+        self._last: _Graph | None = None
         self.fused: FusedLaunches | None = None
         """The fused launches of a step of the largest graph, without adapters, where they could be counted."""
 
@@ -142,10 +144,24 @@ class DecodeGraphs:
         tokens, table = tokens.long(), launch.table()
         return best, tokens if table is None else sample_by_table(captured.logits[:count], table, tokens)
 
+    def launch_next(self, newest: torch.Tensor, table: npt.NDArray[np.float64] | None) -> torch.Tensor | None:
+        """Launch the step behind the last one of these graphs, without another step between; its tokens, on the device.
+
+        newest: int64, the tokens of the last step's first sequences, which go on. table: their sampling_table(). None, with
+        nothing launched, where launch() has to do it.
+        """
+        last = self._last
+        if last is None or not self._backend.advance_decode_graph(last.inputs, newest):
+            return None
+        self.pool.replay_again(last.step)
+        count = len(newest)
+        tokens = last.greedy[1, :count].long()
+        return tokens if table is None else sample_by_table(last.logits[:count], table, tokens)
+
     def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
         count = len(batch.spans)
         size = min(s for s in self._graphs if s >= count)
-        captured = (self._adapted if batch.spans.adapted else self._graphs)[size]
+        captured = self._last = (self._adapted if batch.spans.adapted else self._graphs)[size]
         if captured.others is not None:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True

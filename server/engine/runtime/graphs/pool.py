@@ -71,6 +71,11 @@ class GraphPool:
         captured.replay()
         self.replays += 1
 
+    def replay_again(self, captured: CapturedStep) -> None:
+        """Replay a step whose inputs and layout are on the device already."""
+        captured.replay()
+        self.replays += 1
+
     def capture(self, forward: Callable[[], _Results], warm_ups: int) -> tuple[CapturedStep, _Results]:
         """Capture forward() after `warm_ups` runs without a graph; see unowned() for its results."""
         self._stream.wait_stream(torch.cuda.current_stream())

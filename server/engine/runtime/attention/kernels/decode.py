@@ -193,9 +193,11 @@ class DecodeAttention:
         scratch_block: the KV block of padding. split: whether a sequence's keys may be split into parts.
         """
         # Triton is not installed without CUDA.
+        from server.engine.runtime.attention.kernels.advance_kernel import advance
         from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
 
         self._attend: Callable[..., torch.Tensor] = attend_newest
+        self._advance: Callable[..., None] = advance
         self._windows = list(dict.fromkeys(kind.options.window for kind in kinds))
         if len(self._windows) > HEADER:
             raise ValueError(f"layers have {len(self._windows)} different windows")
@@ -222,6 +224,14 @@ class DecodeAttention:
         rows = np.append(spans.rows, np.full(padding, self.tables.padding_row))
         self._write(layout(lengths, rows, self._windows, self._rooms))
         self.tables.update(spans)
+
+    def advance(self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int) -> bool:
+        """Lay out the step behind the one that plan() or this has laid out, see GraphBackend.advance_decode_graph()."""
+        if self._windows != [None]:
+            return False  # a window's first key would move, too
+        items = inputs.shape[1] + self._rooms[0].spare
+        self._advance(self._numbers, HEADER, FIELDS, items, inputs, tokens, self.tables.blocks, block_size)
+        return True
 
     def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
         """Lay out a step's first `singles` spans, one token each, for a launch that has room for `sequences` sequences."""
