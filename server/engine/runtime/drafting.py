@@ -159,7 +159,9 @@ class DraftModel:
     def _following(self, sequences: list[Sequence], place: int, newest: torch.Tensor) -> torch.Tensor:
         """int64 [sequences]: the guess behind place guesses of each; newest: the guesses before, as of _next()."""
         if self._graphs is not None and self._is_laid_out:
-            table = sampling_table([SequenceAhead(s, place) for s in sequences], self._paged.vocab_size)
+            table = None
+            if any(s.sampling.temperature > 0 for s in sequences):
+                table = sampling_table([SequenceAhead(s, place) for s in sequences], self._paged.vocab_size)
             found = self._graphs.decode.launch_next(newest[: len(sequences)], table)
             if found is not None:
                 return found

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 import nf4_kernels
@@ -200,7 +201,11 @@ class ModelRunner:
         if given.images is not None:
             return None
         batch = self._batch(given.in_single_tokens())
-        table, drafted = partial(sampling_table, sampled_sequences(step), self.limits.vocab_size), step.drafted
+        drafted = step.drafted
+
+        def table() -> npt.NDArray[np.float64] | None:
+            return sampling_table(sampled_sequences(step), self.limits.vocab_size)
+
         if drafted is None:
             return verify.sample(step, batch, Launch(False, None, table), None)
         assert isinstance(drafted, LaunchedGuesses)
