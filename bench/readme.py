@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import parallel_tables, sampling_tables, tables
+from bench import busy_tables, parallel_tables, sampling_tables, tables
 from bench.api_processes.tables import api_processes
 from bench.ray_serve import tables as ray_serve
+from bench.speculation import tables as speculation_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scaling.md")
@@ -27,10 +28,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": tables.decode,
     "prefill": tables.prefill,
     "vllm": tables.vllm,
-    "busy": tables.busy,
+    "busy": busy_tables.busy,
     "paper": tables.paper,
     "http": tables.http,
     "options": sampling_tables.options,
+    "speculation": speculation_tables.speculation,
+    "speculation-steps": speculation_tables.speculation_steps,
     "fidelity": tables.fidelity,
     "cpu": tables.cpu,
     "several-gpus": parallel_tables.several_gpus,

@@ -12,7 +12,7 @@ from bench.markdown import table, wrapped
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KERNELS, E2E, CPU = "kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "cpu.json"
-BUSY, EXPERTS = "busy-nvidia-h200.json", "moe-nvidia-h200.json"
+EXPERTS = "moe-nvidia-h200.json"
 PEERS = {"H200": "peers-nvidia-h200.json", "H100": "peers-nvidia-h100.json"}
 NAMES = {
     "qwen3-8b": "Qwen3-8B",
@@ -150,24 +150,6 @@ def vllm() -> str:
         for engine, weights in (("nf4-server", "NF4"), ("vLLM", "AWQ"), ("vLLM", "bf16")):
             cells = [_speed(peer(gpu, engine, weights, "llama-3.1-8b", *place)) for place in columns]
             lines.append([gpu, f"{engine}, {weights}", *cells])
-    return table(heads, lines)
-
-
-def busy() -> str:
-    """Llama-3.1-8B's shape at large batches and long contexts, before and with expanded weights and split long contexts."""
-    result = load(BUSY)
-    before, now = (
-        {(r["mode"], r["batch"], r["length"]): r for r in rows if "batch" in r and r.get("kv", "auto") == "auto"}
-        for rows in (result["before"], result["rows"])
-    )
-    columns = [place for place in before if place in now]
-    heads = ["commit", *(f"{'prefill ' * (mode == 'prefill')}{batch} x {length}" for mode, batch, length in columns)]
-    lines = []
-    for found in (before, now):
-        commit = str(found[columns[0]].get("commit", result["commit"]))
-        lines.append([commit, *(_speed(found[column]["ours_tok_s"]) for column in columns)])
-        steps = [found[column].get("step_ms") for column in columns]
-        lines.append(["its median step, ms", *(f"{ms:.1f}" if ms else "" for ms in steps)])
     return table(heads, lines)
 
 
