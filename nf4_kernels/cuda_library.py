@@ -174,6 +174,18 @@ def library() -> ctypes.CDLL | str:
             *(ctypes.c_int32,) * 3,
             ctypes.c_void_p,
         )
+        loaded.nf4_cuda_route.argtypes = (
+            *(ctypes.c_void_p,) * 3,
+            ctypes.c_int64,
+            *(ctypes.c_int32,) * 5,
+            ctypes.c_void_p,
+        )
+        loaded.nf4_cuda_route_linear.argtypes = (
+            *(ctypes.c_void_p,) * 4,
+            ctypes.c_int64,
+            *(ctypes.c_int32,) * 6,
+            ctypes.c_void_p,
+        )
         loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
         loaded.nf4_cuda_moe_warps.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWarpsPlan))
         loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))

@@ -1,9 +1,10 @@
-// The k greatest of each row of up to 1024 values, in descending order: what a router of experts asks for. A warp has a row in
-// registers and takes the greatest k times; torch's selection and sort are two launches that cost several times as much.
+// The k greatest of each row of up to 1024 values, in descending order, and a whole router of experts: softmax, selection and
+// the weights of the chosen ones. A warp has a row in registers and takes the greatest k times; torch's selection and sort
+// are two launches that cost several times as much, and its softmax and weights are one each.
 #include <stdint.h>
 
-#include "common.cuh"
 #include "pipeline.cuh"
+#include "router.cuh"
 
 namespace nf4 {
 namespace {
@@ -17,15 +18,6 @@ struct TopKArgs {
   int64_t rows;
   int width, k;
 };
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-
-// An unsigned number that orders values as torch does: NaN is the greatest, and both zeros are equal. It is never 0.
-__device__ __forceinline__ unsigned rank_of(float value) {
-  unsigned bits = __float_as_uint(value + 0.0f);
-  if (value != value) return ~0u;
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
 
 // Equal values come in the order of their indices. kPer: values of a lane, at lane, lane + 32, ...
 template <typename T, int kPer>
@@ -45,27 +37,45 @@ __global__ void __launch_bounds__(kWarps * 32) top_k(const __grid_constant__ Top
     ranks[i] = at < args.width ? rank_of(to_float(x[at])) : 0;
   }
   for (int j = 0; j < args.k; ++j) {
-    unsigned own = 0, at = lane;
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (ranks[i] > own) own = ranks[i], at = lane + i * 32;
-    }
-    unsigned most = __reduce_max_sync(~0u, own);
-    unsigned found = __reduce_min_sync(~0u, own == most ? at : ~0u);
+    int found;
+    take_greatest(ranks, &found);
     if (lane == 0) {
       static_cast<T*>(args.values)[row * args.k + j] = x[found];
       args.indices[row * args.k + j] = found;
-    }
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (lane + i * 32 == static_cast<int>(found)) ranks[i] = 0;
     }
   }
 #endif
 }
 
+struct RouteArgs {
+  const void* logits;  // [rows][width]
+  Routes routes;
+  int64_t rows;
+  int width;
+};
+
 template <typename T, int kPer>
-cudaError_t launch(const TopKArgs& args, cudaStream_t stream) {
+__global__ void __launch_bounds__(kWarps * 32) route(const __grid_constant__ RouteArgs args) {
+#if __CUDA_ARCH__ >= 800
+  launch_dependents();
+  grid_dependency_wait();
+  int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row >= args.rows) return;
+  const T* from = static_cast<const T*>(args.logits) + row * args.width;
+  float logits[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    int at = threadIdx.x % 32 + i * 32;
+    // This is no __ldg, since the kernel in front may write the logits after this one has started.
+    logits[i] = at < args.width ? to_float(from[at]) : 0.0f;
+  }
+  route_row<kPer>(args.routes, row, args.width, logits);
+#endif
+}
+
+// Launches one warp for each row; from sm_90 on the launch may start before the one in front has ended.
+template <typename Args>
+cudaError_t launch(void (*kernel)(Args), const Args& args, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -79,15 +89,23 @@ cudaError_t launch(const TopKArgs& args, cudaStream_t stream) {
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (status != cudaSuccess) return status;
   config.numAttrs = major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, top_k<T, kPer>, args);
+  return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 template <typename T>
-cudaError_t launch(const TopKArgs& args, cudaStream_t stream) {
-  if (args.width <= 64) return launch<T, 2>(args, stream);
-  if (args.width <= 128) return launch<T, 4>(args, stream);
-  if (args.width <= 256) return launch<T, 8>(args, stream);
-  return launch<T, 32>(args, stream);
+cudaError_t launch_top_k(const TopKArgs& args, cudaStream_t stream) {
+  if (args.width <= 64) return launch(top_k<T, 2>, args, stream);
+  if (args.width <= 128) return launch(top_k<T, 4>, args, stream);
+  if (args.width <= 256) return launch(top_k<T, 8>, args, stream);
+  return launch(top_k<T, 32>, args, stream);
+}
+
+template <typename T>
+cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream) {
+  if (args.width <= 64) return launch(route<T, 2>, args, stream);
+  if (args.width <= 128) return launch(route<T, 4>, args, stream);
+  if (args.width <= 256) return launch(route<T, 8>, args, stream);
+  return launch(route<T, 32>, args, stream);
 }
 
 }  // namespace
@@ -100,6 +118,18 @@ NF4_EXPORT int nf4_cuda_top_k(const void* x, void* values, int64_t* indices, int
   if (width < 1 || width > 1024 || k < 1 || k > width || rows < 1 || rows > 1 << 30) return cudaErrorInvalidValue;
   nf4::TopKArgs args{x, values, indices, rows, width, k};
   cudaStream_t on = static_cast<cudaStream_t>(stream);
-  if (dtype == NF4_FLOAT32) return nf4::launch<float>(args, on);
-  return dtype == NF4_FLOAT16 ? nf4::launch<__half>(args, on) : nf4::launch<__nv_bfloat16>(args, on);
+  if (dtype == NF4_FLOAT32) return nf4::launch_top_k<float>(args, on);
+  return dtype == NF4_FLOAT16 ? nf4::launch_top_k<__half>(args, on) : nf4::launch_top_k<__nv_bfloat16>(args, on);
+}
+
+// weights and experts [rows, k]: the k greatest of each row of softmax(logits), for logits [rows, width] of dtype, dense. With
+// `normalised` a row's weights are divided by their sum; they are rounded to `rounded`. Returns a cudaError_t,
+// cudaErrorInvalidValue for a width beyond 1024 or a k outside of 1 ... width or beyond 32.
+NF4_EXPORT int nf4_cuda_route(const void* logits, float* weights, int32_t* experts, int64_t rows, int32_t width, int32_t k,
+                              int32_t dtype, int32_t normalised, int32_t rounded, void* stream) {
+  if (width < 1 || width > 1024 || k < 1 || k > width || k > 32 || rows < 1 || rows > 1 << 30) return cudaErrorInvalidValue;
+  nf4::RouteArgs args{logits, {weights, experts, k, normalised != 0, rounded}, rows, width};
+  cudaStream_t on = static_cast<cudaStream_t>(stream);
+  if (dtype == NF4_FLOAT32) return nf4::launch_route<float>(args, on);
+  return dtype == NF4_FLOAT16 ? nf4::launch_route<__half>(args, on) : nf4::launch_route<__nv_bfloat16>(args, on);
 }

@@ -3,7 +3,7 @@
 torch.compile makes a kernel of each residual sum with the norm behind it. Where nf4_kernels has a fused launch, a GEMM
 does both (norms.py); GEMMs of gates and ups compute the gated activation (gates.py), attention the rotary embedding
 (rotary.py), the launch in front of a GEMM may write its input tiled (tiled_inputs.py), sums over ranks add the residual
-(exchanges.py), and a router of experts selects in one launch (selection.py).
+(exchanges.py), and a router of experts is one launch (routers.py), or selects in one (selection.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 from torch.fx import Graph, Node
 
 from nf4_kernels import cuda, ops
+from nf4_kernels.routing import can_route, can_route_linear
 from nf4_kernels.top_k import can_select
 from server.engine.runtime.compile.passes.exchanges import fuse_exchanged_residuals
 from server.engine.runtime.compile.passes.gates import fuse_gates
 from server.engine.runtime.compile.passes.matching import HasLaunch, bound_arguments_of, gemm_of, untouched
 from server.engine.runtime.compile.passes.norms import fuse_norms, fuse_residuals
 from server.engine.runtime.compile.passes.rotary import fuse_rotary
+from server.engine.runtime.compile.passes.routers import Joins, fuse_routers
 from server.engine.runtime.compile.passes.selection import Selects, fuse_selections
 from server.engine.runtime.compile.passes.tiled_inputs import TileOf, fuse_tiled_inputs
 from server.engine.runtime.exchange import one_launch
@@ -65,27 +67,33 @@ class FusedOperations:
         gates: HasLaunch | None = None,
         exchanged_bytes: int | None = None,
         selects: Selects | None = None,
+        routes: Selects | None = None,
+        joins: Joins | None = None,
     ) -> None:
         """fuses, tile_of, gates: ops.can_fuse(), ops.token_tile(), ops.can_gate() if None. See fused_operations().
 
-        selects: top_k.can_select() if None. exchanged_bytes: up to which exchanges add residuals; exchange.one_launch() if
-        None.
+        selects, routes, joins: top_k.can_select(), routing.can_route() and routing.can_route_linear() if None.
+        exchanged_bytes: up to which exchanges add residuals; exchange.one_launch() if None.
         """
         self._fuses = fuses
         self._applies_rotary = applies_rotary
         self._tile_of = tile_of
         self._gates = gates
         self._selects = selects
+        self._routes = routes
+        self._joins = joins
         self._exchanged_bytes = one_launch() if exchanged_bytes is None else exchanged_bytes
 
     def uuid(self) -> bytes | None:
         """The name of what the pass does, for kept code; None where something else than nf4_kernels decides that."""
-        own = all(given is None for given in (self._fuses, self._tile_of, self._gates, self._selects))
+        given = (self._fuses, self._tile_of, self._gates, self._selects, self._routes, self._joins)
+        own = all(one is None for one in given)
         return _identity() + repr((self._applies_rotary, self._exchanged_bytes)).encode() if own else None
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place."""
         fuse_exchanged_residuals(untouched(graph), self._exchanged_bytes)
+        fuse_routers(untouched(graph), self._routes or can_route, self._joins or can_route_linear)
         fuse_selections(untouched(graph), self._selects or can_select)
         nodes = untouched(graph)
         gemms = [node for node in nodes if node.target is torch.ops.nf4.linear.default and self._fits(node, False)]

@@ -123,8 +123,8 @@ def reshaped(node: Node, shape: torch.Size) -> Node:
     return view
 
 
-def with_value(node: Node, value: torch.Tensor) -> Node:
-    """node, a new call of an operation of ours, with the metadata that it gives a tensor like value."""
+def with_value(node: Node, value: torch.Tensor | tuple[torch.Tensor, ...]) -> Node:
+    """node, a new call of an operation of ours, with the metadata that it gives a tensor like value, or several."""
     node.meta["val"] = value
     # Without these inductor may pass the operation its arguments in any memory layout.
     node.meta["eager_input_vals"] = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])

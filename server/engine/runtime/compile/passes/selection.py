@@ -19,11 +19,12 @@ Selects = Callable[[torch.device, torch.dtype, int, int], bool]
 def fuse_selections(nodes: Iterable[Node], selects: Selects) -> None:
     """Put nf4::top_k in place of each topk of the greatest values of rows for which there is a launch."""
     for node in nodes:
-        if node.target is aten.topk.default and _fits(node, selects):
+        if node.target is aten.topk.default and selects_greatest(node, selects):
             _replace(node)
 
 
-def _fits(node: Node, selects: Selects) -> bool:
+def selects_greatest(node: Node, selects: Selects) -> bool:
+    """Whether the node, a topk, selects the greatest values of rows for which there is a launch."""
     given = bound_arguments_of(node)
     x, k, dim = given["self"].meta["val"], given["k"], given["dim"]
     width = x.shape[-1] if x.dim() else None
