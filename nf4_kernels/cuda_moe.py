@@ -17,7 +17,8 @@ from nf4_kernels.cuda import BLOCKSIZES
 from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPlan, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
-from nf4_kernels.plan.moe import MoePlan, MoeRows, MoeWarps, plan_moe
+from nf4_kernels.plan.moe import MoePlan, MoeWarps, plan_moe
+from nf4_kernels.plan.moe_rows import MoeRows
 from nf4_kernels.reference import check_expert_gate
 
 

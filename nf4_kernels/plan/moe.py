@@ -12,24 +12,20 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from nf4_kernels.plan.moe_rows import (
+    MOST_UNSORTED,
+    MoeRows,
+    capacity,
+    copies_boxes,
+    list_bytes,
+    moe_rows_candidates,
+)
 from nf4_kernels.plan.rows import GROUP_ROWS, shared_bytes
 
-# (warps, teams, k blocks of a warp, token tiles of 8): the instances of csrc/cuda/moe/instances.cuh.
-MOE_INSTANCES = (
-    *((16, 1, blocks, 1) for blocks in (1, 2, 3, 4, 8)),
-    *((16, teams, blocks, 1) for teams in (2, 4) for blocks in (2, 3, 4)),
-    *((16, 1, blocks, 2) for blocks in (1, 2, 3, 4)),
-    *((16, 2, blocks, 2) for blocks in (2, 3)),
-    *((16, 1, blocks, 4) for blocks in (1, 2)),
-)
-# The same for devices whose blocks have 99 KB of shared memory.
-MOE_SMALL_INSTANCES = ((8, 1, 1, 1), (8, 1, 2, 1), (4, 1, 2, 2))
 # (warps, row tiles of 16 in a unit): the instances of csrc/cuda/moe/warps/warps.cu.
 MOE_WARPS_INSTANCES = ((16, 1), (8, 2))
 # (tokens of a tile, warpgroups): the instances of csrc/cuda/moe/wgmma_sm90/instances.cuh.
 MOE_WGMMA_INSTANCES = ((16, 2), (32, 2), (64, 2), (128, 2), (256, 2))
-MOST_UNSORTED = 1024
-"""Choices that thread blocks group themselves."""
 K_STEP = 256
 """k of a step: of moe_warps, and of a wgmma tile, to which activations are padded."""
 GROUP = 8
@@ -49,6 +45,8 @@ TILING_US, TILED_PER_US = 25.2, 8.53e5
 """What gathering into tiles costs: microseconds of the launches in front, and how many activations go in one microsecond."""
 MOST_OF_ROWS = 4.5
 """Choices of an expert, on average, up to which moe_rows is the faster one."""
+MOST_OF_BOXES = 6.5
+"""The same where moe_rows copies weights in boxes."""
 LEAST_OF_TILES = 10
 """Choices of an expert, on average, from which tiles are gathered by a launch in front."""
 SHORT_BLOCKS = 16
@@ -59,47 +57,6 @@ MOST_ADDED = 160
 """Choices up to which moe_warps' thread blocks had better add them up than a launch behind."""
 LEAST_EVEN = 0.85
 """The share of the device's time that row groups have to fill for that."""
-_SMALL_SHARED_BYTES = 99 << 10
-
-
-def _capacity(choices: int, experts: int, size: int) -> int:
-    """The most groups that there can be: moe_capacity() of csrc/cuda/moe/args.cuh."""
-    return -(-min(choices // size + min(experts, choices), choices) // 4) * 4
-
-
-def _list_bytes(choices: int, experts: int, size: int) -> int:
-    """Bytes of a list of groups: list_bytes() of csrc/cuda/moe/args.cuh."""
-    return -(-(4 + _capacity(choices, experts, size) * (1 + size)) * 4 // 256) * 256
-
-
-@dataclass(frozen=True)
-class MoeRows:
-    """moe_rows: the weight rows of chosen experts stream past their choices; the fields are MoeRowsPlan of params.h."""
-
-    warps: int
-    teams: int
-    blocks: int
-    tiles: int
-    stages: int
-    parts: int
-    part_blocks: int
-    grid: int
-    held_groups: int
-    sorted: bool
-    adds: bool
-
-    def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
-        """The list of groups, if any, and float32 results that a launch behind adds up."""
-        listed = _list_bytes(choices, experts, self.tiles * 8) if self.sorted else 0
-        return listed + (self.parts * choices * n * 4 if (routed or self.parts > 1) and not self.adds else 0)
-
-    def __str__(self) -> str:
-        parts = "" if self.parts == 1 else f", k in {self.parts} parts"
-        return (
-            f"moe_rows: {self.teams} x {self.warps // self.teams} warps x {self.blocks} blocks, groups of {self.tiles * 8}"
-            f"{', sorted' if self.sorted else ''}{', adds' if self.adds else ''}{parts}, {self.stages} stages, "
-            f"grid {self.grid}"
-        )
 
 
 @dataclass(frozen=True)
@@ -140,9 +97,9 @@ class MoeWgmma:
 
     def workspace_bytes(self, choices: int, x_rows: int, experts: int, n: int, k: int, routed: bool) -> int:
         """The list of groups, x in the order of tiles or tiles of its choices, and 16-bit results that are added up."""
-        rows = _capacity(choices, experts, self.tokens) * self.tokens if self.tiled else x_rows
+        rows = capacity(choices, experts, self.tokens) * self.tokens if self.tiled else x_rows
         ordered = rows * -(-k // K_STEP) * K_STEP * 2
-        return _list_bytes(choices, experts, self.tokens) + ordered + (choices * n * 2 if routed else 0)
+        return list_bytes(choices, experts, self.tokens) + ordered + (choices * n * 2 if routed else 0)
 
     def __str__(self) -> str:
         tiled = ", tiled" if self.tiled else ""
@@ -152,44 +109,6 @@ class MoeWgmma:
 MoePlan = MoeRows | MoeWarps | MoeWgmma
 
 
-def moe_stages(warps: int, teams: int, blocks: int, tiles: int, nested: bool, shared: int) -> tuple[int, int]:
-    """How many ring stages fit, and bytes of one: MoeLayout of csrc/cuda/moe/rows_layout.cuh."""
-    unit_blocks = warps // teams * blocks
-    scale_pitch = ((unit_blocks * (1 if nested else 4) + 30) // 16 | 1) * 16
-    stage = teams * GROUP_ROWS * (unit_blocks * 32 + 32 + scale_pitch)
-    fixed = 65536 + 1024 + 2 * warps * tiles * 512 + 256 + GROUP_ROWS * tiles * 32
-    return max(0, min(7, 65536 // (teams * unit_blocks * 128), (shared - fixed) // stage)), stage
-
-
-def moe_rows_candidates(
-    choices: int, experts: int, k: int, arch: int, multiprocessors: int, nested: bool, gated: bool, routed: bool
-) -> list[MoeRows]:
-    """The moe_rows launches that a device can do: for groups of each size and each number of teams the smallest that fit."""
-    k_blocks, shared = k // 64, shared_bytes(arch)
-    instances = MOE_SMALL_INSTANCES if shared == _SMALL_SHARED_BYTES else MOE_INSTANCES
-    found: dict[tuple[int, int], MoeRows] = {}
-    for warps, teams, blocks, tiles in sorted(instances, key=lambda instance: instance[2]):
-        size, unit_blocks = tiles * 8, warps // teams * blocks
-        parts = -(-k_blocks // unit_blocks)
-        before = found.get((tiles, teams))
-        if (parts > 1 and gated) or (before is not None and before.parts <= parts):
-            continue
-        part_blocks = k_blocks if parts == 1 else min(unit_blocks, -(-k_blocks // parts // 4) * 4)
-        held = -(-_capacity(choices, experts, size) // multiprocessors) + 2
-        adds = routed and parts == 1 and choices <= size
-        held = max(held, choices) if adds else held
-        held += held % 2
-        stages, stage = moe_stages(warps, teams, blocks, tiles, nested, shared - held * (size + 1) * 4)
-        if stages < 2:
-            continue
-        scratch = 128 + experts * 4 + (-(-choices // 32) * experts + 1) // 2 * 4
-        is_sorted = choices > MOST_UNSORTED or (choices > 32 and scratch > stages * stage)
-        found[tiles, teams] = MoeRows(
-            warps, teams, blocks, tiles, stages, parts, part_blocks, multiprocessors, held, is_sorted, adds
-        )
-    return list(found.values())
-
-
 def moe_warps_candidates(
     choices: int, experts: int, n: int, k: int, arch: int, multiprocessors: int, routed: bool
 ) -> list[MoeWarps]:
@@ -197,7 +116,7 @@ def moe_warps_candidates(
     scratch = 128 + experts * 4 + (-(-choices // 32) * experts + 1) // 2 * 4
     if k % K_STEP or choices > MOST_UNSORTED:
         return []
-    groups, found = _capacity(choices, experts, GROUP), []
+    groups, found = capacity(choices, experts, GROUP), []
     for (warps, row_tiles), adds in itertools.product(MOE_WARPS_INSTANCES, (True, False) if routed else (False,)):
         held = groups if adds else -(-groups // multiprocessors) + 2
         plan = MoeWarps(warps, row_tiles, multiprocessors, held + held % 2, adds)
@@ -285,6 +204,9 @@ def plan_moe(
         warps.sort(key=lambda c: (c.adds != adds, c.row_tiles != (1 if adds else 2)))
         if warps:
             return warps[0]
+    boxed = [c for c in rows if copies_boxes(c, k, arch, blocksize)]
+    if boxed and GROUP_ROWS < choices <= MOST_UNSORTED and each <= MOST_OF_BOXES:
+        return boxed[0]
     if wgmma and (each > MOST_OF_ROWS or choices > MOST_UNSORTED or not rows or (short and choices > GROUP_ROWS)):
         if each < LEAST_OF_TILES:
             wgmma = [c for c in wgmma if not c.tiled]

@@ -13,15 +13,18 @@ from torch.nn import functional
 
 from nf4_kernels import Weight, cuda_moe, reference
 from nf4_kernels.params import EXPERT_ACTIVATIONS
-from nf4_kernels.plan.moe import MOST_UNSORTED, MoePlan, MoeRows, MoeWarps, MoeWgmma, moe_candidates, plan_moe
+from nf4_kernels.plan.moe import MoePlan, MoeWarps, MoeWgmma, moe_candidates, plan_moe
+from nf4_kernels.plan.moe_rows import MOE_BOXED, MOST_UNSORTED, MoeRows, copies_boxes
 from nf4_kernels.plan.rows import shared_bytes
-from tests.nf4_kernels.cuda_weights import DEVICE, gpu, random_weight, relative_error
+from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, gpu, random_weight, relative_error
 
 Maybe = torch.Tensor | None
-# (experts, rows of one, k): few and many experts, k of an odd number of 64s, rows in no whole tile, k in several parts.
+# (experts, rows of one, k): few and many experts, k of an odd number of 64s, rows in no whole tile, k in several parts, k of
+# moe_rows' boxes.
 SHAPES = [
     *((1, 48, 64), (3, 40, 192), (128, 96, 320), (8, 2880, 2880), (64, 256, 768)),
     *((16, 200, 1792), (128, 2048, 256), (4, 300, 7168), (2, 64, 14336)),
+    *((24, 202, 2048), (5, 88, 4096), (30, 90, 768)),
 ]
 # bfloat16 and float16, as in cuda_weights; results that are summed up by routing weights may be rounded once more.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -168,6 +171,25 @@ def test_scales(nested: bool, blocksize: int) -> None:
 
 
 @gpu
+@HOPPER
+@pytest.mark.parametrize("k", sorted({warps // teams * blocks * 64 for warps, teams, blocks, _ in MOE_BOXED}))
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+def test_boxes(k: int, nested: bool) -> None:
+    """Experts that nobody chose, rows in no whole unit or box, one and many groups an expert, choices that are added up."""
+    processors = device()[1]
+    for experts, n, top_k in ((7, 202, 3), (40, 88, 8), (2, 24, 1), (128, 16, 4)):
+        weight = random_experts(experts, n, k, 64, nested, offsets=nested)
+        for tokens, gated in itertools.product((1, 2, 9, 33, 120), (True, False)):
+            every = moe_candidates(tokens, top_k, experts, n, k, 90, processors, nested, gated, not gated)
+            plans = [plan for plan in every if isinstance(plan, MoeRows) and copies_boxes(plan, k, 90, 64)]
+            assert plans
+            for kind in ("distinct", "unknown"):
+                dtype = torch.float16 if tokens == 9 else torch.bfloat16
+                choices = random_choices(tokens, top_k, experts, kind)
+                check(weight, tokens, choices, gated, dtype, per_choice=tokens % 2 == 0, plans=plans)
+
+
+@gpu
 @pytest.mark.parametrize("activation", list(EXPERT_ACTIVATIONS))
 def test_activations(activation: str) -> None:
     weight = random_experts(4, 128, 512, nested=False)
@@ -177,9 +199,10 @@ def test_activations(activation: str) -> None:
 
 @gpu
 def test_float16() -> None:
-    weight = random_experts(16, 192, 512)
-    for tokens, gated in itertools.product((1, 9, 100), (False, True)):
-        check(weight, tokens, random_choices(tokens, 4, 16), gated, torch.float16)
+    for n, k in ((192, 512), (56, 2048), (40, 768)):
+        weight = random_experts(16, n, k)
+        for tokens, gated in itertools.product((1, 9, 100), (False, True)):
+            check(weight, tokens, random_choices(tokens, 4, 16), gated, torch.float16)
 
 
 @gpu
@@ -285,6 +308,13 @@ def test_plan_of_few_and_many_tokens() -> None:
     middle = plan_moe(2048, 8, 128, 1536, 2048, 90, 132, gated=True)
     assert isinstance(middle, MoeWgmma)
     assert middle.tokens < 256
+    # 6 an expert: boxes, which other block sizes do not fill.
+    boxed, other = (plan_moe(90, 8, 128, 1536, 2048, 90, 132, blocksize, gated=True) for blocksize in (64, 128))
+    assert isinstance(boxed, MoeRows)
+    assert copies_boxes(boxed, 2048, 90, 64)
+    assert not copies_boxes(boxed, 2048, 90, 128)
+    assert not copies_boxes(boxed, 1024, 90, 64)
+    assert isinstance(other, MoeWgmma)
     # 8 an expert: a launch in front would cost more than the gathering.
     eight = plan_moe(128, 8, 128, 1536, 2048, 90, 132, gated=True)
     assert isinstance(eight, MoeWgmma)

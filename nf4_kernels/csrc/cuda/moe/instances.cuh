@@ -30,6 +30,10 @@
 #define NF4_MOE_ROWS_OF_4_TILES \
   NF4_INSTANCE(16, 1, 1)        \
   NF4_INSTANCE(16, 1, 2)
+// NF4_INSTANCE(consumer warps, teams, k blocks of a warp, token tiles): those whose weights are copied in boxes, on Hopper.
+#define NF4_MOE_BOXED_ROWS  \
+  NF4_INSTANCE(16, 1, 4, 1) \
+  NF4_INSTANCE(16, 2, 4, 1)
 
 namespace nf4 {
 
@@ -38,5 +42,6 @@ namespace nf4 {
 cudaError_t launch_moe_rows_of_1_tile(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan);
 cudaError_t launch_moe_rows_of_2_tiles(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan);
 cudaError_t launch_moe_rows_of_4_tiles(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan);
+cudaError_t launch_boxed_moe_rows(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan);
 
 }  // namespace nf4

@@ -7,8 +7,20 @@
 namespace nf4 {
 namespace {
 
+// Whether weights can be copied in boxes.
+bool boxes_fit(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan) {
+  const Nf4Weight& w = moe.weight;
+  bool few_blocks = moe.num_experts * w.n * (w.k / 64) < int64_t{1} << 32;  // they are counted with 32 bits
+  return plan.parts == 1 && w.blocksize == 64 && few_blocks &&
+         reinterpret_cast<uintptr_t>(w.packed) % 16 == 0 && moe_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+}
+
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
 cudaError_t launch_instance(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan) {
+  if (boxes_fit(args, moe, plan)) {
+    cudaError_t status = launch_boxed_moe_rows(args, moe, plan);
+    if (status != cudaErrorInvalidValue) return status;
+  }
   switch (plan.tiles) {
     case 1:
       return launch_moe_rows_of_1_tile(args, moe, plan);

@@ -8,6 +8,7 @@
 // with a unit each, since one unit would be too little for all of them.
 #pragma once
 
+#include "rows_boxes.cuh"
 #include "rows_epilogue.cuh"
 
 namespace nf4 {
@@ -42,8 +43,16 @@ __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* sha
   int warp = threadIdx.x / 32 % kTeamWarps, team = threadIdx.x / 32 / kTeamWarps;
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   unsigned base = shared_address(shared), lane_offset = lane * 4;
-  const char* my_bytes = shared + Layout::kRing + team * Layout::kUnitBytes + g * Layout::kWeightPitch + warp * 32 + t * 8;
-  const char* my_scales = shared + Layout::scale_slot(0, team * Layout::kUnitBlocks + warp) + g * 8;
+  int row = Layout::row_of(g);
+  // A lane's codes in a stage; those of 8 rows below; and those of its warp's next k block.
+  constexpr int kBelow = Layout::kBoxed ? 1024 : 8 * Layout::kWeightPitch;
+  constexpr int kNextBlock = Layout::kBoxed ? kTeamWarps * 512 : kTeamWarps * 32;
+  int my_bytes = Layout::codes(0, team) +
+                 (Layout::kBoxed ? warp / 4 * 2048 + row * 128 + ((warp % 4 * 2 + t / 2) ^ row) * 16 + t % 2 * 8
+                                 : g * Layout::kWeightPitch + warp * 32 + t * 8);
+  int my_scales = Layout::scale_slot(0, team * Layout::kUnitBlocks + warp) + row * 8;
+  // Otherwise the compiler computes them again for each unit.
+  if constexpr (Layout::kBoxed) asm volatile("" : "+r"(my_bytes), "+r"(my_scales));
   float4* my_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x / 32 * kTiles * 32 + lane;
   uint4 b[kBlocks][kTiles][2];
   RingPosition ring, sums;
@@ -57,15 +66,17 @@ __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* sha
       loaded_group = run.at;
     }
     float acc[kTiles][4] = {};
-    const char* bytes = my_bytes + ring.stage * Layout::kStageBytes;
-    const char* scales = my_scales + ring.stage * Layout::kDecodedStage;
+    const char* bytes = shared + my_bytes + ring.stage * Layout::kStageBytes;
+    const char* scales = shared + my_scales + ring.stage * Layout::kDecodedStage;
     int count = mine ? min(args.part_blocks, args.k_blocks - run.part * args.part_blocks) - warp : 0;
+    if constexpr (Layout::kBoxed) barrier_wait(Layout::full(base, ring.stage), ring.parity);
     barrier_wait(Layout::decoded(base, ring.stage), ring.parity);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      if (i * kTeamWarps >= count) break;
-      uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kTeamWarps * 32);
-      uint2 lower = *reinterpret_cast<const uint2*>(bytes + 8 * Layout::kWeightPitch + i * kTeamWarps * 32);
+      // Boxes are of whole units. (A team without a unit multiplies anything; its sums are not read.)
+      if (!Layout::kBoxed && i * kTeamWarps >= count) break;
+      uint2 upper = *reinterpret_cast<const uint2*>(bytes + i * kNextBlock);
+      uint2 lower = *reinterpret_cast<const uint2*>(bytes + kBelow + i * kNextBlock);
       float part_sum[kTiles][4] = {};
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -73,7 +84,7 @@ __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* sha
         decode_codes(a, upper, lower, step, lane_offset, true, true);
         mma_step<T>(part_sum, a, b[i], step);
       }
-      static_assert(kTeamWarps % 2 == 0, "two k blocks share a slot row");
+      static_assert(kTeamWarps % (Layout::kBoxed ? 4 : 2) == 0, "two k blocks share a slot row, four a box's line");
       float2 scale = *reinterpret_cast<const float2*>(scales + i * (kTeamWarps / 2) * kTableStride);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -112,11 +123,10 @@ __device__ __forceinline__ int find_groups(const MoeRowsArgs& args, char* scratc
   return groups;
 }
 
-template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNested>
-__global__ void __launch_bounds__((kWarps + 4) * 32, 1) moe_rows(const __grid_constant__ MoeRowsArgs args) {
-#if __CUDA_ARCH__ >= 800
-  using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>;
-  constexpr int kSize = kTiles * 8;
+// map: that of the weights' boxes, where the layout has boxes.
+template <typename T, typename Layout, int kBlocks, int kTiles, bool kNested>
+__device__ __forceinline__ void run_moe_rows(const MoeRowsArgs& args, const void* map) {
+  constexpr int kSize = kTiles * 8, kWarps = Layout::kWarps;
   extern __shared__ __align__(128) char shared[];
   unsigned base = shared_address(shared);
   // Nothing is compiled for targets on which no plan fits either.
@@ -132,23 +142,45 @@ __global__ void __launch_bounds__((kWarps + 4) * 32, 1) moe_rows(const __grid_co
   __syncthreads();
   grid_dependency_wait();
   launch_dependents();
-  if (kNested && warp >= kWarps + 2) {
-    int i = threadIdx.x - (kWarps + 2) * 32;
+  constexpr int kFirstReducer = kWarps + 1, kFirstDecoder = kFirstReducer + Layout::kReducers;
+  if (kNested && warp >= kFirstDecoder && warp < kFirstDecoder + 2) {
+    int i = threadIdx.x - kFirstDecoder * 32;
     reinterpret_cast<float4*>(shared + Layout::kCode)[i] =
         __ldcg(reinterpret_cast<const float4*>(args.weight.absmax_code) + i);
   }
   int groups = find_groups<kSize>(args, shared + Layout::kRing, held);
   __syncthreads();
   MoeRun run(args, groups);
-  if (warp == kWarps) {
-    load_units<Layout, kNested>(args, base, run, held.experts);
-  } else if (warp < kWarps) {
+  if (warp < kWarps) {
     consume_units<T, Layout, kBlocks, kTiles>(args, shared, run, held);
-  } else if (warp == kWarps + 1) {
-    reduce_units<T, Layout, kTiles>(args, shared, run, held);
+  } else if (warp == kWarps) {
+    if constexpr (Layout::kBoxed) {
+      load_boxes<Layout>(args, map, base, run, held.experts);
+    } else {
+      load_units<Layout, kNested>(args, base, run, held.experts);
+    }
+  } else if (warp < kFirstDecoder) {
+    reduce_units<T, Layout, kTiles>(args, shared, run, held, warp - kFirstReducer);
+  } else if constexpr (Layout::kBoxed) {
+    decode_box_scales<Layout, kNested>(args, shared, run, held.experts, warp - kFirstDecoder);
   } else {
-    decode_unit_scales<Layout, kNested>(args, shared, run, held.experts, warp - kWarps - 2);
+    decode_unit_scales<Layout, kNested>(args, shared, run, held.experts, warp - kFirstDecoder);
   }
+}
+
+template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNested>
+__global__ void __launch_bounds__((kWarps + 4) * 32, 1) moe_rows(const __grid_constant__ MoeRowsArgs args) {
+#if __CUDA_ARCH__ >= 800
+  run_moe_rows<T, MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>, kBlocks, kTiles, kNested>(args, nullptr);
+#endif
+}
+
+// The same where a unit's k is that of the layout, and each 64 weights have a scale.
+template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNested>
+__global__ void __launch_bounds__(MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested, true>::kThreads, 1)
+    moe_rows_boxed(const __grid_constant__ MoeRowsArgs args, const __grid_constant__ CUtensorMap map) {
+#if __CUDA_ARCH__ >= 900
+  run_moe_rows<T, MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested, true>, kBlocks, kTiles, kNested>(args, &map);
 #endif
 }
 

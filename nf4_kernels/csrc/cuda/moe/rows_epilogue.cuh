@@ -7,54 +7,64 @@
 
 namespace nf4 {
 
-// What the epilogue of a unit loads, which is on its way before the unit's sums are waited for. Lane (g, t) has rows g and
-// g + 8 (or a gate and its up) of columns 2t and 2t + 1 of every token tile.
+// The lane's two choices of each token tile of a group, columns 2t and 2t + 1.
+__device__ __forceinline__ int2 lane_choices(const int* of_group, int tile) {
+  return *reinterpret_cast<const int2*>(of_group + tile * 8 + threadIdx.x % 4 * 2);
+}
+
+// The routing weights of a unit's choices, whose loads are on their way before the unit's sums are waited for.
 template <int kTiles>
-struct UnitOperands {
-  int2 choices[kTiles];
-  float2 routing[kTiles], bias;
-  template <typename T>
-  __device__ __forceinline__ void load(const MoeRowsArgs& args, const MoeRun& run, const HeldGroups<kTiles * 8>& held) {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    bias = make_float2(0.0f, 0.0f);
-    if (args.bias && run.part == 0) {
-      int upper = run.half * kHalfRows + g, lower = upper + (args.activation ? args.columns : kHalfRows);
-      const T* from = static_cast<const T*>(args.bias) + int64_t{held.experts[run.at]} * args.n;
-      if (upper < args.columns) bias.x = to_float(from[upper]);
-      if (lower < args.n) bias.y = to_float(from[lower]);
-    }
+struct UnitRouting {
+  float2 weights[kTiles];
+  __device__ __forceinline__ void load(const MoeRowsArgs& args, const int* of_group) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      choices[tile] = *reinterpret_cast<const int2*>(held.choices_of(run.at) + tile * 8 + t * 2);
-      routing[tile] = make_float2(1.0f, 1.0f);
+      weights[tile] = make_float2(1.0f, 1.0f);
       if (!args.routing) continue;
-      if (choices[tile].x >= 0) routing[tile].x = load_fresh(args.routing + choices[tile].x);
-      if (choices[tile].y >= 0) routing[tile].y = load_fresh(args.routing + choices[tile].y);
+      int2 choices = lane_choices(of_group, tile);
+      if (choices.x >= 0) weights[tile].x = load_fresh(args.routing + choices.x);
+      if (choices.y >= 0) weights[tile].y = load_fresh(args.routing + choices.y);
     }
   }
 };
 
-// Writes the results of two rows (or of a gate and its up) of one choice.
+// The biases of the unit's row `place` of its upper 8, and of that of its lower 8 (or of a gate and its up).
 template <typename T>
-__device__ __forceinline__ void write_unit(const MoeRowsArgs& args, const MoeRun& run, int choice, float routing,
-                                           float upper, float lower) {
-  int row = run.half * kHalfRows + threadIdx.x % 32 / 4;
-  if (args.activation) {
-    if (row >= args.columns) return;
-    static_cast<T*>(args.out)[int64_t{choice} * args.columns + row] =
-        from_float<T>(gated_activation(args.activation, upper, lower));
-    return;
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half, row += kHalfRows) {
-    if (row >= args.n) return;
-    float value = half ? lower : upper;
-    int64_t at = int64_t{choice} * args.n + row;
-    if (args.partial) {
-      args.partial[run.part * (int64_t{args.choices} * args.n) + at] = routing * value;
-    } else {
-      static_cast<T*>(args.out)[at] = from_float<T>(value);
-    }
+__device__ __forceinline__ float2 unit_bias(const MoeRowsArgs& args, const MoeRun& run, int place, int expert) {
+  float2 bias = make_float2(0.0f, 0.0f);
+  if (!args.bias || run.part > 0) return bias;
+  int upper = run.half * kHalfRows + place, lower = upper + (args.activation ? args.columns : kHalfRows);
+  const T* from = static_cast<const T*>(args.bias) + int64_t{expert} * args.n;
+  if (upper < args.columns) bias.x = to_float(from[upper]);
+  if (lower < args.n) bias.y = to_float(from[lower]);
+  return bias;
+}
+
+// Writes the results of gates and ups of the lane's two choices.
+template <typename T>
+__device__ __forceinline__ void write_gated(const MoeRowsArgs& args, int row, int2 choices, const float (&gate)[2],
+                                            const float (&up)[2]) {
+  // Both are computed whether they are choices or not, side by side.
+  float first = gated_activation(args.activation, gate[0], up[0]), second = gated_activation(args.activation, gate[1], up[1]);
+  if (row >= args.columns) return;
+  T* out = static_cast<T*>(args.out) + row;
+  if (choices.x >= 0) out[int64_t{choices.x} * args.columns] = from_float<T>(first);
+  if (choices.y >= 0) out[int64_t{choices.y} * args.columns] = from_float<T>(second);
+}
+
+// Writes the results of a row, of the lane's two choices.
+template <typename T>
+__device__ __forceinline__ void write_row(const MoeRowsArgs& args, int part, int row, int2 choices, float2 routing,
+                                          const float (&values)[2]) {
+  if (row >= args.n) return;
+  if (args.partial) {
+    float* out = args.partial + part * (int64_t{args.choices} * args.n) + row;
+    if (choices.x >= 0) out[int64_t{choices.x} * args.n] = routing.x * values[0];
+    if (choices.y >= 0) out[int64_t{choices.y} * args.n] = routing.y * values[1];
+  } else {
+    T* out = static_cast<T*>(args.out) + row;
+    if (choices.x >= 0) out[int64_t{choices.x} * args.n] = from_float<T>(values[0]);
+    if (choices.y >= 0) out[int64_t{choices.y} * args.n] = from_float<T>(values[1]);
   }
 }
 
@@ -76,62 +86,94 @@ __device__ __forceinline__ void add_choices(const MoeRowsArgs& args, float* colu
   __syncwarp();
 }
 
+// Adds the warps' sums of a team.
+template <typename Layout, int kTiles>
+__device__ __forceinline__ void sum_team(const float4* from, int team, float4 (&sum)[kTiles]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    sum[tile] = from[(team * Layout::kTeamWarps * kTiles + tile) * 32];
+#pragma unroll
+    for (int warp = 1; warp < Layout::kTeamWarps; ++warp) {
+      add(sum[tile], from[((team * Layout::kTeamWarps + warp) * kTiles + tile) * 32]);
+    }
+  }
+}
+
+// One of the warps that reduce, which take the stages in turn; where choices are added up there is one for all.
 template <typename T, typename Layout, int kTiles>
 __device__ __forceinline__ void reduce_units(const MoeRowsArgs& args, char* shared, MoeRun run,
-                                             const HeldGroups<kTiles * 8>& held) {
-  constexpr int kSize = kTiles * 8, kWarps = Layout::kWarps;
+                                             const HeldGroups<kTiles * 8>& held, int reducer) {
+  constexpr int kSize = kTiles * 8, kWarps = Layout::kWarps, kTeams = Layout::kTeams;
   constexpr float kBy = kShrink<T>;
   unsigned base = shared_address(shared);
-  int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int lane = threadIdx.x % 32, place = Layout::row_of(lane / 4), t = lane % 4;
   float* columns = reinterpret_cast<float*>(shared + Layout::kColumns);
   if (args.adds) {
+    if (reducer > 0) return;
     for (int i = lane; i < kGroupRows * kSize; i += 32) columns[i] = 0.0f;
     __syncwarp();
     int end = min(run.last_half * kHalfRows, args.n);
     for (int row = run.half * kHalfRows; run.groups == 0 && row < end; row += kGroupRows) {
       add_choices<T, kSize>(args, columns, row, end);
     }
-  } else if (!args.partial) {
+  } else if (!args.partial && reducer == 0) {
     zero_unknown(args.experts, args.num_experts, args.choices, static_cast<T*>(args.out), args.columns, blockIdx.x,
                  gridDim.x);
   }
-  RingPosition sums;
-  while (!run.done()) {
-    bool waited = false;
-    const float4* from =
-        reinterpret_cast<const float4*>(shared + Layout::kSums) + sums.stage * kWarps * kTiles * 32 + lane;
-#pragma unroll 1
-    for (int team = 0; team < Layout::kTeams && !run.done(); ++team, run.next(args)) {
-      UnitOperands<kTiles> operands;
-      operands.template load<T>(args, run, held);
-      if (!waited) barrier_wait(Layout::sums_full(base, sums.stage), sums.parity);
-      waited = true;
+  bool all = Layout::kReducers == 1 || args.adds;
+  for (int stage = 0; !run.done(); ++stage) {
+    int slot = stage % 2;
+    if (!all && slot != reducer) {
+#pragma unroll
+      for (int team = 0; team < kTeams; ++team) {
+        if (!run.done()) run.next(args);
+      }
+      continue;
+    }
+    UnitRouting<kTiles> routing[kTeams];
+    MoeRun ahead = run;
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) {
+      if (ahead.done()) break;
+      routing[team].load(args, held.choices_of(ahead.at));
+      ahead.next(args);
+    }
+    barrier_wait(Layout::sums_full(base, slot), stage / 2 % 2);
+    const float4* from = reinterpret_cast<const float4*>(shared + Layout::kSums) + slot * kWarps * kTiles * 32 + lane;
+    float4 sums[kTeams][kTiles];
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) sum_team<Layout, kTiles>(from, team, sums[team]);
+    // The consumers may go on before the results are written.
+    barrier_arrive(Layout::sums_empty(base, slot));
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) {
+      if (run.done()) break;
+      const int* of_group = held.choices_of(run.at);
+      float2 bias = unit_bias<T>(args, run, place, held.experts[run.at]);
+      int row = run.half * kHalfRows + place;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        float4 sum = from[(team * Layout::kTeamWarps * kTiles + tile) * 32];
-#pragma unroll
-        for (int warp = 1; warp < Layout::kTeamWarps; ++warp) {
-          add(sum, from[((team * Layout::kTeamWarps + warp) * kTiles + tile) * 32]);
-        }
-        float2 bias = operands.bias, routing = operands.routing[tile];
-        int2 choices = operands.choices[tile];
+        float4 sum = sums[team][tile];
+        float2 weights = routing[team].weights[tile];
+        int2 choices = lane_choices(of_group, tile);
         float upper[2] = {fmaf(sum.x, kBy, bias.x), fmaf(sum.y, kBy, bias.x)};
         float lower[2] = {fmaf(sum.z, kBy, bias.y), fmaf(sum.w, kBy, bias.y)};
         if (args.adds) {
-          float* to = columns + g * kSize + tile * 8 + t * 2;
-          if (choices.x >= 0) to[0] = routing.x * upper[0], to[kHalfRows * kSize] = routing.x * lower[0];
-          if (choices.y >= 0) to[1] = routing.y * upper[1], to[kHalfRows * kSize + 1] = routing.y * lower[1];
+          float* to = columns + place * kSize + tile * 8 + t * 2;
+          if (choices.x >= 0) to[0] = weights.x * upper[0], to[kHalfRows * kSize] = weights.x * lower[0];
+          if (choices.y >= 0) to[1] = weights.y * upper[1], to[kHalfRows * kSize + 1] = weights.y * lower[1];
+        } else if (args.activation) {
+          write_gated<T>(args, row, choices, upper, lower);
         } else {
-          if (choices.x >= 0) write_unit<T>(args, run, choices.x, routing.x, upper[0], lower[0]);
-          if (choices.y >= 0) write_unit<T>(args, run, choices.y, routing.y, upper[1], lower[1]);
+          write_row<T>(args, run.part, row, choices, weights, upper);
+          write_row<T>(args, run.part, row + kHalfRows, choices, weights, lower);
         }
       }
       if (args.adds && run.at == run.groups - 1) {
         add_choices<T, kSize>(args, columns, run.half * kHalfRows, min(run.last_half * kHalfRows, args.n));
       }
+      run.next(args);
     }
-    barrier_arrive(Layout::sums_empty(base, sums.stage));
-    sums.advance(2);
   }
 }
 

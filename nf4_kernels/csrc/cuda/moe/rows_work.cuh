@@ -125,7 +125,7 @@ __device__ __forceinline__ unsigned load_unit(const MoeRowsArgs& args, unsigned 
       }
     }
     total += rows * bytes;
-    to = target + Layout::kScales + half * kHalfRows * Layout::kScalePitch;
+    to = target + Layout::kCodeBytes + half * kHalfRows * Layout::kScalePitch;
     int together = args.parts == 1 ? rows : 1;
 #pragma unroll 1
     for (int r = 0; r < rows; r += together) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_unit_by_warp(const MoeRowsArgs& args, unsig
     copy(target + lane * Layout::kWeightPitch, codes + block * 32, count * 32);
   } else if (r == 0 || !together) {
     MoeScales<kNested> span(args, row + r, together ? rows : 1, begin, count);
-    copy(target + Layout::kScales + lane % kGroupRows * Layout::kScalePitch, scales + span.piece() * kSize, span.bytes());
+    copy(target + Layout::kCodeBytes + lane % kGroupRows * Layout::kScalePitch, scales + span.piece() * kSize, span.bytes());
   }
 }
 
@@ -170,7 +170,7 @@ __device__ __forceinline__ void load_units(const MoeRowsArgs& args, unsigned bas
   RingPosition ring;
   for (int load = 0; !run.done(); ++load) {
     if (load >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
-    unsigned target = base + Layout::kRing + ring.stage * Layout::kStageBytes, full = Layout::full(base, ring.stage);
+    unsigned full = Layout::full(base, ring.stage);
 #if __CUDA_ARCH__ >= 900
     bool one = elect_one();
     uint64_t policy = evict_first_policy();
@@ -178,14 +178,14 @@ __device__ __forceinline__ void load_units(const MoeRowsArgs& args, unsigned bas
 #pragma unroll 1
     for (int team = 0; team < Layout::kTeams && !run.done(); ++team, run.next(args)) {
       if (one) {
-        total += load_unit<Layout, kNested>(args, target + team * Layout::kUnitBytes, full, run, experts[run.at], policy);
+        total += load_unit<Layout, kNested>(args, base + Layout::codes(ring.stage, team), full, run, experts[run.at], policy);
       }
     }
     if (one) barrier_expect(full, total);
     __syncwarp();
 #else
     for (int team = 0; team < Layout::kTeams && !run.done(); ++team, run.next(args)) {
-      load_unit_by_warp<Layout, kNested>(args, target + team * Layout::kUnitBytes, run, experts[run.at]);
+      load_unit_by_warp<Layout, kNested>(args, base + Layout::codes(ring.stage, team), run, experts[run.at]);
     }
     copy_and_arrive(0, nullptr, 0, full);
 #endif
@@ -200,7 +200,7 @@ struct UnitScales {
   const char* raw;
   int phase;
   __device__ __forceinline__ UnitScales() : scales{}, raw(nullptr), phase(0) {}
-  __device__ __forceinline__ void find(const MoeRowsArgs& args, const char* unit, const MoeRun& run, int expert) {
+  __device__ __forceinline__ void find(const MoeRowsArgs& args, const char* of_unit, const MoeRun& run, int expert) {
     constexpr int kSize = kNested ? 1 : 4;
     int row = threadIdx.x % 16, half = row / kHalfRows, begin = run.part * args.part_blocks;
     scales.count = min(args.part_blocks, args.k_blocks - begin);
@@ -218,7 +218,7 @@ struct UnitScales {
       scales.change = static_cast<int>((((second + 1) << 8) << args.scale_shift) - row_block);
     }
     int place = half * kHalfRows + (args.parts == 1 ? 0 : mine);
-    raw = unit + Layout::kScales + place * Layout::kScalePitch + (span.first - copied.piece()) * kSize;
+    raw = of_unit + place * Layout::kScalePitch + (span.first - copied.piece()) * kSize;
     phase = static_cast<int>(row_block & ((1 << args.scale_shift) - 1));
   }
 };
@@ -235,13 +235,12 @@ __device__ __forceinline__ void decode_unit_scales(const MoeRowsArgs& args, char
   bool fours = args.scale_shift == 0 && args.k_blocks % 4 == 0 && args.part_blocks % 4 == 0;
   RingPosition ring;
   while (!run.done()) {
-    const char* stage = shared + Layout::kRing + ring.stage * Layout::kStageBytes;
     char* target = slots + ring.stage * Layout::kDecodedStage;
     UnitScales<Layout, kNested> units[Layout::kTeams];
 #pragma unroll
     for (int team = 0; team < Layout::kTeams; ++team) {
       if (run.done()) break;
-      units[team].find(args, stage + team * Layout::kUnitBytes, run, experts[run.at]);
+      units[team].find(args, shared + Layout::codes(ring.stage, team) + Layout::kCodeBytes, run, experts[run.at]);
       units[team].scales.code = code;
       run.next(args);
     }

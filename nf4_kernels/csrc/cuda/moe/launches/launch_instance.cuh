@@ -7,19 +7,25 @@
 namespace nf4 {
 namespace {
 
+// Whether a plan fits its instance.
+template <typename Layout>
+bool fits(const MoeRowsArgs& args, const MoeRowsPlan& plan) {
+  if (plan.stages < 2 || plan.stages > Layout::kStageLimit || Layout::kUnitBlocks < plan.part_blocks) return false;
+  int ring = plan.stages * Layout::kStageBytes;
+  return plan.sorted || args.choices <= 32 || group_scratch_bytes(args.choices, args.num_experts) <= ring;
+}
+
+template <typename Layout, int kTiles>
+int shared_bytes(const MoeRowsPlan& plan) {
+  return Layout::total(plan.stages) + HeldGroups<kTiles * 8>::bytes(plan.held_groups);
+}
+
 template <typename T, int kWarps, int kTeams, int kBlocks, int kTiles, bool kNested>
 cudaError_t launch(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& plan) {
   using Layout = MoeLayout<kWarps, kTeams, kBlocks, kTiles, kNested>;
-  if (plan.stages < 2 || plan.stages > Layout::kStageLimit || Layout::kUnitBlocks < plan.part_blocks) {
-    return cudaErrorInvalidValue;
-  }
-  int ring = plan.stages * Layout::kStageBytes;
-  if (!plan.sorted && args.choices > 32 && group_scratch_bytes(args.choices, args.num_experts) > ring) {
-    return cudaErrorInvalidValue;
-  }
-  int shared = Layout::total(plan.stages) + HeldGroups<kTiles * 8>::bytes(plan.held_groups);
-  return launch_dependent(moe_rows<T, kWarps, kTeams, kBlocks, kTiles, kNested>, plan.grid, Layout::kThreads, shared,
-                          moe.stream, args);
+  if (!fits<Layout>(args, plan)) return cudaErrorInvalidValue;
+  return launch_dependent(moe_rows<T, kWarps, kTeams, kBlocks, kTiles, kNested>, plan.grid, Layout::kThreads,
+                          shared_bytes<Layout, kTiles>(plan), moe.stream, args);
 }
 
 template <int kWarps, int kTeams, int kBlocks, int kTiles>

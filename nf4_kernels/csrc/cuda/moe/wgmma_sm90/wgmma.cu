@@ -1,5 +1,6 @@
 // The C entry of work.cuh: it validates what is asked, fills the kernel's arguments and makes the launches.
 #include "../sums.cuh"
+#include "../tensor_maps.cuh"
 #include "instances.cuh"
 #include "prepare.cuh"
 
@@ -41,18 +42,6 @@ MoeWgmmaArgs build_args(const Nf4Moe& moe, const MoeWgmmaPlan& plan) {
 // The weights as [num_experts][n][k / 2] bytes, or where the epilogue gates, as [num_experts][n / 2][gate, up][k / 2]. They are
 // copied in boxes of rows x 128 bytes that land swizzled. False where the driver cannot make the map.
 bool encode_map(const Nf4Moe& moe, int rows, CUtensorMap* map) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  // The runtime hands out the driver's function, so that nothing is linked against the driver.
-  static const Encode encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
-  }();
-  if (!encode) return false;
   const Nf4Weight& w = moe.weight;
   bool gates = moe.activation != NF4_NO_ACTIVATION;
   cuuint64_t row = static_cast<cuuint64_t>(w.k / 2), n = static_cast<cuuint64_t>(w.n);
@@ -60,10 +49,8 @@ bool encode_map(const Nf4Moe& moe, int rows, CUtensorMap* map) {
   cuuint64_t sizes[2][4] = {{row, n, experts}, {row, 2, n / 2, experts}};
   cuuint64_t pitches[2][3] = {{row, n * row}, {n / 2 * row, row, n * row}};
   cuuint32_t count = static_cast<cuuint32_t>(rows);
-  cuuint32_t boxes[2][4] = {{128, count, 1}, {128, 2, count / 2, 1}}, strides[4] = {1, 1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, gates ? 4 : 3, const_cast<uint8_t*>(w.packed), sizes[gates],
-                pitches[gates], boxes[gates], strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  cuuint32_t boxes[2][4] = {{128, count, 1}, {128, 2, count / 2, 1}};
+  return encode_swizzled(w.packed, gates ? 4 : 3, sizes[gates], pitches[gates], boxes[gates], map);
 }
 
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
