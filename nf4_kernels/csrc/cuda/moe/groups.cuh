@@ -109,9 +109,12 @@ __device__ __forceinline__ int group_many(const int* experts, int num_experts, i
     int expert = choice < choices ? load_fresh(experts + choice) : -1;
     return static_cast<unsigned>(expert) < static_cast<unsigned>(num_experts) ? expert : -1;
   };
+  int first_expert_of = -1;  // the lane's in the warp's first 32 choices
+  unsigned first_same = 0;
   for (int chunk = warp; chunk < chunks; chunk += warps) {
     int expert = expert_of(chunk * 32 + lane);
     unsigned same = __match_any_sync(~0u, expert);
+    if (chunk == warp) first_expert_of = expert, first_same = same;
     if (expert >= 0 && (same & ((1u << lane) - 1)) == 0) {
       ranks[chunk * num_experts + expert] = static_cast<uint16_t>(__popc(same));
     }
@@ -120,10 +123,16 @@ __device__ __forceinline__ int group_many(const int* experts, int num_experts, i
   int per = (num_experts + blockDim.x - 1) / blockDim.x, first_expert = threadIdx.x * per, own = 0;
   for (int e = first_expert; e < min(first_expert + per, num_experts); ++e) {
     int count = 0;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      int more = ranks[chunk * num_experts + e];
-      ranks[chunk * num_experts + e] = static_cast<uint16_t>(count);
-      count += more;
+    constexpr int kAtOnce = 8;  // counts whose reads are on their way together
+    for (int chunk = 0; chunk < chunks; chunk += kAtOnce) {
+      int more[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) more[i] = chunk + i < chunks ? ranks[(chunk + i) * num_experts + e] : 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (chunk + i < chunks) ranks[(chunk + i) * num_experts + e] = static_cast<uint16_t>(count);
+        count += more[i];
+      }
     }
     begins[e] = own;
     own += (count + kSize - 1) / kSize;
@@ -133,8 +142,8 @@ __device__ __forceinline__ int group_many(const int* experts, int num_experts, i
   __syncthreads();
   int first = all ? 0 : Share(groups, units).first / units;
   for (int chunk = warp; chunk < chunks; chunk += warps) {
-    int choice = chunk * 32 + lane, expert = expert_of(choice);
-    unsigned same = __match_any_sync(~0u, expert);
+    int choice = chunk * 32 + lane, expert = chunk == warp ? first_expert_of : expert_of(choice);
+    unsigned same = chunk == warp ? first_same : __match_any_sync(~0u, expert);
     if (expert < 0) continue;
     int rank = ranks[chunk * num_experts + expert] + __popc(same & ((1u << lane) - 1));
     hold(held, begins[expert] + rank / kSize - first, rank % kSize, expert, choice);

@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* sha
         acc[tile][3] += scale.y * part_sum[tile][3];
       }
     }
-    barrier_arrive(Layout::empty(base, ring.stage));
+    arrive_as_warp<Layout>(Layout::empty(base, ring.stage));
     ring.advance(args.stages);
     barrier_wait(Layout::sums_empty(base, sums.stage), sums.parity ^ 1);
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ __forceinline__ void consume_units(const MoeRowsArgs& args, char* sha
       my_sums[sums.stage * kWarps * kTiles * 32 + tile * 32] =
           make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
     }
-    barrier_arrive(Layout::sums_full(base, sums.stage));
+    arrive_as_warp<Layout>(Layout::sums_full(base, sums.stage));
     sums.advance(2);
     for (int i = team; i < kTeams && !run.done(); ++i) run.next(args);
   }
@@ -134,7 +134,14 @@ __device__ __forceinline__ void run_moe_rows(const MoeRowsArgs& args, const void
   int warp = threadIdx.x / 32;
   HeldGroups<kSize> held(shared + Layout::total(args.stages), args.held_groups);
   if (warp == kWarps) init_copy_barriers<Layout>(base);
-  if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
+  if (Layout::kBoxed && threadIdx.x == kWarps * 32) prefetch_box_map(map);
+  if (warp == kWarps + 1) {
+    if constexpr (Layout::kBoxed) {
+      init_box_barriers<Layout>(base);
+    } else {
+      init_other_barriers<Layout>(base, kWarps);
+    }
+  }
   if (warp < kWarps) {
     for (int first = warp; first < 16; first += kWarps) build_table<T>(shared, first);
   }
@@ -155,7 +162,7 @@ __device__ __forceinline__ void run_moe_rows(const MoeRowsArgs& args, const void
     consume_units<T, Layout, kBlocks, kTiles>(args, shared, run, held);
   } else if (warp == kWarps) {
     if constexpr (Layout::kBoxed) {
-      load_boxes<Layout>(args, map, base, run, held.experts);
+      load_boxes<Layout, kNested>(args, map, base, run, held.experts);
     } else {
       load_units<Layout, kNested>(args, base, run, held.experts);
     }

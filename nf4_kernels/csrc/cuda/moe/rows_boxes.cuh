@@ -32,8 +32,48 @@ __device__ __forceinline__ void copy_box(unsigned target, const void* map, bool 
 #endif
 }
 
-// The producer warp, of which one lane works: a stage holds the next units, one for each team.
+// As init_other_barriers() of linear_rows, where warps arrive and not their threads.
 template <typename Layout>
+__device__ __forceinline__ void init_box_barriers(unsigned base) {
+  if (elect_one()) {
+    for (int i = 0; i < kMaxStages; ++i) {
+      barrier_init(Layout::decoded(base, i), Layout::kDecoders * Layout::kWarpArrivals);
+      barrier_init(Layout::empty(base, i), Layout::kWarps * Layout::kWarpArrivals);
+    }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(Layout::sums_full(base, i), Layout::kWarps * Layout::kWarpArrivals);
+      barrier_init(Layout::sums_empty(base, i), Layout::kWarpArrivals);
+    }
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ void prefetch_box_map(const void* map) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
+}
+
+// Brings a unit's scales to L2, where the warps that decode them will find them.
+template <bool kNested>
+__device__ __forceinline__ void prefetch_scales(const MoeRowsArgs& args, const MoeRun& run, int expert) {
+#if __CUDA_ARCH__ >= 900
+  constexpr unsigned kSize = kNested ? 1 : 4;
+  const char* scales = kNested ? reinterpret_cast<const char*>(args.weight.absmax_8bit)
+                               : reinterpret_cast<const char*>(args.weight.absmax);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    unsigned first = static_cast<unsigned>(run.first_row(args, expert, half)) * args.k_blocks;
+    uint64_t at = uint64_t{first} * kSize & ~uint64_t{15};
+    unsigned bytes = static_cast<unsigned>(max(run.rows(args, half), 1)) * args.k_blocks * kSize & ~15u;
+    if (bytes > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(scales + at), "r"(bytes) : "memory");
+    if (kNested) asm volatile("prefetch.global.L2 [%0];" ::"l"(args.weight.absmax + (first >> 8)));
+  }
+#endif
+}
+
+// The producer warp, of which one lane works: a stage holds the next units, one for each team.
+template <typename Layout, bool kNested>
 __device__ __forceinline__ void load_boxes(const MoeRowsArgs& args, const void* map, unsigned base, MoeRun run,
                                            const int* experts) {
   if (!elect_one()) return;
@@ -46,8 +86,9 @@ __device__ __forceinline__ void load_boxes(const MoeRowsArgs& args, const void* 
 #pragma unroll
     for (int team = 0; team < Layout::kTeams; ++team) {
       if (run.done()) break;
-      copy_box(base + Layout::codes(ring.stage, team), map, args.activation != 0, run.half * kHalfRows, experts[run.at], full,
-               policy);
+      int expert = experts[run.at];
+      copy_box(base + Layout::codes(ring.stage, team), map, args.activation != 0, run.half * kHalfRows, expert, full, policy);
+      prefetch_scales<kNested>(args, run, expert);
       run.next(args);
     }
     ring.advance(args.stages);
@@ -138,7 +179,7 @@ __device__ __forceinline__ void decode_box_scales(const MoeRowsArgs& args, char*
     if (!run.done()) ahead.load(args, run, experts[run.at], decoder);
     if (stage >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
     now.decode(slots + ring.stage * Layout::kDecodedStage, code, decoder);
-    barrier_arrive(Layout::decoded(base, ring.stage));
+    arrive_as_warp<Layout>(Layout::decoded(base, ring.stage));
     ring.advance(args.stages);
   }
 }

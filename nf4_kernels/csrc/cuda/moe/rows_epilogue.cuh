@@ -144,7 +144,7 @@ __device__ __forceinline__ void reduce_units(const MoeRowsArgs& args, char* shar
 #pragma unroll
     for (int team = 0; team < kTeams; ++team) sum_team<Layout, kTiles>(from, team, sums[team]);
     // The consumers may go on before the results are written.
-    barrier_arrive(Layout::sums_empty(base, slot));
+    arrive_as_warp<Layout>(Layout::sums_empty(base, slot));
 #pragma unroll
     for (int team = 0; team < kTeams; ++team) {
       if (run.done()) break;

@@ -15,6 +15,8 @@ struct MoeLayout {
   static constexpr int kWarps = kConsumers, kTeams = kTeams_, kTeamWarps = kWarps / kTeams;
   static constexpr int kTeamDecoders = kTeams > 1 ? 1 : 2;
   static constexpr int kReducers = kBoxed ? 2 : 1, kDecoders = kBoxed ? kTeamDecoders * kTeams : 2;
+  // Arrivals of a warp at a barrier: with boxes one lane's for all.
+  static constexpr int kWarpArrivals = kBoxed ? 1 : 32;
   static constexpr int kServiceWarps = 1 + kReducers + kDecoders;
   static constexpr int kThreads = (kWarps + kServiceWarps) * 32;
   static constexpr int kUnitBlocks = kTeamWarps * kBlocks;  // 64-wide k blocks of a unit

@@ -31,6 +31,17 @@ struct MoeRowsArgs {
   int stages, held_groups;
 };
 
+// A warp arrives at a barrier behind what all of its lanes have read or written.
+template <typename Layout>
+__device__ __forceinline__ void arrive_as_warp(unsigned barrier) {
+  if constexpr (Layout::kWarpArrivals == 1) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  } else {
+    barrier_arrive(barrier);
+  }
+}
+
 // A thread block's units, one after another: a unit is one group, one part of k and one row group. The 16 rows of a row group
 // are neighbours, or with an activation 8 gates and their 8 ups. A block has consecutive units of all groups' in the order
 // group, part, row group; or where it adds up the choices, a run of rows, and for each row group the units of all groups.
