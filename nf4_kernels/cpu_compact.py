@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from nf4_kernels import cpu
+from nf4_kernels.huge_pages import zero_bytes
 
 _COLUMNS, _GROUP_BYTES = 32, 48
 _MOST_EXCEPTIONS = 1 / 100
@@ -22,7 +25,8 @@ class CompactBf16:
             raise ValueError(f"weight must be bfloat16 on the CPU with K a multiple of 32, got {self.k} {weight.dtype}")
         weight = weight.contiguous()
         most = int(weight.numel() * _MOST_EXCEPTIONS)
-        self.groups = torch.empty(self.n, self.k // _COLUMNS, _GROUP_BYTES, dtype=torch.uint8)
+        groups = (self.n, self.k // _COLUMNS, _GROUP_BYTES)
+        self.groups = zero_bytes(math.prod(groups)).view(groups)
         self.high_bytes = torch.empty(16, dtype=torch.uint8)
         self.first = torch.empty(self.n + 1, dtype=torch.int32)
         self.columns = torch.empty(most, dtype=torch.int32)

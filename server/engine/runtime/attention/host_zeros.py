@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import mmap
 import os
 import threading
 from collections.abc import Sequence
 
 import torch
 
-HUGE_PAGE = 2 << 20
+from nf4_kernels.huge_pages import HUGE_PAGE, zero_bytes
+
 PAGES_THREAD = "cache-pages"
 """Name of the thread that faults the pages in."""
 # Linux's number, from kernel 5.14 on, for faulting pages in as if they were written; mmap has no name for it.
@@ -24,14 +24,7 @@ def host_zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[to
 
     A GiB takes seconds. Huge pages are used where the system has them.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    tensors = []
-    for shape in shapes:
-        pages = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        tensors.append(torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape))
+    tensors = [zero_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes]
     # The thread holds the tensors until it is done, and so their memory is not given back under it.
     threading.Thread(target=_populate, args=(tensors,), name=PAGES_THREAD, daemon=True).start()
     return tensors

@@ -10,6 +10,7 @@ from torch import nn
 import nf4_kernels
 from nf4_kernels import cpu
 from nf4_kernels.cpu_compact import CompactBf16
+from nf4_kernels.huge_pages import HugePages
 from server.engine.runtime.model.projections import NF4Linear
 
 logger = logging.getLogger(__name__)
@@ -45,9 +46,15 @@ class CpuNF4Linear(nn.Module):
 
     handle: torch.Tensor
 
-    def __init__(self, layer: NF4Linear) -> None:
+    def __init__(self, layer: NF4Linear, pages: HugePages) -> None:
+        """pages: where the layer's codes and scales are put."""
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
+        if layer.absmax_8bit is None:
+            layer.absmax = pages.copy(layer.absmax)
+        else:
+            layer.absmax_8bit = pages.copy(layer.absmax_8bit)
+        layer.packed = pages.copy(layer.packed)
         nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset, layer.group_offset, layer.group_skip)
         shape = (layer.out_features, layer.in_features)
         weight = nf4_kernels.Weight(layer.packed, shape, layer.absmax, layer.blocksize, *nested, layer.table)
@@ -70,7 +77,7 @@ class Bf16Linear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", weight.to(torch.bfloat16), persistent=False)
+        self.register_buffer("weight", HugePages().copy(weight.to(torch.bfloat16)), persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,10 +106,11 @@ def use_cpu_kernels(model: nn.Module) -> None:
     """Put the model's NF4Linear layers and its output layer on the CPU kernels, where these can be used."""
     if nf4_kernels.cpu.load_error() is not None:
         return
+    pages = HugePages()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, NF4Linear):
-                setattr(parent, name, CpuNF4Linear(child))
+                setattr(parent, name, CpuNF4Linear(child, pages))
             elif name == "lm_head" and isinstance(child, nn.Linear) and _is_bfloat16(child.weight):
                 setattr(parent, name, _output_layer(child.weight.data, child.bias))
 

@@ -1,0 +1,53 @@
+"""Host memory in huge pages (nf4_kernels/huge_pages.py)."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nf4_kernels.huge_pages import HUGE_PAGE, HugePages, zero_bytes
+
+
+def _huge_bytes(address: int) -> int:
+    """Of the mapping that an address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def test_copies_are_equal_aligned_and_beside_each_other() -> None:
+    pages = HugePages()
+    tensors = [torch.randn(3, 5), torch.arange(100, dtype=torch.uint8), torch.randn(7, 2).T, torch.zeros(0)]
+    copies = [pages.copy(tensor) for tensor in tensors]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(tensor, copy)
+        assert copy.dtype is tensor.dtype
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 64 == 0 or not copy.numel()
+    assert 0 < copies[1].data_ptr() - copies[0].data_ptr() <= 64
+
+
+def test_copies_outlive_their_pages_object() -> None:
+    copy = HugePages().copy(torch.arange(1 << 20))
+    assert torch.equal(copy, torch.arange(1 << 20))
+
+
+def test_zeros() -> None:
+    for size in (1, 4096, HUGE_PAGE + 1):
+        zeros = zero_bytes(size)
+        assert zeros.shape == (size,)
+        assert not zeros.any()
+        assert torch.equal(zeros.fill_(3), torch.full((size,), 3, dtype=torch.uint8))
+
+
+def test_pages_are_huge_where_the_system_has_them() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this system has no transparent huge pages")
+    zeros = zero_bytes(8 * HUGE_PAGE).fill_(1)
+    assert _huge_bytes(zeros.data_ptr()) >= 4 * HUGE_PAGE
