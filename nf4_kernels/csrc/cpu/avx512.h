@@ -3,43 +3,9 @@
 
 #include <immintrin.h>
 
-#include "kernels.h"
-
-/* The undefined vectors inside GCC 12's own intrinsics set this off. */
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
+#include "scales_avx512.h"
 
 namespace nf4 {
-
-/* out[0 .. count) = scales of blocks first ..., sixteen at a time; writes up to 15 floats behind them. */
-static inline void load_scales(const Nf4Weight* w, int64_t first, int64_t count, float* out) {
-  if (!w->absmax_8bit) {
-    memcpy(out, w->absmax + first, (size_t)count * sizeof(float));
-    return;
-  }
-  int64_t i = 0;
-  while (i < count) {
-    /* Up to the end of the 256 scales that share one outer scale. */
-    const int64_t place = place_of(w, first + i), group = place / 256;
-    int64_t stop = i + (group + 1) * 256 - place;
-    if (w->group_skip) {
-      /* In a shard of k, the next row's blocks are further on in the whole weight. */
-      const int64_t row = w->k / w->blocksize, end = ((first + i) / row + 1) * row - first;
-      if (stop > end) stop = end;
-    }
-    if (stop > count) stop = count;
-    const __m512 outer = _mm512_set1_ps(w->absmax[group]);
-    const __m512 offset = _mm512_set1_ps(w->absmax_offset[group * w->offset_stride]);
-    for (; i < stop; i += 16) {
-      int64_t left = stop - i;
-      __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1);
-      __m128i codes = _mm_maskz_loadu_epi8(mask, w->absmax_8bit + first + i);
-      __m512 value = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(codes), w->absmax_code, 4);
-      _mm512_storeu_ps(out + i, _mm512_add_ps(_mm512_mul_ps(value, outer), offset));
-    }
-    i = stop;
-  }
-}
 
 /* Scales of rows [row0, row0 + rows), one for each 64 columns, row stride k / 64. k and blocksize are multiples of
  * 64, so that no 64 columns hold two scales. */

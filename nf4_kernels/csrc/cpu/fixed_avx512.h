@@ -3,7 +3,7 @@
  * add(sum, a, b), which adds the products of a's and b's pairs of 16-bit integers to the 32-bit integers of sum. */
 #pragma once
 
-#include "fixed_order_avx512.h"
+#include "fixed_one_avx512.h"
 
 namespace nf4 {
 namespace {
@@ -102,6 +102,20 @@ void rows_of(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, flo
   }
 }
 
+/* One token: whole blocks of rows take the kernel of their own. */
+template <class Products>
+void one_token(const Nf4Weight* w, const Prepared* x, int64_t row0, int count, float* scratch, float* sums) {
+  const int64_t groups = w->k / 64;
+  const FewTokens from(x, x->order);
+  const __m512i codes = code_words(w);
+  int row = 0;
+  for (; row + kOneRows <= count; row += kOneRows) {
+    const uint8_t* packed = w->packed + (row0 + row) * (w->k / 2);
+    one_times<Products>(packed, scratch + row * groups, codes, from.columns, from.scales, groups, sums + row);
+  }
+  if (row < count) rows_of<Products, 1, 4>(w, x, row0 + row, count - row, scratch + row * groups, sums + row);
+}
+
 /* Scales of rows [row0, row0 + rows), one for each 64 columns, for integers; whole vectors, so up to 15 floats more. */
 void fixed_scales(const Nf4Weight* w, int64_t row0, int rows, float* scales) {
   load_scales_of_rows(w, row0, rows, scales);
@@ -115,7 +129,7 @@ template <class Products>
 void rows(const Nf4Weight* w, const Prepared* x, int64_t row0, int rows, float* scratch, float* sums) {
   fixed_scales(w, row0, rows, scratch);
   switch (x->m) {
-    case 1: return rows_of<Products, 1, 4>(w, x, row0, rows, scratch, sums);
+    case 1: return one_token<Products>(w, x, row0, rows, scratch, sums);
     case 2: return rows_of<Products, 2, 4>(w, x, row0, rows, scratch, sums);
     case 3: return rows_of<Products, 3, 2>(w, x, row0, rows, scratch, sums);
     case 4: return rows_of<Products, 4, 2>(w, x, row0, rows, scratch, sums);
