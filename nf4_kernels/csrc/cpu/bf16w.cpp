@@ -8,14 +8,7 @@
 namespace nf4 {
 namespace {
 
-struct Gemm {
-  const Kernels* kernels;
-  const uint16_t* w;
-  const float* bias;
-  float* out;
-  int64_t n;
-  const Prepared* x;
-};
+using Gemm = GemmWith<uint16_t>;
 
 void emit(const Gemm& p, const float* sums, int64_t m0, int count, int64_t row0, int rows) {
   p.kernels->emit(sums, p.bias, p.out, NF4_FLOAT32, p.n, m0, count, row0, rows);
@@ -75,12 +68,13 @@ void linear_bf16w(Gemm p, Path path, const float* from, int64_t m, int64_t k, in
   if (path == Path::kTiles) {
     for (int64_t t = 0; t < (m + 15) / 16; ++t) p.kernels->tiles_order(&x, t, true, true, order);
   }
+  TaskQueue& queue = TaskQueue::begin(tasks.count(), threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     ThreadScratch& scratch = ThreadScratch::mine();
-    Share share(tasks.count(), omp_get_thread_num(), omp_get_num_threads());
+    const int id = omp_get_thread_num();
     if (path == Path::kTiles) p.kernels->tiles_begin();
-    for (int64_t t = share.begin; t < share.end; ++t) {
+    for (int64_t t; (t = queue.take(id)) >= 0;) {
       int64_t row0 = tasks.unit(t) * kUnit;
       int rows = (int)(p.n - row0 < kUnit ? p.n - row0 : kUnit);
       if (path == Path::kTiles && rows == kUnit) {

@@ -54,14 +54,7 @@ bool pack_row(const uint16_t* row, int64_t k, const int* codes, uint8_t* group, 
   return true;
 }
 
-struct Gemm {
-  const Kernels* kernels;
-  const CompactBf16* w;
-  const float* bias;
-  float* out;
-  int64_t n;
-  const Prepared* x;
-};
+using Gemm = GemmWith<CompactBf16>;
 
 /* Up to kDotRows rows of x times a unit, without exceptions. */
 void multiply(const Gemm& p, int64_t m0, int count, int64_t row0, int rows, ThreadScratch& scratch, float* sums) {
@@ -102,12 +95,13 @@ void linear(Gemm p, const float* from, int64_t m, int64_t k, int threads) {
     p.kernels->bf16_order(&x, order);
     x.order = order;
   }
+  TaskQueue& queue = TaskQueue::begin(tasks.count(), threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     alignas(64) float sums[kDotRows * kUnit];
     ThreadScratch& scratch = ThreadScratch::mine();
-    Share share(tasks.count(), omp_get_thread_num(), omp_get_num_threads());
-    for (int64_t t = share.begin; t < share.end; ++t) {
+    const int id = omp_get_thread_num();
+    for (int64_t t; (t = queue.take(id)) >= 0;) {
       const int64_t row0 = tasks.unit(t) * kUnit, last = tasks.m_end(t);
       const int rows = (int)(p.n - row0 < kUnit ? p.n - row0 : kUnit);
       for (int64_t m0 = tasks.m_begin(t); m0 < last; m0 += kDotRows) {

@@ -150,10 +150,9 @@ void run_unit(const Kernels* kernels, Path path, const Prepared& x, const Unit& 
 namespace {
 
 void run_tasks(const Kernels* kernels, Path path, const Nf4Linear* ps, const Prepared& x, const Tasks& tasks,
-               bool split, int id, int threads) {
+               bool split, int id, TaskQueue& queue) {
   ThreadScratch& scratch = ThreadScratch::mine();
-  Share share(tasks.count(), id, threads);
-  for (int64_t t = share.begin; t < share.end; ++t) {
+  for (int64_t t; (t = queue.take(id)) >= 0;) {
     const int64_t unit = tasks.unit(t);
     const Nf4Linear* p = ps;
     int64_t first_unit = 0; /* of GEMM p */
@@ -201,6 +200,7 @@ void linear_group(const Nf4Linear* ps, int count, int threads) {
     input.convert(0, 1);
     order_x(kernels, path, x, order, split, 0, 1);
   }
+  TaskQueue& queue = TaskQueue::begin(tasks.count(), threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int id = omp_get_thread_num(), team = omp_get_num_threads();
@@ -213,7 +213,7 @@ void linear_group(const Nf4Linear* ps, int count, int threads) {
 #pragma omp barrier
     }
     if (path == Path::kTiles) kernels->tiles_begin();
-    run_tasks(kernels, path, ps, x, tasks, split, id, team);
+    run_tasks(kernels, path, ps, x, tasks, split, id, queue);
     if (path == Path::kTiles) kernels->tiles_end();
   }
 }

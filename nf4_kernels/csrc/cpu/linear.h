@@ -68,6 +68,17 @@ struct Unit {
 /* Computes a unit; split: see Kernels::tiles_decode. On tiles between tiles_begin() and tiles_end(). */
 void run_unit(const Kernels* kernels, Path path, const Prepared& x, const Unit& u, bool split, ThreadScratch& scratch);
 
+/* A GEMM of float32 with a weight of another kind than NF4, a W. */
+template <class W>
+struct GemmWith {
+  const Kernels* kernels;
+  const W* w;
+  const float* bias;
+  float* out;
+  int64_t n;
+  const Prepared* x;
+};
+
 /* Bytes of x as the tile kernels want it: 16 rows a tile column, two parts where split, or one and a scale for 64 columns. */
 inline size_t tile_order_bytes(int64_t m, int64_t k, bool split) {
   return (size_t)(round_up(m, 16) * (round_up(k, 32) * (split ? 4 : 2) + k / 64 * 4));

@@ -56,4 +56,42 @@ struct Share {
   Share(int64_t total, int id, int threads) : begin(total * id / threads), end(total * (id + 1) / threads) {}
 };
 
+/* Tasks [0, total) for threads that may not be equally fast, as on a shared host: each takes those of its own part one after
+ * another, and then what others have left of theirs. One thread's part follows itself in memory, and its counter mostly stays
+ * in its own cache. */
+class TaskQueue {
+ public:
+  /* A queue of the calling thread, which all threads of a region that it starts then take from. */
+  static TaskQueue& begin(int64_t total, int threads) {
+    static thread_local TaskQueue queue;
+    queue.parts_ = threads < kMostParts ? threads : kMostParts;
+    for (int i = 0; i < queue.parts_; ++i) {
+      Share share(total, i, queue.parts_);
+      queue.part_[i].next.store(share.begin, std::memory_order_relaxed);
+      queue.part_[i].end = share.end;
+    }
+    return queue;
+  }
+
+  /* The next task for thread `id`; -1 where none is left. */
+  int64_t take(int id) {
+    for (int i = 0; i < parts_; ++i) {
+      Part& part = part_[(id + i) % parts_];
+      if (part.next.load(std::memory_order_relaxed) >= part.end) continue;
+      const int64_t task = part.next.fetch_add(1, std::memory_order_relaxed);
+      if (task < part.end) return task;
+    }
+    return -1;
+  }
+
+ private:
+  static constexpr int kMostParts = 64;
+  struct alignas(64) Part {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  Part part_[kMostParts];
+  int parts_ = 0;
+};
+
 }  // namespace nf4
