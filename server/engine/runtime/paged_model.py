@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +13,18 @@ from server.engine.runtime.attention.base import AttentionBackend, attending
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.model.image_tower import ImageTower, positions_by_axis
 from server.engine.runtime.model.lora import adding
+
+
+class SmallSteps(Protocol):
+    """Another way to compute some steps."""
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether run() computes a batch."""
+        ...
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """What PagedModel.run() gives."""
+        ...
 
 
 class PagedModel:
@@ -37,6 +49,8 @@ class PagedModel:
         self.clock = clock
         self.adapter_slots = adapter_slots
         self.tower = tower
+        self.small_steps: SmallSteps | None = None
+        """Computes the steps that it takes in place of the model's class."""
 
     @property
     def device(self) -> torch.device:
@@ -61,6 +75,12 @@ class PagedModel:
 
         Call in inference mode.
         """
+        if self.small_steps is not None and self.small_steps.takes(batch):
+            return self.small_steps.run(batch)
+        return self.run_class(batch)
+
+    def run_class(self, batch: Batch) -> torch.Tensor:
+        """run() by the model's class."""
         logits: torch.Tensor = self._call(self.model, batch, logits_to_keep=batch.sampled_rows).logits[0]
         return logits.float()
 

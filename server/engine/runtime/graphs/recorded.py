@@ -74,6 +74,21 @@ class RecordedLayers:
             layer.forward = compiled
         ShownLayers.take(self._model_layers)
 
+    def recording(self, tokens: int) -> Recording | None:
+        """The recording for a number of tokens, where there is one."""
+        return self._recordings.get(tokens)
+
+    @contextmanager
+    def replayed_by(self, replay: Callable[[list[torch.Tensor]], torch.Tensor]) -> Iterator[None]:
+        """While entered, the first layer, which stands for all, gives what replay() gives for the tensors it gets."""
+        first, compiled = self._layers[0], self._compiled[0]
+        before = first.forward
+        first.forward = lambda *args, **kwargs: replay(compiled.pick(args, kwargs))
+        try:
+            yield
+        finally:
+            first.forward = before
+
     def shown(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """What of its layers the model goes through now: in a step that is replayed, the first one stands for all."""
         backend = self._backend

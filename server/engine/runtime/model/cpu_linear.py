@@ -41,6 +41,18 @@ def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 
+_compact: list[CompactBf16] = []
+
+
+def _linear_compact(x: torch.Tensor, weight: int, bias: torch.Tensor | None) -> torch.Tensor:
+    return _compact[weight].linear(x, bias)
+
+
+# An op, so that tracing sees it.
+_library.define("linear_compact(Tensor x, int weight, Tensor? bias) -> Tensor")
+_library.impl("linear_compact", _linear_compact, "CPU")
+
+
 class CpuNF4Linear(nn.Module):
     """One NF4 or FP4 GEMM whose arguments have been laid out for the kernel once."""
 
@@ -95,11 +107,14 @@ class CompactLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.n, weight.k
         self.compact = weight
+        _compact.append(weight)
+        self._number = len(_compact) - 1
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] to [..., N], float32."""
-        return self.compact.linear(x, self.bias)
+        out: torch.Tensor = torch.ops.nf4_server_cpu.linear_compact(x, self._number, self.bias)
+        return out
 
 
 def use_cpu_kernels(model: nn.Module) -> None:
