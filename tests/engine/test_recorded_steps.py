@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from server.config import EngineConfig
 from server.engine.runtime.attention.paged_cpu import paged_cpu_error
 from server.engine.runtime.compile.compiled_layer import CompiledLayer
 from server.engine.runtime.graphs.recorded import MOST_TOKENS
+from server.engine.runtime.graphs.traced import TracedSteps
 from server.engine.runtime.model.decoder import decoder_layers
-from server.engine.runtime.preparation import assembly
+from server.engine.runtime.preparation import assembly, recording
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.step import Chunk, Step
@@ -48,11 +50,34 @@ def test_recorded_steps_give_the_same_bits(embedded_folder: Path, monkeypatch: p
     if (reason := paged_cpu_error()) is not None:
         pytest.skip(reason)
     config = EngineConfig(device="cpu", kv_cache_bytes=50 << 20)
+    monkeypatch.setattr(recording, "TRACING_SECONDS", 600.0)
     recorded = load_runner(embedded_folder, config, lambda *_: None)
+    traced = recorded._paged.small_steps
+    assert isinstance(traced, TracedSteps)
+    assert sorted(traced._steps) == list(range(1, MOST_TOKENS + 1))
     layers = decoder_layers(recorded._paged.model)
     assert not any(isinstance(layer.forward, CompiledLayer) for layer in layers)
     monkeypatch.setattr(assembly, "record_with_trials", lambda *_: False)
     plain = load_runner(embedded_folder, config, lambda *_: None)
+    assert plain._paged.small_steps is None
     assert all(isinstance(layer.forward, CompiledLayer) for layer in decoder_layers(plain._paged.model))
     for found, expected in zip(_logits(recorded), _logits(plain), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_class_that_asks_for_values_is_not_traced(embedded_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := paged_cpu_error()) is not None:
+        pytest.skip(reason)
+
+    def asking(self: LlamaRotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor) -> object:
+        # As rotary embeddings do that depend on the longest sequence.
+        return rotate(self, x, position_ids) if position_ids.max().item() >= 0 else None
+
+    rotate = LlamaRotaryEmbedding.forward
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", asking)
+    runner = load_runner(embedded_folder, EngineConfig(device="cpu", kv_cache_bytes=50 << 20), lambda *_: None)
+    traced = runner._paged.small_steps
+    assert isinstance(traced, TracedSteps)
+    assert not traced._steps
+    assert not any(isinstance(layer.forward, CompiledLayer) for layer in decoder_layers(runner._paged.model))
+    assert all(logits.isfinite().all() for logits in _logits(runner))
