@@ -210,11 +210,11 @@ def main() -> int:
     for form, mode in rates:
         rate, share = (statistics.median(column) for column in zip(*rates[form, mode], strict=True))
         rows.append({"model": asked.model, "batch": asked.batch, "form": form, "mode": mode, "tok_s": round(rate)})
-        rows[-1]["of_greedy"] = round(share, 3)
+        rows[-1] |= {"of_greedy": round(share, 3), "commit": current_commit()}
         print(f"{form:>32} {mode:>7} {rate:8.0f} tokens/s, {share:.3f} of greedy", flush=True)
     device = torch.cuda.get_device_name()
     target = asked.out or RESULTS / f"options-{device.replace(' ', '-').lower()}.json"
-    report = {"device": device, "commit": current_commit(), "versions": versions(), "rows": rows}
+    report = {"device": device, "versions": versions(), "rows": rows}
     target.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

@@ -12,10 +12,10 @@ _MODES = {"device": "within async scheduling", "host": "NF4_ASYNC_OPTIONS=0"}
 def options() -> str:
     """Each form of options by its share of greedy's speed, with them within async scheduling and without."""
     result = load(OPTIONS)
-    shares: dict[str, dict[str, str]] = {}
+    shares: dict[tuple[str, str], dict[str, str]] = {}
     for row in result["rows"]:
-        shares.setdefault(row["form"], {})[row["mode"]] = f"{row['of_greedy']:.2f}"
+        shares.setdefault((row["form"], row["commit"]), {})[row["mode"]] = f"{row['of_greedy']:.2f}"
     first = result["rows"][0]
-    about = f"{result['device']}, {first['batch']} sequences of {first['model']}, commit {result['commit']}."
-    lines = [[form, *(found.get(mode, "") for mode in _MODES)] for form, found in shares.items()]
-    return f"{about}\n\n{table(['of greedy speed', *_MODES.values()], lines)}"
+    about = f"{result['device']}, {first['batch']} sequences of {first['model']}."
+    lines = [[form, *(found.get(mode, "") for mode in _MODES), commit] for (form, commit), found in shares.items()]
+    return f"{about}\n\n{table(['of greedy speed', *_MODES.values(), 'commit'], lines)}"

@@ -133,9 +133,9 @@ def test_tokens_that_a_graph_samples_are_those_of_its_logits(tmp_path: Path, mon
     sampled: list[int] = []
     sample = runner._graphs.verify.sample
 
-    def noted(step: Step, batch: Batch, launch: Launch) -> list[Sampled]:
+    def noted(step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> list[Sampled]:
         sampled.append(len(step.chunks))
-        return sample(step, batch, launch)
+        return sample(step, batch, launch, guesses)
 
     monkeypatch.setattr(runner._graphs.verify, "sample", noted)
     found = []
