@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.engine.interpreted import run_interpreted
 
 pytest.importorskip("triton")
 
-# Triton reads the variable when it is imported.
-INTERPRETED = {**os.environ, "TRITON_INTERPRET": "1"}
 CHECK = """
 import numpy as np
 import torch
@@ -59,5 +55,4 @@ print("same")
 
 
 def test_sequences_go_on_by_a_token_and_their_last_part_with_them() -> None:
-    done = subprocess.run([sys.executable, "-c", CHECK], env=INTERPRETED, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_interpreted(CHECK)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.engine.interpreted import run_interpreted
 
 pytest.importorskip("triton")
 
-# Triton reads the variable when it is imported.
-INTERPRETED = {**os.environ, "TRITON_INTERPRET": "1"}
 OPTIONS = """
 import torch
 from server.engine.runtime.sampling import option_trials
@@ -33,5 +29,4 @@ sys.exit(pytest.main(["-q", "tests/engine/test_sampler.py", "-k", "device_sample
 
 @pytest.mark.parametrize("code", [OPTIONS, SAMPLER], ids=["trials", "sampler"])
 def test_the_kernels_compute_what_torch_computes(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], env=INTERPRETED, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_interpreted(code)

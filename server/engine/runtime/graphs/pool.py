@@ -68,8 +68,7 @@ class GraphPool:
         if count < inputs.shape[1]:
             inputs[2, count:] = self._scratch_slot
         self._planned.record()
-        captured.replay()
-        self.replays += 1
+        self.replay_again(captured)
 
     def replay_again(self, captured: CapturedStep) -> None:
         """Replay a step whose inputs and layout are on the device already."""

@@ -6,8 +6,10 @@ layers between them are one operation, which replays their recording.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,7 +21,9 @@ from server.engine.runtime.batch import Batch
 from server.engine.runtime.graphs.recorded import RecordedLayers
 from server.engine.runtime.graphs.recording import Recording, RecordingError
 
-_recordings: list[Recording] = []
+# A traced step names its recording by number, which lives as long as its RecordedLayers.
+_recordings: WeakValueDictionary[int, Recording] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def _replay(inputs: list[torch.Tensor], recording: int) -> torch.Tensor:
@@ -48,8 +52,8 @@ class TracedSteps:
         recording = self._layers.recording(batch.num_tokens)
         if recording is None:
             raise RecordingError(f"steps of {batch.num_tokens} tokens are not recorded")
-        _recordings.append(recording)
-        number = len(_recordings) - 1
+        number = next(_numbers)
+        _recordings[number] = recording
 
         def replay(tensors: list[torch.Tensor]) -> torch.Tensor:
             out: torch.Tensor = torch.ops.nf4_server_recorded.replay(tensors, number)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -41,7 +43,9 @@ def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-_compact: list[CompactBf16] = []
+# The op names a weight by number, which lives as long as its layer.
+_compact: WeakValueDictionary[int, CompactBf16] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def _linear_compact(x: torch.Tensor, weight: int, bias: torch.Tensor | None) -> torch.Tensor:
@@ -107,8 +111,8 @@ class CompactLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.n, weight.k
         self.compact = weight
-        _compact.append(weight)
-        self._number = len(_compact) - 1
+        self._number = next(_numbers)
+        _compact[self._number] = weight
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
