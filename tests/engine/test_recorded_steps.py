@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from server.config import EngineConfig
+from server.config import EngineConfig, LoraModule
+from server.engine.core import Engine
 from server.engine.runtime.attention.paged_cpu import paged_cpu_error
 from server.engine.runtime.compile.compiled_layer import CompiledLayer
 from server.engine.runtime.graphs.recorded import MOST_TOKENS
@@ -19,7 +22,8 @@ from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.step import Chunk, Step
 from server.engine.start import load_runner
-from tests.engine.factories import make_sequence
+from tests.adapters import save_adapter
+from tests.engine.factories import make_request, make_sequence
 
 
 def _logits(runner: ModelRunner) -> list[torch.Tensor]:
@@ -44,6 +48,31 @@ def _logits(runner: ModelRunner) -> list[torch.Tensor]:
         found.append(runner.forward(Step([Chunk(sequences[0], lengths[0], 1, True), last])))
         lengths[0] += 1
     return found
+
+
+def test_a_traced_step_leaves_adapters_to_the_models_class(embedded_folder: Path, tmp_path: Path) -> None:
+    """One of the output layer alone does not keep the decoder layers from being recorded."""
+    if (reason := paged_cpu_error()) is not None:
+        pytest.skip(reason)
+    model = AutoModelForCausalLM.from_pretrained(embedded_folder)
+    save_adapter(model, tmp_path / "head", 3, 0.9, target_modules=["lm_head"], r=4)
+    answers = []
+    for eager in (False, True):
+        modules = (LoraModule(name="head", path=tmp_path / "head"),)
+        config = EngineConfig(device="cpu", kv_cache_bytes=50 << 20, enforce_eager=eager, lora_modules=modules)
+        runner = load_runner(embedded_folder, config, lambda *_: None)
+        assert isinstance(runner._paged.small_steps, TracedSteps) != eager
+        engine = Engine(runner, config)
+        asked = [make_request([504, 6, 700, 8], max_tokens=6, ignore_eos=True) for _ in range(2)]
+        engine.add(asked[0])
+        engine.add(msgspec.structs.replace(asked[1], request_id="adapted", adapter="head"))
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for output in engine.step().outputs:
+                found.setdefault(output.request_id, []).extend(output.new_token_ids)
+        answers.append((found[asked[0].request_id], found["adapted"]))
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]
 
 
 def test_recorded_steps_give_the_same_bits(embedded_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

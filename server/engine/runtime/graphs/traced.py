@@ -77,9 +77,10 @@ class TracedSteps:
         self._steps.pop(tokens, None)
 
     def takes(self, batch: Batch) -> bool:
-        """Whether run() computes a batch."""
+        """Whether run() computes a batch; none that has adapters, of which those of the output layer are not traced."""
         tokens = batch.num_tokens
-        return tokens in self._steps and batch.sampled_rows.shape[0] == tokens and batch.images is None
+        known = tokens in self._steps and batch.sampled_rows.shape[0] == tokens
+        return known and batch.images is None and not batch.spans.adapted
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [tokens, vocabulary] in float32 of a batch that takes() has taken; writes the cache."""
