@@ -1,11 +1,9 @@
 /* Compact bfloat16 (compact.h): making it, and float32 activations times it. */
-#include "compact.h"
-
 #include <omp.h>
 
+#include "compact_gemm.h"
 #include "cpu.h"
 #include "isa.h"
-#include "linear.h"
 
 namespace nf4 {
 namespace {
@@ -54,7 +52,7 @@ bool pack_row(const uint16_t* row, int64_t k, const int* codes, uint8_t* group, 
   return true;
 }
 
-using Gemm = GemmWith<CompactBf16>;
+using Gemm = CompactGemm;
 
 /* Up to kDotRows rows of x times a unit, without exceptions. */
 void multiply(const Gemm& p, int64_t m0, int count, int64_t row0, int rows, ThreadScratch& scratch, float* sums) {
@@ -83,22 +81,34 @@ void add_exceptions(const Gemm& p, int64_t m0, int count, int64_t row0, int rows
   }
 }
 
+}  // namespace
+
+void compact_order(const Kernels* kernels, Prepared& x, ThreadScratch& scratch) {
+  if (!kernels->compact_rows) return;
+  float* order = scratch.order.floats((size_t)(x.m * x.k));
+  kernels->bf16_order(&x, order);
+  x.order = order;
+}
+
+void compact_unit(const CompactGemm& p, int64_t m0, int count, int64_t row0, int rows, ThreadScratch& scratch) {
+  alignas(64) float sums[kDotRows * kUnit];
+  multiply(p, m0, count, row0, rows, scratch, sums);
+  add_exceptions(p, m0, count, row0, rows, sums);
+  p.kernels->emit(sums, p.bias, p.out, NF4_FLOAT32, p.n, m0, count, row0, rows);
+}
+
+namespace {
+
 void linear(Gemm p, const float* from, int64_t m, int64_t k, int threads) {
   Tasks tasks(round_up(p.n, kUnit) / kUnit, m, threads, k * 4);
   if (threads > tasks.count()) threads = (int)tasks.count();
   ThreadScratch& shared = ThreadScratch::mine();
   XInput input(from, NF4_FLOAT32, m, k, shared.x);
-  Prepared& x = input.prepared;
-  p.x = &x;
-  if (p.kernels->compact_rows) {
-    float* order = shared.order.floats((size_t)(m * k));
-    p.kernels->bf16_order(&x, order);
-    x.order = order;
-  }
+  p.x = &input.prepared;
+  compact_order(p.kernels, input.prepared, shared);
   TaskQueue& queue = TaskQueue::begin(tasks.count(), threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    alignas(64) float sums[kDotRows * kUnit];
     ThreadScratch& scratch = ThreadScratch::mine();
     const int id = omp_get_thread_num();
     for (int64_t t; (t = queue.take(id)) >= 0;) {
@@ -106,9 +116,7 @@ void linear(Gemm p, const float* from, int64_t m, int64_t k, int threads) {
       const int rows = (int)(p.n - row0 < kUnit ? p.n - row0 : kUnit);
       for (int64_t m0 = tasks.m_begin(t); m0 < last; m0 += kDotRows) {
         const int count = (int)(last - m0 < kDotRows ? last - m0 : kDotRows);
-        multiply(p, m0, count, row0, rows, scratch, sums);
-        add_exceptions(p, m0, count, row0, rows, sums);
-        p.kernels->emit(sums, p.bias, p.out, NF4_FLOAT32, p.n, m0, count, row0, rows);
+        compact_unit(p, m0, count, row0, rows, scratch);
       }
     }
   }

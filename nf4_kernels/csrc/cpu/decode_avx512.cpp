@@ -1,5 +1,6 @@
 /* Dequantizing, widening and storing with AVX-512, and the table of its kernels in float32. */
 #include "avx512.h"
+#include "screening.h"
 
 namespace nf4 {
 namespace {
@@ -121,6 +122,7 @@ const Kernels* avx512_float32_kernels() {
     k.bf16_order = bf16_order_avx512;
     k.bf16_rows = bf16_rows_avx512;
     k.compact_rows = compact_rows_avx512;
+    use_screening_avx2(&k);
     return k;
   }();
   return &kernels;

@@ -22,7 +22,7 @@ class SmallSteps(Protocol):
         """Whether run() computes a batch."""
         ...
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, greedy: bool) -> torch.Tensor:
         """What PagedModel.run() gives."""
         ...
 
@@ -70,13 +70,14 @@ class PagedModel:
         size: int = self.model.config.get_text_config().vocab_size
         return size
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, greedy: bool = False) -> torch.Tensor:
         """Logits [batch.sampled_rows, vocabulary] in float32; writes the batch's keys and values into the cache.
 
-        Call in inference mode.
+        greedy: of each row only the largest is needed; the others may be smaller than it by any amount. Call in inference
+        mode.
         """
         if self.small_steps is not None and self.small_steps.takes(batch):
-            return self.small_steps.run(batch)
+            return self.small_steps.run(batch, greedy)
         return self.run_class(batch)
 
     def run_class(self, batch: Batch) -> torch.Tensor:

@@ -33,7 +33,7 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
-from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
+from server.engine.runtime.sampling.sampler import Sampled, is_greedy, is_sampled_from_raw_logits, sample
 from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.step import Step
@@ -137,11 +137,14 @@ class ModelRunner:
         return f"nf4_kernels {nf4_kernels.capabilities()[self.device.type]}"
 
     @torch.inference_mode()
-    def forward(self, step: Step) -> torch.Tensor:
-        """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache."""
+    def forward(self, step: Step, greedy: bool = False) -> torch.Tensor:
+        """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache.
+
+        greedy: only the largest of each row is needed (PagedModel.run()).
+        """
         given = step_input(step)
         if self._followers is None:
-            return self.compute(given, bool(step.guesses))
+            return self.compute(given, bool(step.guesses), greedy)
         self._followers.compute(given)
         try:
             with self._followers.waiting():
@@ -153,7 +156,7 @@ class ModelRunner:
             raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
 
     @torch.inference_mode()
-    def compute(self, given: StepInput, guessed: bool = False) -> torch.Tensor:
+    def compute(self, given: StepInput, guessed: bool = False, greedy: bool = False) -> torch.Tensor:
         """Compute what forward() gives from the columns of a step; guessed: whether the step checks guesses."""
         batch, graphs = self._batch(given), self._graphs
         if batch.images is not None:
@@ -166,7 +169,7 @@ class ModelRunner:
             return graphs.mixed.run(batch).float()
         if graphs.decode is not None and graphs.batch_invariant:
             return self._run_in_groups(batch, graphs.decode)
-        return self._paged.run(batch)
+        return self._paged.run(batch, greedy)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
@@ -177,7 +180,7 @@ class ModelRunner:
         step.read_guesses()
         if checked is not None:
             return checked
-        logits = self.forward(step)
+        logits = self.forward(step, all(is_greedy(chunk.sequence) and not chunk.scored for chunk in step.chunks))
         sampled = step.sampled
         if logits.shape[0] > len(sampled) and not step.guesses:
             score_prompts(step, logits[len(sampled) :])
