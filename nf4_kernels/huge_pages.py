@@ -26,7 +26,7 @@ def zero_bytes(size: int) -> Tensor:
     pages = mmap.mmap(-1, -(-max(1, size) // HUGE_PAGE) * HUGE_PAGE, flags=flags)
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=size)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size]
 
 
 class HugePages:

@@ -9,15 +9,18 @@ import torch
 from nf4_kernels.huge_pages import HUGE_PAGE, HugePages, zero_bytes
 
 
-def _huge_bytes(address: int) -> int:
-    """Of the mapping that an address lies in."""
-    inside = False
+def _described(address: int) -> dict[str, str]:
+    """What the system says of the mapping that an address lies in, by the names that it has for it."""
+    found: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) * 1024
-    return 0
+        if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            if found:
+                break
+            inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
+        elif inside:
+            name, _, value = line.partition(":")
+            found[name] = value.strip()
+    return found
 
 
 def test_copies_are_equal_aligned_and_beside_each_other() -> None:
@@ -38,16 +41,19 @@ def test_copies_outlive_their_pages_object() -> None:
 
 
 def test_zeros() -> None:
-    for size in (1, 4096, HUGE_PAGE + 1):
+    for size in (0, 1, 4096, HUGE_PAGE + 1):
         zeros = zero_bytes(size)
         assert zeros.shape == (size,)
         assert not zeros.any()
         assert torch.equal(zeros.fill_(3), torch.full((size,), 3, dtype=torch.uint8))
 
 
-def test_pages_are_huge_where_the_system_has_them() -> None:
+def test_pages_may_be_huge_where_the_system_has_them() -> None:
+    """Whether they are depends on how much free memory lies in one piece."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("this system has no transparent huge pages")
-    zeros = zero_bytes(8 * HUGE_PAGE).fill_(1)
-    assert _huge_bytes(zeros.data_ptr()) >= 4 * HUGE_PAGE
+    zeros = zero_bytes(8 * HUGE_PAGE)
+    described = _described(zeros.data_ptr())
+    assert "hg" in described["VmFlags"].split()
+    assert described["THPeligible"] == "1"
