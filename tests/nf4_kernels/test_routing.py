@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nf4_kernels import top_k
 from nf4_kernels.routing import MOST_CHOICES, MOST_TOKENS, can_route, can_route_linear
 from nf4_kernels.top_k import MOST_WIDTH
 from tests.nf4_kernels.cuda_weights import ON_GPU, gpu
@@ -114,13 +115,22 @@ def test_with_the_gemm(width: int, hidden: int, k: int, dtype: torch.dtype, devi
         assert experts.long().sort(-1).values.diff().ne(0).all()
 
 
-def test_what_one_launch_takes() -> None:
-    cuda = torch.device("cuda")
+def test_what_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a machine with a Hopper GPU and the compiled library.
+    monkeypatch.setattr(top_k, "load_error", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda, bfloat16 = torch.device("cuda"), torch.bfloat16
+    assert can_route(cuda, torch.float32, MOST_WIDTH, MOST_CHOICES)
     assert not can_route(torch.device("cpu"), torch.float32, 128, 8)
     assert not can_route(cuda, torch.float64, 128, 8)
     assert not can_route(cuda, torch.float32, MOST_WIDTH + 1, 8)
     assert not can_route(cuda, torch.float32, 128, MOST_CHOICES + 1)
+    assert not can_route(cuda, torch.float32, 8, 9)
+    assert can_route_linear(cuda, bfloat16, 128, 2048, 8)
     assert not can_route_linear(cuda, torch.float32, 128, 2048, 8)
-    assert not can_route_linear(cuda, torch.bfloat16, 129, 2048, 8)
-    assert not can_route_linear(cuda, torch.bfloat16, 128, 2000, 8)
-    assert not can_route_linear(torch.device("cpu"), torch.bfloat16, 128, 2048, 8)
+    assert not can_route_linear(cuda, bfloat16, 129, 2048, 8)
+    assert not can_route_linear(cuda, bfloat16, 128, 2000, 8)
+    assert not can_route_linear(cuda, bfloat16, 128, 4096 + 256, 8)
+    assert not can_route_linear(torch.device("cpu"), bfloat16, 128, 2048, 8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not can_route_linear(cuda, bfloat16, 128, 2048, 8)

@@ -1,0 +1,62 @@
+"""GEMMs on CPU with several threads, which take tasks that others have left, and several callers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from nf4_kernels import cpu
+from nf4_kernels.cpu_compact import CompactBf16
+from tests.nf4_kernels.weights import quantized, using_isa
+
+N, K = 1003, 576
+Gemm = Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def gemms() -> list[Gemm]:
+    """A GEMM of each kind of weight whose rows threads divide among themselves."""
+    weight, plain = quantized((N, K), 64, True, seed=1).weight, torch.randn(N, K).to(torch.bfloat16)
+    compact = CompactBf16(plain)
+    return [lambda x: cpu.linear(x, weight), lambda x: cpu.linear_bf16w(x, plain), compact.linear]
+
+
+@pytest.mark.parametrize("isa", cpu.ISAS)
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_any_number_of_threads_computes_every_row(isa: str, rows: int) -> None:
+    """70 are more than there are parts that threads have tasks of their own in."""
+    x = torch.randn(rows, K)
+    with using_isa(isa):
+        for gemm in gemms():
+            with threads(1):
+                expected = gemm(x)
+            for count in (2, 3, 70):
+                with threads(count):
+                    found = gemm(x)
+                torch.testing.assert_close(found, expected, rtol=0, atol=3e-5 * float(expected.abs().max()))
+
+
+def test_callers_do_not_take_each_others_tasks() -> None:
+    inputs = [torch.randn(1 + caller, K) for caller in range(4)]
+    with threads(2):
+        for gemm in gemms():
+            expected = [gemm(x) for x in inputs]
+
+            def calls(caller: int, gemm: Gemm = gemm, expected: list[torch.Tensor] = expected) -> bool:
+                return all(torch.equal(gemm(inputs[caller]), expected[caller]) for _ in range(30))
+
+            with ThreadPoolExecutor(len(inputs)) as pool:
+                assert all(pool.map(calls, range(len(inputs))))
