@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,13 @@ async def test_origins() -> None:
         assert denied.headers["access-control-allow-origin"] == "https://a.example"
 
 
-async def test_requests_under_way_are_counted_for_each_key() -> None:
-    import asyncio
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - requests tell nobody how far they are
+            await asyncio.sleep(0)
 
+
+async def test_requests_under_way_are_counted_for_each_key() -> None:
     gate = asyncio.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -80,19 +85,17 @@ async def test_requests_under_way_are_counted_for_each_key() -> None:
     layer = AccessLayer(slow, ("a", "b"), 2)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(layer), base_url="http://x") as http:
         held = [asyncio.create_task(http.get("/v1/x", headers={"x-api-key": "a"})) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await until(lambda: layer._counts.total(FIRST_KEY) == 2)
         refused = await http.get("/v1/x", headers={"x-api-key": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "key_limit")
         other = asyncio.create_task(http.get("/v1/x", headers={"x-api-key": "b"}))
-        await asyncio.sleep(0.05)
+        await until(lambda: layer._counts.total(FIRST_KEY + 1) == 1)
         gate.set()
         assert [(await task).status_code for task in (*held, other)] == [200, 200, 200]
         assert (await http.get("/v1/x", headers={"x-api-key": "a"})).status_code == 200
 
 
 async def test_a_place_is_free_when_the_answer_has_been_read() -> None:
-    import asyncio
-
     ended = asyncio.Event()
     sent: list[Any] = []
 
@@ -109,8 +112,7 @@ async def test_a_place_is_free_when_the_answer_has_been_read() -> None:
     layer = AccessLayer(tidies_up_slowly, ("a",), 1)
     scope = {"type": "http", "path": "/v1/x", "method": "POST", "headers": [(b"x-api-key", b"a")]}
     first = asyncio.create_task(layer(scope, None, send))  # type: ignore[arg-type]
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await until(lambda: len(sent) >= 3)
     assert [under_way for _, under_way in sent] == [1, 1, 0]
     second = asyncio.create_task(layer(scope, None, send))  # type: ignore[arg-type]
     ended.set()

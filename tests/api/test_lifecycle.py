@@ -63,6 +63,10 @@ def ready(http: httpx.Client) -> bool:
         return False
 
 
+def aborted(http: httpx.Client) -> float:
+    return metric(http, "nf4_request_success_total", finished_reason="abort")
+
+
 def idle(http: httpx.Client) -> bool:
     return metric(http, "nf4_num_requests_running") + metric(http, "nf4_kv_cache_usage_perc") == 0
 
@@ -98,7 +102,7 @@ def test_health_tells_about_loading(own: RunningServer, http: httpx.Client) -> N
     assert http.post("/v1/chat/completions", json=chat_body(n=0)).status_code == 400
     assert "nf4_engine_up" in http.get("/metrics").text
     until(lambda: ready(http))
-    until(lambda: f"Serving {MODEL} on {own.base_url}" in own.log.read_text(), 5)
+    until(lambda: f"Serving {MODEL} on {own.base_url}" in own.log.read_text())
 
 
 def test_second_server_on_the_port_says_so(own: RunningServer) -> None:
@@ -111,35 +115,42 @@ def test_second_server_on_the_port_says_so(own: RunningServer) -> None:
 
 
 def test_client_that_leaves_a_stream_frees_the_engine(http: httpx.Client) -> None:
-    aborts = metric(http, "nf4_request_success_total", finished_reason="abort")
+    aborts = aborted(http)
     with http.stream("POST", "/v1/chat/completions", json=chat_body(stream=True, n=2, **LONG)) as answer:
         read_until_tokens(answer.iter_lines(), 4)
-    until(lambda: metric(http, "nf4_request_success_total", finished_reason="abort") == aborts + 2, 5)
-    until(lambda: idle(http), 5)
+    until(lambda: aborted(http) == aborts + 2)
+    until(lambda: idle(http))
 
 
-def test_client_that_leaves_before_the_whole_answer_frees_the_engine(http: httpx.Client) -> None:
-    aborts = metric(http, "nf4_request_success_total", finished_reason="abort")
-    with pytest.raises(httpx.ReadTimeout):
-        http.post(
-            "/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 4000, "ignore_eos": True}, timeout=1
-        )
-    until(lambda: metric(http, "nf4_request_success_total", finished_reason="abort") == aborts + 1, 5)
-    until(lambda: idle(http), 5)
+def sent(own: RunningServer, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request has been sent, and nothing been read."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    host, port = own.base_url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    return connection
+
+
+def test_client_that_leaves_before_the_whole_answer_frees_the_engine(own: RunningServer, http: httpx.Client) -> None:
+    aborts = aborted(http)
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+    with sent(own, "/v1/completions", body):
+        until(lambda: metric(http, "nf4_num_requests_running") == 1)
+    until(lambda: aborted(http) == aborts + 1)
+    until(lambda: idle(http))
     assert metric(http, "nf4_request_rejections_total", reason="client_disconnected") >= 1
 
 
 def test_client_that_reads_nothing_disturbs_nobody(own: RunningServer, http: httpx.Client) -> None:
-    host, port = own.base_url.removeprefix("http://").split(":")
-    body = json.dumps(chat_body(stream=True, **LONG)).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    aborts = aborted(http)
+    with sent(own, "/v1/chat/completions", chat_body(stream=True, **LONG)) as connection:
         until(lambda: metric(http, "nf4_num_requests_running") == 1)
         assert http.post("/v1/chat/completions", json=chat_body()).status_code == 200
         # A reset, as from a machine that vanished.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
-    until(lambda: idle(http), 5)
+    until(lambda: aborted(http) == aborts + 1)
+    until(lambda: idle(http))
 
 
 def test_client_that_stopped_reading_counts_as_gone(own: RunningServer, http: httpx.Client) -> None:
@@ -158,11 +169,12 @@ def test_client_that_stopped_reading_counts_as_gone(own: RunningServer, http: ht
 
 def test_deadline_of_the_clients_own(http: httpx.Client) -> None:
     body = {"model": MODEL, "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
-    begun = time.monotonic()
+    begun, tokens = time.monotonic(), metric(http, "nf4_generation_tokens_total")
     late = http.post("/v1/completions", json=body, headers={"X-Request-Timeout": "1.5"})
-    assert 1.4 < time.monotonic() - begun < 10
+    assert time.monotonic() - begun > 1.4
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-    until(lambda: idle(http), 5)
+    until(lambda: idle(http))
+    assert metric(http, "nf4_generation_tokens_total") - tokens < 4000
     for wrong in ("soon", "0", "-1", "inf", "nan", ""):
         refused = http.post("/v1/completions", json=body, headers={"X-Request-Timeout": wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Request-Timeout"), wrong
@@ -182,7 +194,7 @@ def test_full_queue_gets_429(own: RunningServer, http: httpx.Client) -> None:
         assert http.get("/health").status_code == 200
     never = http.post("/v1/chat/completions", json=chat_body(n=QUEUE + 1))
     assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
-    until(lambda: http.post("/v1/chat/completions", json=chat_body(max_tokens=1)).status_code == 200, 5)
+    until(lambda: http.post("/v1/chat/completions", json=chat_body(max_tokens=1)).status_code == 200)
 
 
 def test_dying_engine_ends_streams_with_an_error_and_comes_back(own: RunningServer, http: httpx.Client) -> None:
@@ -194,12 +206,12 @@ def test_dying_engine_ends_streams_with_an_error_and_comes_back(own: RunningServ
             for number, _ in enumerate(stream):
                 if number == 4:
                     break
-            until(lambda: metric(http, "nf4_num_requests_running") == 2, 10)
+            until(lambda: metric(http, "nf4_num_requests_running") == 2)
             os.kill(engine_pid(own.process.pid), signal.SIGKILL)
             with pytest.raises(openai.APIError, match="engine"):
                 for _ in stream:
                     pass
-            failed = whole.result(20)
+            failed = whole.result(60)
     assert failed.status_code == 500
     assert failed.json()["error"]["code"] == "engine_error"
     health = http.get("/health")
@@ -229,13 +241,13 @@ def test_sigterm_lets_streams_end(own: RunningServer, http: httpx.Client) -> Non
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(30)
+    assert begun.wait(60)
     engine = engine_pid(own.process.pid)
     own.process.send_signal(signal.SIGTERM)
     reader.join(60)
     assert result["lines"][-1] == "data: [DONE]"
     assert sum('"content":' in line for line in result["lines"]) > 30
-    assert own.process.wait(20) == 0
+    assert own.process.wait(60) == 0
     assert not Path(f"/proc/{engine}").exists()
     assert "Traceback" not in own.log.read_text()
 

@@ -94,10 +94,11 @@ def test_the_caches_set_up_is_that_of_the_last_engine() -> None:
 
 
 def test_a_sequence_from_first_token_to_last() -> None:
-    metrics, timeline = Metrics("m"), RequestTimeline(prompt_tokens=7)
+    metrics, timeline, begun = Metrics("m"), RequestTimeline(prompt_tokens=7), time.monotonic()
     metrics.tokens_received(timeline, RequestOutput("0", [1], num_cached_tokens=4))
     time.sleep(0.01)
     metrics.tokens_received(timeline, RequestOutput("0", [2, 3]))
+    elapsed = time.monotonic() - begun
     metrics.tokens_received(timeline, RequestOutput("0", []))
     timeline.finish_reason = "length"
     metrics.sequence_finished(timeline)
@@ -107,7 +108,7 @@ def test_a_sequence_from_first_token_to_last() -> None:
     assert value(metrics, "nf4_time_to_first_token_seconds_count") == 1
     # Two tokens at once share the time since the token before them.
     assert value(metrics, "nf4_inter_token_latency_seconds_count") == 2
-    assert 0.01 <= (value(metrics, "nf4_inter_token_latency_seconds_sum") or 0) < 0.1
+    assert 0.01 <= (value(metrics, "nf4_inter_token_latency_seconds_sum") or 0) <= elapsed
     assert value(metrics, "nf4_request_generation_tokens_sum") == 3
     assert value(metrics, "nf4_request_success_total", finished_reason="length") == 1
     assert timeline.total is not None

@@ -83,6 +83,6 @@ def test_cost_per_token_does_not_grow(byte_level: Tokenizer) -> None:
     """20000 tokens in well under a second; a decoder that starts over at each token would take minutes."""
     ids = byte_level.encode("naïve 日本語 text ")
     sequence = (ids * (20_000 // len(ids) + 1))[:20_000]
-    started = time.perf_counter()
+    started = time.process_time()
     pieces(byte_level, sequence)
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 5.0
