@@ -3,7 +3,7 @@
 
 extern "C" {
 
-// recorded_calls.py mirrors it. Every argument is a pointer or an integer; functions that take fewer ignore the others.
+// recording.py mirrors it. Every argument is a pointer or an integer; functions that take fewer ignore the others.
 struct Call {
   void* function;
   int64_t count;
