@@ -139,61 +139,66 @@ def library() -> ctypes.CDLL | str:
         return path
     try:
         loaded = ctypes.CDLL(str(path))
-        loaded.nf4_cuda_error.restype = ctypes.c_char_p
-        loaded.nf4_cuda_struct_size.restype = ctypes.c_int64
-        loaded.nf4_cuda_struct_size.argtypes = (ctypes.c_char_p,)
-        loaded.nf4_cuda_dequantize.argtypes = (
-            ctypes.POINTER(Nf4Weight),
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        )
-        loaded.nf4_cuda_all_reduce.argtypes = (ctypes.POINTER(AllReduce),)
-        loaded.nf4_cuda_inbox_create.argtypes = (ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p)
-        loaded.nf4_cuda_inbox_open.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
-        loaded.nf4_cuda_inbox_close.argtypes = (ctypes.c_void_p,)
-        loaded.nf4_cuda_inbox_free.argtypes = (ctypes.c_void_p,)
-        loaded.nf4_cuda_inbox_patience.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
-        loaded.nf4_cuda_inbox_silent_rank.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))
-        loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
-        loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)
-        for end in ("", "_timed"):
-            getattr(loaded, f"nf4_cuda_linear_wgmma{end}").argtypes = (
-                ctypes.POINTER(Linear),
-                ctypes.POINTER(WgmmaPlan),
-            )
-            getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
-        loaded.nf4_cuda_top_k.argtypes = (
-            *(ctypes.c_void_p,) * 3,
-            ctypes.c_int64,
-            *(ctypes.c_int32,) * 3,
-            ctypes.c_void_p,
-        )
-        loaded.nf4_cuda_route.argtypes = (
-            *(ctypes.c_void_p,) * 3,
-            ctypes.c_int64,
-            *(ctypes.c_int32,) * 5,
-            ctypes.c_void_p,
-        )
-        loaded.nf4_cuda_route_linear.argtypes = (
-            *(ctypes.c_void_p,) * 4,
-            ctypes.c_int64,
-            *(ctypes.c_int32,) * 6,
-            ctypes.c_void_p,
-        )
-        loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
-        loaded.nf4_cuda_moe_warps.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWarpsPlan))
-        loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
+        _declare(loaded)
     except (OSError, AttributeError) as e:
         return f"{path} cannot be loaded: {e}"
     if error := size_error(loaded.nf4_cuda_struct_size, STRUCTS):
         return f"{path} cannot be used: {error}"
     return loaded
+
+
+def _declare(loaded: ctypes.CDLL) -> None:
+    """Tell ctypes what the functions take and give. AttributeError where the library lacks one: it is an older one."""
+    loaded.nf4_cuda_error.restype = ctypes.c_char_p
+    loaded.nf4_cuda_struct_size.restype = ctypes.c_int64
+    loaded.nf4_cuda_struct_size.argtypes = (ctypes.c_char_p,)
+    loaded.nf4_cuda_dequantize.argtypes = (
+        ctypes.POINTER(Nf4Weight),
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    )
+    loaded.nf4_cuda_all_reduce.argtypes = (ctypes.POINTER(AllReduce),)
+    loaded.nf4_cuda_inbox_create.argtypes = (ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p)
+    loaded.nf4_cuda_inbox_open.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
+    loaded.nf4_cuda_inbox_close.argtypes = (ctypes.c_void_p,)
+    loaded.nf4_cuda_inbox_free.argtypes = (ctypes.c_void_p,)
+    loaded.nf4_cuda_inbox_patience.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+    loaded.nf4_cuda_inbox_silent_rank.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32))
+    loaded.nf4_cuda_clock_end.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    loaded.nf4_cuda_clock_completion.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+    loaded.nf4_cuda_clock_collect.argtypes = (ctypes.POINTER(Clocks), ctypes.c_void_p, ctypes.c_void_p)
+    for end in ("", "_timed"):
+        getattr(loaded, f"nf4_cuda_linear_wgmma{end}").argtypes = (
+            ctypes.POINTER(Linear),
+            ctypes.POINTER(WgmmaPlan),
+        )
+        getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
+    loaded.nf4_cuda_top_k.argtypes = (
+        *(ctypes.c_void_p,) * 3,
+        ctypes.c_int64,
+        *(ctypes.c_int32,) * 3,
+        ctypes.c_void_p,
+    )
+    loaded.nf4_cuda_route.argtypes = (
+        *(ctypes.c_void_p,) * 3,
+        ctypes.c_int64,
+        *(ctypes.c_int32,) * 5,
+        ctypes.c_void_p,
+    )
+    loaded.nf4_cuda_route_linear.argtypes = (
+        *(ctypes.c_void_p,) * 4,
+        ctypes.c_int64,
+        *(ctypes.c_int32,) * 6,
+        ctypes.c_void_p,
+    )
+    loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
+    loaded.nf4_cuda_moe_warps.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWarpsPlan))
+    loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))
 
 
 @functools.cache
