@@ -4,7 +4,7 @@
 #include "rows_work.cuh"
 
 // NF4_INSTANCE(consumer warps, teams, k blocks of a warp): 16 warps, and fewer for devices whose blocks have 99 KB of shared
-// memory. nf4_kernels/plan/moe.py lists the same.
+// memory. nf4_kernels/plan/moe_rows.py lists the same.
 #define NF4_MOE_ROWS_OF_1_TILE \
   NF4_INSTANCE(16, 1, 1)       \
   NF4_INSTANCE(16, 1, 2)       \
