@@ -239,7 +239,7 @@ def test_body_over_the_limit_in_chunks_of_unknown_number(http: httpx.Client) -> 
 
 def test_announced_size_over_the_limit_is_answered_before_it_is_sent(server: RunningServer) -> None:
     host, port = server.base_url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(
             f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Content-Length: {10**12}\r\n\r\n{{".encode()

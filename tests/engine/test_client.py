@@ -39,7 +39,7 @@ async def collect(client: EngineClient, prompt: list[int] | int, **sampling: Any
     return [output async for output in client.generate(make_request(prompt, **sampling))]
 
 
-async def until(condition: Any, timeout_s: float = 30) -> None:
+async def until(condition: Any, timeout_s: float = 90) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - the conditions are of another process
             await asyncio.sleep(0.01)
@@ -274,7 +274,7 @@ asyncio.run(main())
     parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=120)
     children = [int(pid) for pid in parent.stdout.split()]
     assert len(children) == count
-    deadline = 30.0
+    deadline = 90.0
     while any(map(_is_alive, children)) and deadline > 0:
         deadline -= 0.1
         signal.sigtimedwait([], 0.1)

@@ -27,7 +27,7 @@ async def pair() -> AsyncIterator[tuple[Receiver, Sender]]:
 
 async def all_of(items: asyncio.Queue[Item]) -> list[Item]:
     found: list[Item] = []
-    while (item := await asyncio.wait_for(items.get(), 10)) is not None:
+    while (item := await asyncio.wait_for(items.get(), 60)) is not None:
         found.append(item)
     return found
 
@@ -104,7 +104,7 @@ async def test_answers_are_lost_with_their_connection() -> None:
             breaks.close()
             assert await begun[1].get() == {"body": b"x"}
             for _, items in (begun, announced):
-                assert isinstance(await asyncio.wait_for(items.get(), 10), ConnectionLostError)
+                assert isinstance(await asyncio.wait_for(items.get(), 60), ConnectionLostError)
             other.put(elsewhere[0], {"body": b"y"})
             other.put(elsewhere[0], None)
             assert await all_of(elsewhere[1]) == [{"body": b"y"}]
