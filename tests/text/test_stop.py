@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.text.output import OutputText
@@ -26,6 +26,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 24), max_size=8))
+@settings(deadline=None)
 def test_result_does_not_depend_on_the_cuts(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher = StopStrings(stops)
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -35,6 +36,7 @@ def test_result_does_not_depend_on_the_cuts(text: str, stops: list[str], cuts: l
 
 
 @given(text=LETTERS, stops=STOPS)
+@settings(deadline=None)
 def test_what_is_out_never_begins_a_stop(text: str, stops: list[str]) -> None:
     """At any moment the sent text is a prefix of the final one."""
     final, _ = expected(text, stops)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.text.answer import AnswerParser
@@ -108,6 +108,7 @@ def test_calls(make: Callable[[], ToolParser], text: str, expected: Outcome, ste
     ),
     step=st.integers(1, 9),
 )
+@settings(deadline=None)
 def test_any_arguments(value: object, step: int) -> None:
     arguments = json.dumps({"v": value}, ensure_ascii=False)
     text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
@@ -115,6 +116,7 @@ def test_any_arguments(value: object, step: int) -> None:
 
 
 @given(text=st.text('<>/tol_ca{}[]": nme\n', max_size=60), step=st.integers(1, 5))
+@settings(deadline=None)
 def test_nothing_gets_lost_or_raises(text: str, step: int) -> None:
     for make in (hermes, llama, MistralToolParser, gemma):
         content, calls = parse(make(), text, step)
