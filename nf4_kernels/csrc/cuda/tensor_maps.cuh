@@ -1,4 +1,4 @@
-// Tensor maps of experts' weights, for copies in boxes.
+// Tensor maps of weights, for copies in boxes.
 #pragma once
 
 #include <cuda.h>

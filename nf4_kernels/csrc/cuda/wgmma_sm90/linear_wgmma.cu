@@ -1,4 +1,5 @@
 // The C entries of linear_wgmma.cuh: they validate what is asked, fill the kernel's arguments and launch.
+#include "../tensor_maps.cuh"
 #include "launch.cuh"
 
 namespace nf4 {
@@ -59,26 +60,12 @@ bool build_args(const Nf4Linear& linear, const WgmmaPlan& plan, const WgmmaSizes
 // The weight as [n][k / 2] bytes, which are copied in boxes of rows x 128 bytes that land swizzled; where the epilogue
 // gates, as [n / 2][gate, up][k / 2], in boxes of as many rows. False where the driver cannot make the map.
 bool encode_weight_map(const Nf4Weight& w, int rows, bool gates, CUtensorMap* map) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  // The runtime hands out the driver's function, so that nothing is linked against the driver.
-  static const Encode encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
-  }();
-  if (!encode) return false;
   cuuint64_t row_bytes = static_cast<cuuint64_t>(w.k / 2), n = static_cast<cuuint64_t>(w.n);
   cuuint64_t sizes[2][3] = {{row_bytes, n}, {row_bytes, 2, n / 2}};
   cuuint64_t pitches[2][2] = {{row_bytes}, {n / 2 * row_bytes, row_bytes}};
   cuuint32_t count = static_cast<cuuint32_t>(rows);
-  cuuint32_t boxes[2][3] = {{128, count}, {128, 2, count / 2}}, strides[3] = {1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, gates ? 3 : 2, const_cast<uint8_t*>(w.packed), sizes[gates],
-                pitches[gates], boxes[gates], strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  cuuint32_t boxes[2][3] = {{128, count}, {128, 2, count / 2}};
+  return encode_swizzled(w.packed, gates ? 3 : 2, sizes[gates], pitches[gates], boxes[gates], map);
 }
 
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.

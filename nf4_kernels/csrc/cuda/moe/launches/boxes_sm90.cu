@@ -1,5 +1,5 @@
 // The instances of rows.cuh whose weights are copied in boxes.
-#include "../tensor_maps.cuh"
+#include "../../tensor_maps.cuh"
 #include "launch_instance.cuh"
 
 namespace nf4 {

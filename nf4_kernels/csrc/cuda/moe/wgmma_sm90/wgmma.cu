@@ -1,6 +1,6 @@
 // The C entry of work.cuh: it validates what is asked, fills the kernel's arguments and makes the launches.
+#include "../../tensor_maps.cuh"
 #include "../sums.cuh"
-#include "../tensor_maps.cuh"
 #include "instances.cuh"
 #include "prepare.cuh"
 
