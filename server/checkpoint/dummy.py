@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import read_config
 from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
+from server.checkpoint.sharding.experts import ExpertsPart
 from server.checkpoint.sharding.sharded import ShardedModel, empty_shard, set_vocabulary
 from server.checkpoint.sharding.shards import Part, Shard, check_count
 from server.checkpoint.sharding.slices import make_linear
@@ -57,7 +59,8 @@ def dummy_shard(
     """A shard of such a model. Its rank decides what its weights are. Raises CheckpointError as load_shard() does."""
     config = read_config(folder)
     check_count(config, BLOCKSIZE, shard.count, str(folder))
-    model, parts = empty_shard(config, dtype, shard, folder)
+    empty = empty_shard(config, dtype, replace(shard, blocksize=BLOCKSIZE), folder)
+    model, parts = empty.model, empty.parts
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(shard.rank)
         rows = len(shard.rows_of(config.get_text_config().vocab_size))
@@ -68,7 +71,7 @@ def dummy_shard(
         for name, part in parts.items():
             biased = model.get_submodule(name).bias is not None and not (part.is_partial and shard.rank)
             model.set_submodule(name, _random_part(part, biased, device, dtype))
-        fill_randomly(model, device, dtype, progress)
+        fill_randomly(model, device, dtype, progress, experts=empty.experts)
     model.tie_weights()
     progress("making random weights", 1.0)
     return ShardedModel(model.eval().requires_grad_(False), parts, shard)
@@ -80,16 +83,18 @@ def fill_randomly(
     dtype: torch.dtype,
     progress: Progress,
     in_nf4: Callable[[str], bool] = lambda name: True,
+    experts: Mapping[str, ExpertsPart] | None = None,
 ) -> None:
     """Give a model on the meta device random weights on device: experts and linear layers but the head in NF4, the rest in
     dtype.
 
-    in_nf4: of linear layers' names, those that are in NF4.
+    in_nf4: of linear layers' names, those that are in NF4. experts: of a shard, what it has of each module of experts.
     """
     for layout in list(experts_layouts(model)):
         if layout.activation is not None:
             biased = bool(getattr(model.get_submodule(layout.name), "has_bias", False))
-            replace_experts(model, layout, _random_experts(layout, device, dtype, biased))
+            part = (experts or {}).get(layout.name)
+            replace_experts(model, layout, _random_experts(layout, device, dtype, biased, part))
     modules = list(model.named_modules())
     for done, (name, module) in enumerate(modules):
         if isinstance(module, NF4Experts | StackedWeight):
@@ -131,17 +136,19 @@ def _pairs_by_frequency() -> torch.Tensor:
     return (codes.unsqueeze(1) << 4 | codes).flatten()
 
 
-def _random_experts(layout: ExpertsLayout, device: torch.device, dtype: torch.dtype, biased: bool) -> NF4Experts:
-    """One layer's experts, as they come from a checkpoint with a tensor for each expert."""
+def _random_experts(
+    layout: ExpertsLayout, device: torch.device, dtype: torch.dtype, biased: bool, part: ExpertsPart | None = None
+) -> NF4Experts:
+    """One layer's experts, or a shard's part of them, as they come from a checkpoint with a tensor for each expert."""
 
-    def stacked(rows: int, columns: int) -> StackedWeight:
+    def stacked(rows: int, columns: int, biased: bool, is_nested: bool = True) -> StackedWeight:
         shape, size = (layout.count, rows, columns), layout.count * rows * columns
         packed = _random_pairs(size // 2, device)
         bias = torch.zeros(layout.count, rows, dtype=dtype, device=device) if biased else None
         blocks, each = size // BLOCKSIZE, rows * columns // BLOCKSIZE
         scales = torch.randint(0, 256, (blocks,), dtype=torch.uint8, device=device)
         code = create_dynamic_map().to(device)
-        if each % NESTED_BLOCKSIZE:
+        if each % NESTED_BLOCKSIZE or not is_nested:
             return StackedWeight(
                 Weight(packed, shape, code[scales.long()] * (MEAN_ABSMAX / 2) + MEAN_ABSMAX, BLOCKSIZE), bias
             )
@@ -149,7 +156,9 @@ def _random_experts(layout: ExpertsLayout, device: torch.device, dtype: torch.dt
         return StackedWeight(Weight(packed, shape, groups / 2, BLOCKSIZE, scales, code, groups), bias)
 
     assert layout.activation is not None
-    gate_up, down = stacked(2 * layout.inner, layout.hidden), stacked(layout.hidden, layout.inner)
+    gate_up = stacked(2 * layout.inner, layout.hidden, biased)
+    # Scales of a part of down are plain, and the first rank adds its bias.
+    down = stacked(layout.hidden, layout.inner, biased and not (part and part.rank), part is None)
     return NF4Experts(gate_up, down, layout.activation)
 
 

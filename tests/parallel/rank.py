@@ -1,14 +1,16 @@
 """One of several ranks that do the same, without an engine between them: `python -m tests.parallel.rank`.
 
-Every rank schedules the same requests and samples for itself; what rank 0 got is printed.
+Every rank schedules the same requests and samples for itself, and prints what it got.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
@@ -25,17 +27,51 @@ CONFIG = EngineConfig(
 PROMPTS = (3, 41, 17, 9)
 
 
-def answers(folder: Path, membership: Membership | None, config: EngineConfig = CONFIG) -> dict[str, list[int]]:
-    """The tokens of some requests, greedy ones and sampled ones, by the prompt's length."""
+class Answers(TypedDict):
+    """What some requests, greedy ones and sampled ones, got; by the prompt's length."""
+
+    tokens: dict[str, list[int]]
+    logprobs: dict[str, list[float]]
+    weights: int
+    """Bytes of all that the model has."""
+
+
+def answers(folder: Path, membership: Membership | None, config: EngineConfig = CONFIG) -> Answers:
+    """The answers of a model, or of this rank of it."""
     runner = load_runner(folder, config, lambda *_: None, membership)
+    model = runner._paged.model
     engine = Engine(runner, config)
     rng, vocabulary = random.Random(0), runner.limits.vocab_size
     prompts = [[rng.randrange(3, vocabulary) for _ in range(length)] for length in PROMPTS]
     requests = [
-        make_request(prompt, str(len(prompt)), temperature=temperature, seed=5, ignore_eos=True)
+        make_request(prompt, str(len(prompt)), temperature=temperature, seed=5, ignore_eos=True, logprobs=1)
         for prompt, temperature in zip(prompts, (0.0, 0.0, 0.0, 0.8), strict=True)
     ]
-    return {name: tokens(outputs) for name, outputs in run_together(engine, *requests).items()}
+    found = run_together(engine, *requests)
+    scored = {
+        name: [entry.logprob for output in outputs for entry in output.logprobs or ()]
+        for name, outputs in found.items()
+    }
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return Answers(
+        tokens={name: tokens(outputs) for name, outputs in found.items()}, logprobs=scored, weights=sum(held.values())
+    )
+
+
+def answers_of_ranks(folders: list[Path], count: int, store: Path) -> list[dict[str, Answers]]:
+    """What each of count ranks, in processes of their own, got of the models in folders, by the folder."""
+    command = [sys.executable, "-m", "tests.parallel.rank"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(count), str(store), *map(str, folders)], stdout=subprocess.PIPE)
+        for rank in range(count)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * count
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def main() -> None:
@@ -45,8 +81,7 @@ def main() -> None:
     found = {}
     for index, folder in enumerate(folders):
         found[folder] = answers(Path(folder), Membership(int(rank), int(count), f"{store}-{index}"))
-    if rank == "0":
-        print(json.dumps(found))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.models import tiny_model
-from tests.parallel.rank import answers
+from tests.parallel.rank import answers, answers_of_ranks
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -57,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, dict[str, list[int]]]:
     """What one rank answers."""
-    return {family: answers(folder, None) for family, folder in folders.items()}
+    return {family: answers(folder, None)["tokens"] for family, folder in folders.items()}
 
 
 # With four ranks, two have the same KV head. Phi-3 has q, k and v in one weight.
@@ -71,20 +68,6 @@ def test_every_family_gives_the_tokens_of_one_rank(
     expected: dict[str, dict[str, list[int]]],
     tmp_path: Path,
 ) -> None:
-    paths = [str(folders[family]) for family in families]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.rank", str(rank), str(count), str(tmp_path / "store"), *paths],
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(count)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * count
-    found = json.loads(outputs[0].splitlines()[-1])
-    for family, folder in zip(families, paths, strict=True):
-        assert found[folder] == expected[family], family
+    found = answers_of_ranks([folders[family] for family in families], count, tmp_path / "store")[0]
+    for family in families:
+        assert found[str(folders[family])]["tokens"] == expected[family], family

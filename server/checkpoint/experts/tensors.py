@@ -168,7 +168,7 @@ def stack(weights: Sequence[Weight], shape: tuple[int, int, int], device: torch.
         return Weight(packed, shape, absmax, first.blocksize)
     codes = _joined([weight.absmax_8bit for weight in weights], device)
     offsets = [
-        weight.absmax_offset.reshape(1).expand(weight.absmax.numel())
+        weight.absmax_offset.reshape(-1).expand(weight.absmax.numel())
         for weight in weights
         if weight.absmax_offset is not None
     ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
@@ -16,9 +17,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import loading_of, read_config
-from server.checkpoint.experts.names import place_of
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint, weight_files
 from server.checkpoint.loading import check_memory
+from server.checkpoint.quantizer import names_in_model
+from server.checkpoint.sharding.experts import ExpertsPart, experts_of, head_parameters, take_experts
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
 from server.checkpoint.sharding.slices import cut_linear
 
@@ -42,6 +44,18 @@ class ShardedModel:
     shard: Shard
 
 
+class EmptyShard(NamedTuple):
+    """A shard on the meta device, and what it has of everything that is divided, each by its name."""
+
+    model: PreTrainedModel
+    parts: dict[str, Part]
+    """Of linear layers."""
+    experts: dict[str, ExpertsPart]
+    """Of modules of experts."""
+    heads: dict[str, range]
+    """Of parameters with a number for each query head."""
+
+
 class StoredTensors:
     """The tensors of a checkpoint, mapped from its files: what is not used is not read. A context manager."""
 
@@ -49,6 +63,8 @@ class StoredTensors:
         self._folder = folder
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
+        self.names: Mapping[str, str] = {}
+        """What the files call the model's tensors, where that is another name."""
         try:
             for path in weight_files(folder):
                 file = self._open.enter_context(safe_open(path, framework="pt"))
@@ -63,10 +79,11 @@ class StoredTensors:
         self._open.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return self.names.get(name, name) in self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of that name. Raises CheckpointError where there is none."""
+        name = self.names.get(name, name)
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: damaged: missing keys: {name}")
         tensor: torch.Tensor = self._files[name].get_tensor(name)
@@ -74,6 +91,7 @@ class StoredTensors:
 
     def quant_state(self, name: str) -> QuantState | None:
         """How the weight of that name is quantized; None where it is not."""
+        name = self.names.get(name, name)
         if f"{name}.{_STATE}" not in self:
             return None
         named = {suffix: f"{name}.{suffix}" for suffix in _STATE_TENSORS}
@@ -100,12 +118,17 @@ def load_shard(
     info = inspect_checkpoint(folder)
     check_divisible(info)
     config = read_config(folder)
-    check_count(config, blocksize_of(info), shard.count, str(folder))
+    shard = replace(shard, blocksize=blocksize_of(info))
+    check_count(config, shard.blocksize, shard.count, str(folder))
     check_memory(info, device, dtype, shard.count)
-    model, parts = empty_shard(config, dtype, shard, folder)
+    empty = empty_shard(config, dtype, shard, folder)
+    model, parts = empty.model, empty.parts
+    experts = take_experts(model, empty.experts, info, device, dtype)
     try:
         with StoredTensors(folder) as stored:
-            _Filling(model, stored, info, device, dtype, shard, parts).run(progress)
+            stored.names = {own: name for name, own in names_in_model(info, model, None).items()}
+            _Filling(empty, stored, info, device, dtype, shard).run(progress)
+        experts.fill(model, progress)
     except torch.OutOfMemoryError as e:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
     except (OSError, SafetensorError, RuntimeError) as e:
@@ -124,8 +147,6 @@ def check_divisible(info: CheckpointInfo) -> None:
     chosen = loading_of(info)
     if chosen.auto is not AutoModelForCausalLM or chosen.key_mapping is not None:
         what = f"{info.architecture} ({info.model_type}), a class with images or sounds,"
-    elif any(place_of(name) for name in info.tensors):
-        what = "a mixture of experts"
     elif other := next((name for name, table in info.packed.items() if table != "nf4"), None):
         what = f"{other} in {info.packed[other]}"
     if what is not None:
@@ -134,11 +155,9 @@ def check_divisible(info: CheckpointInfo) -> None:
         )
 
 
-def empty_shard(
-    config: PretrainedConfig, dtype: torch.dtype, shard: Shard, folder: Path
-) -> tuple[PreTrainedModel, dict[str, Part]]:
+def empty_shard(config: PretrainedConfig, dtype: torch.dtype, shard: Shard, folder: Path) -> EmptyShard:
     """A shard on the meta device, and its parts. Raises CheckpointError."""
-    own = shard_config(config, shard.count)
+    own = shard_config(config, shard.count, shard.blocksize)
     for each in (config, own):
         each.dtype = dtype
         if hasattr(each, "quantization_config"):
@@ -148,7 +167,10 @@ def empty_shard(
             whole, model = (AutoModelForCausalLM.from_config(each) for each in (config, own))
     except (ValueError, KeyError, RuntimeError) as e:
         raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
-    return model, parts_of(whole, model, config, shard, folder)
+    experts = experts_of(whole, model, shard, folder)
+    heads = head_parameters(whole, model, shard)
+    parts = parts_of(whole, model, config, shard, folder, {*experts, *heads})
+    return EmptyShard(model, parts, experts, heads)
 
 
 def set_vocabulary(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -173,21 +195,21 @@ class _Filling:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        empty: EmptyShard,
         stored: StoredTensors,
         info: CheckpointInfo,
         device: torch.device,
         dtype: torch.dtype,
         shard: Shard,
-        parts: dict[str, Part],
     ) -> None:
-        self._model = model
+        self._model = empty.model
         self._stored = stored
         self._info = info
         self._device = device
         self._dtype = dtype
         self._shard = shard
-        self._parts = parts
+        self._parts = empty.parts
+        self._heads = empty.heads
 
     def run(self, progress: Progress) -> None:
         """Fill all modules."""
@@ -231,18 +253,24 @@ class _Filling:
     def _fill_plain(self, name: str, module: nn.Module) -> None:
         parameters = dict(module.named_parameters(recurse=False))
         buffers = dict(module.named_buffers(recurse=False))
-        if buffers:
+        prefix = f"{name}." if name else ""
+        if any(prefix + key not in self._stored for key in buffers):
             initialize_buffers(self._model, module, self._device)
         for key, value in {**parameters, **buffers}.items():
-            full = f"{name}.{key}" if name else key
+            full = prefix + key
             if key in buffers and full not in self._stored:
                 continue
             stored = self._stored[full]
+            if full in self._heads:
+                stored = stored[self._heads[full].start : self._heads[full].stop]
             if stored.shape != value.shape:
                 raise CheckpointError(
                     f"{self._info.folder}: damaged: {full} has shape {list(stored.shape)}, not {list(value.shape)}"
                 )
-            filled = stored.to(self._device, self._dtype if stored.is_floating_point() else None, copy=True)
+            # Numbers that correct a router's scores are in float32, as in the whole model.
+            kept = key in buffers and key in (self._model._keep_in_fp32_modules_strict or ())
+            dtype = torch.float32 if kept else self._dtype if stored.is_floating_point() else None
+            filled = stored.to(self._device, dtype, copy=True)
             if key in parameters:
                 setattr(module, key, nn.Parameter(filled, requires_grad=False))
             else:
@@ -270,8 +298,7 @@ class _Filling:
             raise CheckpointError(
                 f"{self._info.folder}: damaged: {weight} has shape {list(values.shape)}, not {list(part.whole)}"
             )
-        columns = slice(part.columns.start, part.columns.stop)
-        own = torch.cat([values[rows.start : rows.stop, columns] for rows in part.rows])
+        own = part.rows_of(part.columns_of(values))
         plain = nn.Linear(part.shape[1], part.shape[0], bias=bias is not None, device="meta")
         plain.weight = nn.Parameter(own.to(self._device, self._dtype), requires_grad=False)
         if bias is not None:
@@ -282,5 +309,4 @@ class _Filling:
         """The shard's bias; the first shard's where the outputs of all are added up."""
         if getattr(module, "bias", None) is None or (part.is_partial and self._shard.rank):
             return None
-        bias = self._stored[f"{name}.bias"]
-        return torch.cat([bias[rows.start : rows.stop] for rows in part.rows])
+        return part.rows_of(self._stored[f"{name}.bias"])

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from server.checkpoint.base import CheckpointError
+from server.checkpoint.sharding.widths import is_padded, part_of_width, range_of, widths_of
 
 # Embeddings and the output layer are padded so that each shard has a multiple of this many rows.
 VOCABULARY_MULTIPLE = 64
 MOST_SHARDS = 64
 # For models without a plan: projections that are split along n, and those that are split along k.
 _SPLIT_N = {"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1"}
+# Latent attention: from the latent vectors, which every rank has, to the keys, values and queries of each head.
+_SPLIT_N |= {"q_b_proj", "kv_b_proj"}
 _SPLIT_K = {"o_proj", "out_proj", "dense", "down_proj", "fc2"}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Shard:
 
     rank: int = 0
     count: int = 1
+    blocksize: int = 64
+    """Weights of one scale block, which is never divided."""
 
     def rows_of(self, size: int) -> range:
         """Its rows of something padded and divided evenly, such as a vocabulary; the padding included."""
@@ -42,21 +47,38 @@ class Shard:
 
 @dataclass(frozen=True)
 class Part:
-    """What a shard has of a linear layer's weight [n, k]: ranges of rows, one after another, and a range of columns."""
+    """What a shard has of a linear layer's weight [n, k]: ranges of rows, one after another, and a range of columns.
+
+    padding: zeros behind the columns of a part of k, or else behind each range of rows (see widths.py).
+    """
 
     whole: tuple[int, int]
     rows: tuple[range, ...]
     columns: range
+    padding: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         """The shape [n, k] of the shard's own weight."""
-        return sum(len(rows) for rows in self.rows), len(self.columns)
+        n = sum(len(rows) for rows in self.rows)
+        if self.is_partial:
+            return n, len(self.columns) + self.padding
+        return n + self.padding * len(self.rows), len(self.columns)
 
     @property
     def is_partial(self) -> bool:
         """Whether it has a part of k: then the outputs of all shards add up to the layer's."""
         return len(self.columns) < self.whole[1]
+
+    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part's rows of a tensor [n, ...], its zeros included."""
+        padding = () if self.is_partial or not self.padding else (whole.new_zeros(self.padding, *whole.shape[1:]),)
+        return torch.cat([piece for rows in self.rows for piece in (whole[rows.start : rows.stop], *padding)])
+
+    def columns_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part's columns of a tensor [m, k], its zeros included."""
+        own = whole[:, self.columns.start : self.columns.stop]
+        return nn.functional.pad(own, (0, self.padding)) if self.is_partial and self.padding else own
 
 
 def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
@@ -64,8 +86,9 @@ def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
     text = config.get_text_config()
     if _undivided(config):
         return [1]
-    heads, kv_heads, wide = _sizes(text)
-    dim = _head_dim(text)
+    heads, kv_heads = _heads(text)
+    # Of latent attention, values have a size of their own.
+    dim = getattr(text, "v_head_dim", None) or _head_dim(text)
     return [
         count
         for count in range(1, min(heads, MOST_SHARDS) + 1)
@@ -73,7 +96,7 @@ def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
         or (
             heads % count == 0
             and (kv_heads % count == 0 or count % kv_heads == 0)
-            and wide % (count * blocksize) == 0
+            and all(part_of_width(width, count, blocksize) for width in widths_of(text).values())
             and heads // count * dim % blocksize == 0
         )
     ]
@@ -86,8 +109,10 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str)
         return
     reason = _undivided(config)
     if reason is None:
-        heads, kv_heads, wide = _sizes(config.get_text_config())
-        reason = f"{heads} heads, {kv_heads} KV heads and {wide} features of the MLP in blocks of {blocksize}"
+        text = config.get_text_config()
+        (heads, kv_heads), widths = _heads(text), sorted(set(widths_of(text).values()))
+        wide = f"{' or '.join(map(str, widths))} features of {'the MLP' if len(widths) < 2 else 'its MLPs'}"
+        reason = f"{heads} heads, {kv_heads} KV heads and {wide} in blocks of {blocksize}"
     raise CheckpointError(
         f"{what}: engine.tensor_parallel_size {count} does not divide the model: it has {reason};"
         f" possible: {', '.join(map(str, possible))}"
@@ -99,48 +124,55 @@ def _undivided(config: PretrainedConfig) -> str | None:
     text = config.get_text_config()
     if text is not config:
         return f"parts beside its text model ({config.model_type}), which are not split yet"
-    if any(getattr(text, name, None) for name in _EXPERTS):
-        return "a mixture of experts, which is not split yet"
     if getattr(text, "num_kv_shared_layers", None):
         return "layers that share keys and values, which are not split yet"
     return None
 
 
-def shard_config(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The configuration of one of count shards, which are alike; KV heads are repeated where there are fewer."""
+def shard_config(config: PretrainedConfig, count: int, blocksize: int = 64) -> PretrainedConfig:
+    """The configuration of one of count shards, which are alike; KV heads are repeated where there are fewer.
+
+    blocksize as possible_counts() has it, which has to have count."""
     own = copy.deepcopy(config)
     text = own.get_text_config()
-    heads, kv_heads, wide = _sizes(text)
+    heads, kv_heads = _heads(text)
     text.head_dim = _head_dim(text)
     text.num_attention_heads = heads // count
     if getattr(text, "num_key_value_heads", None) is not None:
         text.num_key_value_heads = max(1, kv_heads // count)
-    text.intermediate_size = wide // count
+    for name, width in widths_of(text).items():
+        setattr(text, name, part_of_width(width, count, blocksize))
     return own
 
 
 def parts_of(
-    whole: nn.Module, own: nn.Module, config: PretrainedConfig, shard: Shard, folder: object
+    whole: nn.Module,
+    own: nn.Module,
+    config: PretrainedConfig,
+    shard: Shard,
+    folder: object,
+    others: Collection[str] = (),
 ) -> dict[str, Part]:
     """What a shard has of every linear layer, by the layer's name. The modules may be on the meta device.
 
-    whole, own: the model as it is, and the shard (of shard_config()). Raises CheckpointError where the two do not differ
-    as a known way of dividing makes them differ.
+    whole, own: the model as it is, and the shard (of shard_config()). others: modules and parameters that are divided
+    otherwise. Raises CheckpointError where the two do not differ as a known way of dividing makes them differ.
     """
     parts: dict[str, Part] = {}
     plan = _plan(config)
     vocabulary = {id(m) for m in (whole.get_input_embeddings(), whole.get_output_embeddings())}  # type: ignore[operator]
     own_modules = dict(own.named_modules())
     for name, module in whole.named_modules():
-        if id(module) in vocabulary:
+        if id(module) in vocabulary or name in others:
             continue
-        if isinstance(module, nn.Linear):
+        # Routers are subclasses, with code of their own; what they have is whole.
+        if type(module) is nn.Linear:
             theirs = own_modules[name]
             assert isinstance(theirs, nn.Linear)
             parts[name] = _part(name, module, theirs, _role(name, plan), config, shard, folder)
             continue
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter.shape != getattr(own_modules[name], key).shape:
+            if f"{name}.{key}" not in others and parameter.shape != getattr(own_modules[name], key).shape:
                 raise CheckpointError(
                     f"{folder}: engine.tensor_parallel_size {shard.count}: {name}.{key} spans all heads and cannot be split"
                 )
@@ -157,18 +189,19 @@ def _part(
     folder: object,
 ) -> Part:
     n, k = whole.out_features, whole.in_features
-    rows, columns = _rows(name, n, own.out_features, config, shard), range(k)
-    split_k = own.in_features < k
+    rows, columns, each = _rows(name, n, own.out_features, config, shard), range(k), own.in_features
+    split_k = each < k
     if split_k:
-        each = own.in_features
-        columns = range(shard.rank * each, (shard.rank + 1) * each)
+        columns = range_of(k, each, shard.rank)
     expected = "k" if split_k else "n" if own.out_features < n or role == "n" else None
-    fits = rows is not None and (not split_k or (own.out_features == n and each * shard.count == k))
+    divided = each * shard.count == k or is_padded(k, each, shard.count)
+    fits = rows is not None and (not split_k or (own.out_features == n and divided))
     if rows is None or not fits or role != expected:
         raise CheckpointError(
             f"{folder}: engine.tensor_parallel_size {shard.count}: no rule says how {name} [{n}, {k}] is split"
         )
-    return Part((n, k), rows, columns)
+    padding = each - len(columns) if split_k else own.out_features // len(rows) - len(rows[0])
+    return Part((n, k), rows, columns, 0 if len(rows) == 3 else padding)
 
 
 def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -> tuple[range, ...] | None:
@@ -176,9 +209,9 @@ def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -
     last = name.rpartition(".")[2]
     sections = [(n, own)]
     if own < n and last == "qkv_proj":
-        text, sharded = config.get_text_config(), shard_config(config, shard.count).get_text_config()
+        text, sharded = config.get_text_config(), shard_config(config, shard.count, shard.blocksize).get_text_config()
         dim = _head_dim(text)
-        (heads, kv_heads, _), (own_heads, own_kv_heads, _) = _sizes(text), _sizes(sharded)
+        (heads, kv_heads), (own_heads, own_kv_heads) = _heads(text), _heads(sharded)
         sections = [(heads * dim, own_heads * dim), *[(kv_heads * dim, own_kv_heads * dim)] * 2]
     elif own < n and last == "gate_up_proj":
         sections = [(n // 2, own // 2)] * 2
@@ -186,6 +219,11 @@ def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -
         return None
     rows, start = [], 0
     for size, each in sections:
+        if is_padded(size, each, shard.count):
+            own_rows = range_of(size, each, shard.rank)
+            rows.append(range(start + own_rows.start, start + own_rows.stop))
+            start += size
+            continue
         pieces = size // each
         if pieces * each != size or shard.count % pieces:
             return None
@@ -211,10 +249,10 @@ def _role(name: str, plan: Mapping[str, str]) -> str | None:
     return "n" if last in _SPLIT_N else "k" if last in _SPLIT_K else None
 
 
-def _sizes(text: Any) -> tuple[int, int, int]:
-    """(heads, KV heads, features of the MLP)."""
+def _heads(text: Any) -> tuple[int, int]:
+    """(heads, KV heads)."""
     heads = text.num_attention_heads
-    return heads, getattr(text, "num_key_value_heads", None) or heads, getattr(text, "intermediate_size", None) or 0
+    return heads, getattr(text, "num_key_value_heads", None) or heads
 
 
 def _head_dim(text: Any) -> int:

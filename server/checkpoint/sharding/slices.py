@@ -8,9 +8,14 @@ import torch
 from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
+from torch.nn import functional
 
 from nf4_kernels.format import NESTED_BLOCKSIZE, Weight, block_scales
 from server.checkpoint.sharding.shards import Part
+
+
+_ZEROS = 0x77
+"""Two codes of the value 0."""
 
 
 class ShardedLinear(Linear4bit):  # type: ignore[misc]
@@ -58,7 +63,7 @@ def cut_linear(
         blocksize=int(state.blocksize), quant_type="nf4", dtype=dtype,
         offset=None if nested is None else state.offset.to(device), state2=nested,
     )  # fmt: skip
-    codes = _codes(packed.reshape(-1), part).to(device)
+    codes = codes_of(packed.reshape(-1), part).to(device)
     return make_linear(codes, own, (scales.offset, scales.skip), bias, dtype)
 
 
@@ -80,48 +85,95 @@ def make_linear(
     return layer
 
 
-def _codes(packed: torch.Tensor, part: Part) -> torch.Tensor:
+def codes_of(packed: torch.Tensor, part: Part) -> torch.Tensor:
+    """The codes of a part, from those of the whole weight, uint8 [n * k / 2]. Raises ValueError as cut_linear()."""
     n, k = part.whole
     columns = part.columns
     if part.is_partial:
-        if k % 2 or columns.start % 2 or len(columns) % 2:
+        if k % 2 or columns.start % 2 or len(columns) % 2 or part.padding % 2:
             raise ValueError(f"its rows of {k} are not whole bytes")
-        return packed.view(n, k // 2)[:, columns.start // 2 : columns.stop // 2].reshape(-1)
+        own = packed.view(n, k // 2)[:, columns.start // 2 : columns.stop // 2]
+        return functional.pad(own, (0, part.padding // 2), value=_ZEROS).reshape(-1)
     pieces = []
     for rows in part.rows:
-        if rows.start * k % 2 or len(rows) * k % 2:
+        if rows.start * k % 2 or len(rows) * k % 2 or part.padding * k % 2:
             raise ValueError(f"its rows of {k} are not whole bytes")
-        pieces.append(packed[rows.start * k // 2 : rows.stop * k // 2])
+        own = packed[rows.start * k // 2 : rows.stop * k // 2]
+        pieces.append(functional.pad(own, (0, part.padding * k // 2), value=_ZEROS) if part.padding else own)
     return torch.cat(pieces)
 
 
-def _scales(state: QuantState, part: Part) -> _Scales:
-    (n, k), size = part.whole, int(state.blocksize)
-    groups: torch.Tensor | None = state.state2.absmax if state.nested else None
-    if part.is_partial:
-        columns = part.columns
-        if k % size or columns.start % size or len(columns) % size:
-            raise ValueError(f"{len(columns)} of its {k} columns are not whole scale blocks of {size}")
-        first, stop, blocks = columns.start // size, columns.stop // size, k // size
-        absmax = state.absmax.reshape(-1).view(n, blocks)[:, first:stop].reshape(-1)
-        if groups is None:
-            return _Scales(absmax)
-        return _Scales(absmax, groups, first, blocks - (stop - first))
+def scales_of_columns(absmax: torch.Tensor, part: Part, size: int) -> torch.Tensor:
+    """The scales of a part of k, [blocks], from the whole weight's; size: of a scale block. ValueError as cut_linear()."""
+    (n, k), columns = part.whole, part.columns
+    if k % size or columns.start % size or len(columns) % size or part.padding % size:
+        raise ValueError(f"{len(columns)} of its {k} columns are not whole scale blocks of {size}")
+    own = absmax.reshape(-1).view(n, k // size)[:, columns.start // size : columns.stop // size]
+    return functional.pad(own, (0, part.padding // size)).reshape(-1)
+
+
+def spans_of_rows(part: Part, size: int) -> tuple[list[tuple[int, int]], int]:
+    """The first block and the one behind the last of each range of rows, and how many blocks of zeros are behind each.
+
+    size: weights of a scale block. Raises ValueError as cut_linear().
+    """
+    n, k = part.whole
     spans = []
     for rows in part.rows:
-        if rows.start * k % size or (rows.stop * k % size and rows.stop != n):
+        if rows.start * k % size or (rows.stop * k % size and rows.stop != n) or part.padding * k % size:
             raise ValueError(f"rows {rows.start} to {rows.stop} of {k} are not whole scale blocks of {size}")
         spans.append((rows.start * k // size, -(-rows.stop * k // size)))
-    absmax = torch.cat([state.absmax.reshape(-1)[first:stop] for first, stop in spans])
+    return spans, part.padding * k // size
+
+
+def joined(tensor: torch.Tensor, spans: list[tuple[int, int]], zeros: int) -> torch.Tensor:
+    """Spans of a flat tensor one after another, with as many zeros behind each."""
+    flat = tensor.reshape(-1)
+    return torch.cat([functional.pad(flat[first:stop], (0, zeros)) if zeros else flat[first:stop] for first, stop in spans])
+
+
+def groups_of_spans(spans: list[tuple[int, int]], zeros: int) -> list[tuple[int, int, int]] | None:
+    """Where spans are whole groups of 256 blocks: each one's first group, the one behind its last, and groups of zeros
+    behind these; else None, on every rank alike. The last rank's spans may be short or empty where zeros are behind them.
+    """
+    size, found = NESTED_BLOCKSIZE, []
+    for first, stop in spans:
+        if (stop - first + zeros) % size or (first % size and first != stop):
+            return None
+        own = -(-stop // size) - first // size if first != stop else 0
+        found.append((first // size, first // size + own, (stop - first + zeros) // size - own))
+    return found
+
+
+def _scales(state: QuantState, part: Part) -> _Scales:
+    k, size, nested = part.whole[1], int(state.blocksize), NESTED_BLOCKSIZE
+    groups: torch.Tensor | None = state.state2.absmax if state.nested else None
+    if part.is_partial:
+        absmax, first = scales_of_columns(state.absmax, part, size), part.columns.start // size
+        if groups is None:
+            return _Scales(absmax)
+        skip = k // size - part.shape[1] // size
+        last = absmax.numel() - 1
+        reached = (first + last + last // (part.shape[1] // size) * skip) // nested + 1
+        return _Scales(absmax, _grown(groups, reached), first, skip)
+    spans, zeros = spans_of_rows(part, size)
+    absmax = joined(state.absmax, spans, zeros)
     if groups is None:
         return _Scales(absmax)
-    nested = NESTED_BLOCKSIZE
     if len(spans) == 1:
         first, stop = spans[0]
-        return _Scales(absmax, groups[first // nested : -(-stop // nested)], first % nested)
-    if all(first % nested == 0 and (stop - first) % nested == 0 for first, stop in spans):
-        return _Scales(absmax, torch.cat([groups[first // nested : stop // nested] for first, stop in spans]))
+        own = groups[first // nested : -(-stop // nested)]
+        return _Scales(absmax, _grown(own, -(-(first % nested + absmax.numel()) // nested)), first % nested)
+    whole_groups = groups_of_spans(spans, zeros)
+    if whole_groups is not None:
+        runs = [_grown(groups[first:stop], stop - first + more) for first, stop, more in whole_groups]
+        return _Scales(absmax, torch.cat(runs))
     # Ranges of rows that begin inside groups have no common geometry.
     code = state.state2.code.float()
-    whole = block_scales(Weight(state.absmax, (n, k), groups.float(), size, state.absmax, code, state.offset))
-    return _Scales(torch.cat([whole[first:stop] for first, stop in spans]))
+    whole = block_scales(Weight(state.absmax, part.whole, groups.float(), size, state.absmax, code, state.offset))
+    return _Scales(joined(whole, spans, zeros))
+
+
+def _grown(groups: torch.Tensor, count: int) -> torch.Tensor:
+    """At least that many groups: those of the zeros behind a part are zeros."""
+    return functional.pad(groups, (0, max(0, count - groups.numel())))

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.sharding.shards import Part, Shard
 from server.engine.runtime import exchange  # noqa: F401 - registers torch.ops.nf4_server_exchange
+from server.engine.runtime.model.exchanged_experts import exchange_experts
 
 
 class ReducedLinear(nn.Module):
@@ -65,8 +66,10 @@ class VocabularyLinear(nn.Module):
 
 def exchange_outputs(model: PreTrainedModel, parts: Mapping[str, Part], shard: Shard) -> None:
     """Make a shard's layers exchange what they lack. Its projections must be in their final form, adapters included."""
-    for name, part in parts.items():
-        if part.is_partial:
+    partial = [name for name, part in parts.items() if part.is_partial]
+    summed = exchange_experts(model, partial)
+    for name in partial:
+        if name not in summed:
             model.set_submodule(name, ReducedLinear(model.get_submodule(name)))
     vocabulary = model.config.get_text_config().vocab_size
     rows = shard.rows_of(vocabulary)

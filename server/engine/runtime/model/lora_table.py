@@ -96,8 +96,7 @@ class AdapterTable:
 
 def _cut(factors: AdapterFactors, part: Part) -> AdapterFactors:
     """An adapter's part. Where k is split, the ranks' results add up, as those of the base do."""
-    columns = slice(part.columns.start, part.columns.stop)
-    return AdapterFactors(factors.a[:, columns], torch.cat([factors.b[rows.start : rows.stop] for rows in part.rows]))
+    return AdapterFactors(part.columns_of(factors.a), part.rows_of(factors.b))
 
 
 def projections_of(model: nn.Module, layers: nn.Module) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,88 @@
+"""Mixtures of experts divided among ranks: the tokens of one rank, of every family and of every layout of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nf4_kernels import cpu
+from tests.moe_checkpoints import FAMILIES, is_projection, save_moe, separate_experts, tiny_moe, unsloth_gpt_oss
+from tests.nf4_kernels.weights import FIXED_POINT
+from tests.parallel.rank import Answers, answers, answers_of_ranks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 512, "moe_intermediate_size": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+# Heads of latent attention have sizes of their own, and each has keys and values.
+_LATENT = {"num_key_value_heads": 8}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"shared_expert_intermediate_size": 512},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "llama4_text": {"intermediate_size_mlp": 512},
+}
+Save = Callable[[Path], object]
+
+
+def saved(family: str, sizes: dict[str, Any] | None = None, **options: Any) -> Save:
+    """How a small random model of a family is saved: a tensor for each expert in NF4 with nested scales, or as options say."""
+    sizes = {**SIZES, **OTHERS.get(family, {}), **(sizes or {})}
+    renames = {"gpt_oss": unsloth_gpt_oss, "llama4_text": separate_experts}
+    if family in renames:
+        options = {"rename": renames[family], **options}
+    return lambda folder: save_moe(folder, tiny_moe(family, **sizes), **options)
+
+
+def nowhere(name: str) -> bool:
+    return False
+
+
+def also_routers(name: str) -> bool:
+    return is_projection(name) or ".gate.weight" in name
+
+
+FAMILY_CASES = {family: saved(family) for family in FAMILIES}
+LAYOUT_CASES = {
+    "stacked": saved("qwen3_moe", stacked=True),
+    "plain scales": saved("qwen3_moe", nested=False),
+    "16 bit": saved("mixtral", in_nf4=nowhere),
+    "16 bit, gates and ups in turns": saved("gpt_oss", in_nf4=nowhere, rename=lambda name, tensor: {name: tensor}),
+    "routers in NF4": saved("glm4_moe", in_nf4=also_routers),
+    # 9 scale blocks, so that the second rank has one of zeros: of experts, shared experts and the dense layer.
+    "padded": saved("glm4_moe", {"moe_intermediate_size": 576, "intermediate_size": 576}),
+    "padded, gates and ups in turns": saved("gpt_oss", {"intermediate_size": 576}),
+    "padded and stacked": saved("granitemoe", {"intermediate_size": 576}),
+}
+
+
+def check(cases: dict[str, Save], count: int, most: float, root: Path) -> None:
+    """Every rank gets one rank's tokens and log-probabilities, and holds at most so much of the weights."""
+    for case, save in cases.items():
+        (root / case).mkdir()
+        save(root / case)
+    whole = {case: answers(root / case, None) for case in cases}
+    ranks = answers_of_ranks([root / case for case in cases], count, root / "store")
+    for case, expected in whole.items():
+        for found in ranks:
+            _compare(found[str(root / case)], expected, most, case)
+
+
+def _compare(found: Answers, expected: Answers, most: float, case: str) -> None:
+    assert found["tokens"] == expected["tokens"], case
+    # Kernels in fixed point round (docs/adr/0027).
+    off = 1e-2 if cpu.isa() in FIXED_POINT else 1e-3
+    for name, scores in expected["logprobs"].items():
+        assert found["logprobs"][name] == pytest.approx(scores, abs=off), case
+    assert found["weights"] <= most * expected["weights"], case
+
+
+def test_every_family_gives_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    check(FAMILY_CASES, 2, 0.53, tmp_path)
+
+
+def test_every_layout_gives_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    check(LAYOUT_CASES, 2, 0.58, tmp_path)
