@@ -74,7 +74,7 @@ def dummy_shard(
         fill_randomly(model, device, dtype, progress, experts=empty.experts)
     model.tie_weights()
     progress("making random weights", 1.0)
-    return ShardedModel(model.eval().requires_grad_(False), parts, shard)
+    return ShardedModel(model.eval().requires_grad_(False), parts, shard, empty.norms)
 
 
 def fill_randomly(

@@ -95,18 +95,6 @@ def take_experts(
     return loader
 
 
-def head_parameters(whole: nn.Module, own: nn.Module, shard: Shard) -> dict[str, range]:
-    """The shard's elements of parameters that have one number for each query head (attention sinks), by name."""
-    config, sharded = (model.config.get_text_config() for model in (whole, own))  # type: ignore[union-attr, operator]
-    heads, each = config.num_attention_heads, sharded.num_attention_heads
-    narrow = dict(own.named_parameters())
-    return {
-        name: range_of(heads, each, shard.rank)
-        for name, parameter in whole.named_parameters()
-        if tuple(parameter.shape) == (heads,) and tuple(narrow[name].shape) == (each,) and each < heads
-    }
-
-
 def _rows(weight: Weight, part: Part) -> Weight:
     """A part of a matrix's rows. Its scales stay nested where they are whole groups, on every rank alike."""
     spans, zeros = spans_of_rows(part, weight.blocksize)

@@ -20,7 +20,8 @@ from server.checkpoint.classes import loading_of, read_config
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint, weight_files
 from server.checkpoint.loading import check_memory
 from server.checkpoint.quantizer import names_in_model
-from server.checkpoint.sharding.experts import ExpertsPart, experts_of, head_parameters, take_experts
+from server.checkpoint.sharding.experts import ExpertsPart, experts_of, take_experts
+from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
 from server.checkpoint.sharding.slices import cut_linear
 
@@ -42,6 +43,8 @@ class ShardedModel:
     model: PreTrainedModel
     parts: dict[str, Part]
     shard: Shard
+    norms: tuple[str, ...] = ()
+    """The names of norms over all heads."""
 
 
 class EmptyShard(NamedTuple):
@@ -52,8 +55,10 @@ class EmptyShard(NamedTuple):
     """Of linear layers."""
     experts: dict[str, ExpertsPart]
     """Of modules of experts."""
-    heads: dict[str, range]
-    """Of parameters with a number for each query head."""
+    rows: dict[str, tuple[range, ...]]
+    """Of other parameters, which are split along their first dimension."""
+    norms: tuple[str, ...]
+    """The names of norms over all heads, whose weights are among these."""
 
 
 class StoredTensors:
@@ -138,7 +143,7 @@ def load_shard(
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
         logger.debug("%s: no generation_config.json", folder)
-    return ShardedModel(model.eval().requires_grad_(False), parts, shard)
+    return ShardedModel(model.eval().requires_grad_(False), parts, shard, empty.norms)
 
 
 def check_divisible(info: CheckpointInfo) -> None:
@@ -168,9 +173,9 @@ def empty_shard(config: PretrainedConfig, dtype: torch.dtype, shard: Shard, fold
     except (ValueError, KeyError, RuntimeError) as e:
         raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
     experts = experts_of(whole, model, shard, folder)
-    heads = head_parameters(whole, model, shard)
-    parts = parts_of(whole, model, config, shard, folder, {*experts, *heads})
-    return EmptyShard(model, parts, experts, heads)
+    sinks, norms = sinks_of(whole, model, shard), norms_of(whole, model, shard, folder)
+    parts = parts_of(whole, model, config, shard, folder, {*experts, *sinks, *norms})
+    return EmptyShard(model, parts, experts, sinks | split_norms(model, norms, parts), tuple(norms))
 
 
 def set_vocabulary(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -209,7 +214,7 @@ class _Filling:
         self._dtype = dtype
         self._shard = shard
         self._parts = empty.parts
-        self._heads = empty.heads
+        self._split = empty.rows
 
     def run(self, progress: Progress) -> None:
         """Fill all modules."""
@@ -261,8 +266,8 @@ class _Filling:
             if key in buffers and full not in self._stored:
                 continue
             stored = self._stored[full]
-            if full in self._heads:
-                stored = stored[self._heads[full].start : self._heads[full].stop]
+            if full in self._split:
+                stored = torch.cat([stored[rows.start : rows.stop] for rows in self._split[full]])
             if stored.shape != value.shape:
                 raise CheckpointError(
                     f"{self._info.folder}: damaged: {full} has shape {list(stored.shape)}, not {list(value.shape)}"

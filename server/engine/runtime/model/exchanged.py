@@ -1,8 +1,8 @@
-"""Layers of a shard whose results need the other shards: projections split along k, the embedding, the output layer."""
+"""Layers of a shard whose results need the other shards: projections split along k, norms, the embedding, the output layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,6 +28,28 @@ class ReducedLinear(nn.Module):
         return y
 
 
+class ReducedNorm(nn.Module):
+    """A norm over all heads, x / sqrt(mean(x^2) + eps) * weight, of which each rank has the same number."""
+
+    # One launch sums multiples of 16 bytes.
+    SUMS = 4
+
+    def __init__(self, norm: nn.Module, count: int) -> None:
+        super().__init__()
+        self.weight: torch.Tensor = norm.weight  # type: ignore[assignment]
+        self.eps: float = norm.variance_epsilon  # type: ignore[assignment]
+        self.features = self.weight.shape[0] * count
+        """Of all ranks. Those that several ranks have, with the same key head, count as often in the sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., this rank's features] to the same shape; rounded to x's dtype before and after the weight, as models do."""
+        wide = x.float()
+        sums = wide.pow(2).unflatten(-1, (self.SUMS, -1)).sum(-1)
+        torch.ops.nf4_server_exchange.all_reduce(sums)
+        mean = sums.sum(-1, keepdim=True) / self.features
+        return self.weight * (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
+
+
 class VocabularyEmbedding(nn.Module):
     """An embedding of which each rank has some rows; a token's row comes from the rank that has it."""
 
@@ -36,6 +58,12 @@ class VocabularyEmbedding(nn.Module):
         self.embedding = embedding
         self.first = first
         self.count = count
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's rows; some models' code asks them for their device."""
+        weight: torch.Tensor = self.embedding.weight  # type: ignore[assignment]
+        return weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [...] to [..., hidden]."""
@@ -64,13 +92,20 @@ class VocabularyLinear(nn.Module):
         return torch.cat([part[..., :size] for part, size in zip(parts, held, strict=True) if size > 0], -1)
 
 
-def exchange_outputs(model: PreTrainedModel, parts: Mapping[str, Part], shard: Shard) -> None:
-    """Make a shard's layers exchange what they lack. Its projections must be in their final form, adapters included."""
+def exchange_outputs(
+    model: PreTrainedModel, parts: Mapping[str, Part], shard: Shard, norms: Sequence[str] = ()
+) -> None:
+    """Make a shard's layers exchange what they lack. Its projections must be in their final form, adapters included.
+
+    norms: the names of norms over all heads.
+    """
     partial = [name for name, part in parts.items() if part.is_partial]
     summed = exchange_experts(model, partial)
     for name in partial:
         if name not in summed:
             model.set_submodule(name, ReducedLinear(model.get_submodule(name)))
+    for name in norms:
+        model.set_submodule(name, ReducedNorm(model.get_submodule(name), shard.count))
     vocabulary = model.config.get_text_config().vocab_size
     rows = shard.rows_of(vocabulary)
     model.set_input_embeddings(VocabularyEmbedding(model.get_input_embeddings(), rows.start, len(rows)))

@@ -71,7 +71,7 @@ def build_runner(
         use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
     adapters = install_adapters(model, config, sharded.parts if sharded else None)
     if sharded:
-        exchange_outputs(model, sharded.parts, sharded.shard)
+        exchange_outputs(model, sharded.parts, sharded.shard, sharded.norms)
     spec = CacheSpec.of(model, config)
     tower = ImageTower(model) if has_tower(model) else None
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
