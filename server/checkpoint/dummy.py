@@ -20,7 +20,8 @@ from server.checkpoint.classes import read_config
 from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
 from server.checkpoint.sharding.experts import ExpertsPart
-from server.checkpoint.sharding.sharded import ShardedModel, empty_shard, set_vocabulary
+from server.checkpoint.sharding.modules import set_vocabulary
+from server.checkpoint.sharding.sharded import ShardedModel, empty_shard
 from server.checkpoint.sharding.shards import Part, Shard, check_count
 from server.checkpoint.sharding.slices import make_linear
 
@@ -183,7 +184,7 @@ def _random_part(part: Part, biased: bool, device: torch.device, dtype: torch.dt
     """A part of a random layer, whose blocks are in the groups that they would have in a whole layer."""
     (n, k), blocks = part.shape, part.whole[1] // BLOCKSIZE
     geometry = (part.columns.start // BLOCKSIZE, blocks - k // BLOCKSIZE) if part.is_partial else (0, 0)
-    groups = -(-n * blocks // NESTED_BLOCKSIZE)
+    groups = -(-(n * blocks + part.padding // BLOCKSIZE) // NESTED_BLOCKSIZE)
     bias = torch.zeros(n, dtype=dtype, device=device) if biased else None
     state = _random_state(n, k, groups, device, dtype)
     return make_linear(_random_pairs((n * k + 1) // 2, device), state, geometry, bias, dtype)

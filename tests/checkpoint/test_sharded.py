@@ -116,7 +116,9 @@ def test_layers_that_were_left_in_16_bit_are_split_too(tmp_path: Path) -> None:
 
 
 def test_what_does_not_divide_is_refused_with_what_does(embedded_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tensor_parallel_size 2 does not divide the model: .* possible: 1, 3, 9$"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor_parallel_size 2 does not divide the model: .* possible: 1, 3, 9$"
+    ):
         load_shard(embedded_folder, CPU, torch.float32, silent, Shard(0, 2))
 
 

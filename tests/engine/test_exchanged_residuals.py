@@ -37,6 +37,23 @@ def layer(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Pair
     return torch.nn.functional.rms_norm(h, (WIDTH,)), h
 
 
+def experts(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Pair:
+    """What a layer does behind experts, which give a row for each token."""
+    y = torch.nn.functional.linear(x.view(TOKENS, WIDTH), weight)
+    torch.ops.nf4_server_exchange.all_reduce(y)
+    h = residual + y.reshape(1, TOKENS, WIDTH)
+    return torch.nn.functional.rms_norm(h, (WIDTH,)), h
+
+
+def shared_experts(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Pair:
+    """What a layer does behind experts and shared experts whose sum has been reshaped."""
+    y = torch.nn.functional.linear(x.view(TOKENS, WIDTH), weight)
+    y = (y + y.sigmoid()).reshape(1, TOKENS, WIDTH)
+    torch.ops.nf4_server_exchange.all_reduce(y)
+    h = residual + y
+    return torch.nn.functional.rms_norm(h, (WIDTH,)), h
+
+
 def read_twice(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Pair:
     y = torch.nn.functional.linear(x, weight)
     torch.ops.nf4_server_exchange.all_reduce(y)
@@ -75,8 +92,9 @@ def exchanges(function: Callable[..., Pair], most_bytes: int, dynamic: bool, bac
     return found
 
 
-def test_an_exchange_adds_the_residual() -> None:
-    assert exchanges(layer, BYTES, False, passes_only) == ["all_reduce_add"]
+@pytest.mark.parametrize("function", [layer, experts, shared_experts])
+def test_an_exchange_adds_the_residual(function: Callable[..., Pair]) -> None:
+    assert exchanges(function, BYTES, False, passes_only) == ["all_reduce_add"]
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "llama4_text": {"intermediate_size_mlp": 512},
 }
+MOST_ZEROS = 1 / 9
 Save = Callable[[Path], object]
 
 
 def saved(family: str, sizes: dict[str, Any] | None = None, **options: Any) -> Save:
-    """How a small random model of a family is saved: a tensor for each expert in NF4 with nested scales, or as options say."""
+    """How a small random model of a family is saved: an NF4 tensor for each expert, scales nested, or as options say."""
     sizes = {**SIZES, **OTHERS.get(family, {}), **(sizes or {})}
     renames = {"gpt_oss": unsloth_gpt_oss, "llama4_text": separate_experts}
     if family in renames:
@@ -52,21 +53,34 @@ LAYOUT_CASES = {
     "16 bit": saved("mixtral", in_nf4=nowhere),
     "16 bit, gates and ups in turns": saved("gpt_oss", in_nf4=nowhere, rename=lambda name, tensor: {name: tensor}),
     "routers in NF4": saved("glm4_moe", in_nf4=also_routers),
-    # 9 scale blocks, so that the second rank has one of zeros: of experts, shared experts and the dense layer.
-    "padded": saved("glm4_moe", {"moe_intermediate_size": 576, "intermediate_size": 576}),
-    "padded, gates and ups in turns": saved("gpt_oss", {"intermediate_size": 576}),
-    "padded and stacked": saved("granitemoe", {"intermediate_size": 576}),
+}
+# 9 scale blocks, so that the second rank has one of zeros: of experts, shared experts and the dense layer.
+PADDED = {"moe_intermediate_size": 576, "intermediate_size": 576}
+PADDED_CASES = {
+    "padded": saved("glm4_moe", PADDED),
+    "padded, gates and ups in turns": saved("gpt_oss", PADDED),
+    "padded and stacked": saved("granitemoe", PADDED),
+}
+FOUR = {
+    "qwen3_moe": saved("qwen3_moe"),
+    "glm4_moe": saved("glm4_moe"),
+    "deepseek_v3": saved("deepseek_v3"),
+    "llama4_text": saved("llama4_text"),
+    # Two ranks have the same KV head, of OLMoE with its norm. 15 scale blocks, of which the last rank has three and a zero.
+    "olmoe": saved("olmoe", {"num_key_value_heads": 2, "num_attention_heads": 4, "hidden_size": 256}),
+    "gpt_oss": saved("gpt_oss", {"num_key_value_heads": 2, "intermediate_size": 960}),
 }
 
 
-def check(cases: dict[str, Save], count: int, most: float, root: Path) -> None:
-    """Every rank gets one rank's tokens and log-probabilities, and holds at most so much of the weights."""
+def check(cases: dict[str, Save], count: int, root: Path) -> None:
+    """Every rank gets one rank's tokens and log-probabilities, and holds its part of the weights and 3 % of all at most."""
     for case, save in cases.items():
         (root / case).mkdir()
         save(root / case)
     whole = {case: answers(root / case, None) for case in cases}
     ranks = answers_of_ranks([root / case for case in cases], count, root / "store")
     for case, expected in whole.items():
+        most = 1 / count + 0.03 + (MOST_ZEROS / count if case in PADDED_CASES else 0)
         for found in ranks:
             _compare(found[str(root / case)], expected, most, case)
 
@@ -80,9 +94,10 @@ def _compare(found: Answers, expected: Answers, most: float, case: str) -> None:
     assert found["weights"] <= most * expected["weights"], case
 
 
-def test_every_family_gives_the_tokens_of_one_rank(tmp_path: Path) -> None:
-    check(FAMILY_CASES, 2, 0.53, tmp_path)
+def test_every_family_and_layout_gives_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    check({**FAMILY_CASES, **LAYOUT_CASES, **PADDED_CASES}, 2, tmp_path)
 
 
-def test_every_layout_gives_the_tokens_of_one_rank(tmp_path: Path) -> None:
-    check(LAYOUT_CASES, 2, 0.58, tmp_path)
+@pytest.mark.slow
+def test_four_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    check(FOUR, 4, tmp_path)

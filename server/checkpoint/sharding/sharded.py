@@ -22,6 +22,7 @@ from server.checkpoint.loading import check_memory
 from server.checkpoint.quantizer import names_in_model
 from server.checkpoint.sharding.experts import ExpertsPart, experts_of, take_experts
 from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
+from server.checkpoint.sharding.modules import initialize_buffers, set_vocabulary
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
 from server.checkpoint.sharding.slices import cut_linear
 
@@ -176,23 +177,6 @@ def empty_shard(config: PretrainedConfig, dtype: torch.dtype, shard: Shard, fold
     sinks, norms = sinks_of(whole, model, shard), norms_of(whole, model, shard, folder)
     parts = parts_of(whole, model, config, shard, folder, {*experts, *sinks, *norms})
     return EmptyShard(model, parts, experts, sinks | split_norms(model, norms, parts), tuple(norms))
-
-
-def set_vocabulary(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Make an embedding or an output layer one of the shard's rows: weight [rows, hidden]."""
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if isinstance(layer, nn.Embedding):
-        layer.num_embeddings, layer.padding_idx = weight.shape[0], None
-    else:
-        layer.out_features = weight.shape[0]  # type: ignore[assignment]
-        if bias is not None:
-            layer.bias = nn.Parameter(bias, requires_grad=False)
-
-
-def initialize_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
-    """Give a module of a model on the meta device memory, and its buffers (rotary frequencies) their values."""
-    module.to_empty(device=device, recurse=False)
-    model._init_weights(module)
 
 
 class _Filling:

@@ -13,7 +13,6 @@ from torch.nn import functional
 from nf4_kernels.format import NESTED_BLOCKSIZE, Weight, block_scales
 from server.checkpoint.sharding.shards import Part
 
-
 _ZEROS = 0x77
 """Two codes of the value 0."""
 
@@ -129,7 +128,9 @@ def spans_of_rows(part: Part, size: int) -> tuple[list[tuple[int, int]], int]:
 def joined(tensor: torch.Tensor, spans: list[tuple[int, int]], zeros: int) -> torch.Tensor:
     """Spans of a flat tensor one after another, with as many zeros behind each."""
     flat = tensor.reshape(-1)
-    return torch.cat([functional.pad(flat[first:stop], (0, zeros)) if zeros else flat[first:stop] for first, stop in spans])
+    return torch.cat(
+        [functional.pad(flat[first:stop], (0, zeros)) if zeros else flat[first:stop] for first, stop in spans]
+    )
 
 
 def groups_of_spans(spans: list[tuple[int, int]], zeros: int) -> list[tuple[int, int, int]] | None:

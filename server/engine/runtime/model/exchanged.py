@@ -1,4 +1,4 @@
-"""Layers of a shard whose results need the other shards: projections split along k, norms, the embedding, the output layer."""
+"""Layers of a shard that need the other shards: projections split along k, norms, the embedding, the output layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReducedNorm(nn.Module):
         """Of all ranks. Those that several ranks have, with the same key head, count as often in the sum."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., this rank's features] to the same shape; rounded to x's dtype before and after the weight, as models do."""
+        """x [..., this rank's features] to the same shape and dtype, rounded before the weight and after it."""
         wide = x.float()
         sums = wide.pow(2).unflatten(-1, (self.SUMS, -1)).sum(-1)
         torch.ops.nf4_server_exchange.all_reduce(sums)

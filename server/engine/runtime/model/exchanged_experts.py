@@ -1,4 +1,4 @@
-"""Where a mixture's ranks exchange: one sum behind a layer's experts and its shared expert, where the model just adds these."""
+"""Where a mixture's ranks exchange: one sum behind a layer's experts and shared expert, where the model adds these up."""
 
 from __future__ import annotations
 
