@@ -10,21 +10,22 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from transformers import (
+    AutoModelForCausalLM,
     BitsAndBytesConfig,
     Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
-    Qwen3MoeConfig,
 )
 
 from nf4_kernels import Weight, cpu, cuda, reference
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.dummy import dummy_shard
 from server.checkpoint.loading import load_model
+from server.checkpoint.sharding.heads import norms_of
 from server.checkpoint.sharding.sharded import load_shard
-from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, possible_counts
+from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, possible_counts, shard_config
 from server.checkpoint.sharding.slices import cut_linear
 from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.models import tiny_model
@@ -122,11 +123,9 @@ def test_what_does_not_divide_is_refused_with_what_does(embedded_folder: Path) -
         load_shard(embedded_folder, CPU, torch.float32, silent, Shard(0, 2))
 
 
-def test_models_of_several_parts_and_experts_are_refused_by_name() -> None:
+def test_models_of_several_parts_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"parts beside its text model \(gemma3\), .* possible: 1$"):
         check_count(Gemma3Config(), 64, 2, "folder")
-    with pytest.raises(CheckpointError, match="a mixture of experts"):
-        check_count(Qwen3MoeConfig(), 64, 2, "folder")
 
 
 def test_possible_counts() -> None:
@@ -138,18 +137,19 @@ def test_possible_counts() -> None:
     assert possible_counts(Gemma3TextConfig(**sizes, num_key_value_heads=1, head_dim=256), 64) == [1, 2, 4, 8]
 
 
-def test_norms_over_all_heads_are_refused(tmp_path: Path) -> None:
+def test_norms_over_all_heads_are_divided_where_they_are_root_mean_squares() -> None:
     config = Olmo2Config(**SIZES, vocab_size=64)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"self_attn\.q_norm\.weight spans all heads"):
-        dummy_shard(tmp_path, CPU, torch.float32, silent, Shard(0, 2))
+    with torch.device("meta"):
+        whole, own = (AutoModelForCausalLM.from_config(c) for c in (config, shard_config(config, 2)))
+    attention = "model.layers.0.self_attn"
+    found = norms_of(whole, own, Shard(1, 2), "folder")
+    assert found == {f"{attention}.q_norm": f"{attention}.q_proj", f"{attention}.k_norm": f"{attention}.k_proj"}
+    del whole.get_submodule(f"{attention}.k_norm").variance_epsilon
+    with pytest.raises(CheckpointError, match=r"self_attn\.k_norm spans all heads"):
+        norms_of(whole, own, Shard(1, 2), "folder")
 
 
 def test_projections_of_unknown_names_are_refused() -> None:
-    from transformers import AutoModelForCausalLM
-
-    from server.checkpoint.sharding.shards import shard_config
-
     config = LlamaConfig(**SIZES, vocab_size=64)
     with torch.device("meta"):
         whole, own = (AutoModelForCausalLM.from_config(c) for c in (config, shard_config(config, 2)))
@@ -171,16 +171,10 @@ def test_random_shards_have_the_geometry_of_real_ones(tmp_path: Path) -> None:
     assert sharded.model.lm_head.weight.shape == (128, 192)
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("gemma3n_text", "layers that share keys and values, which are not split yet; possible: 1"),
-        ("gpt_oss", "a mixture of experts, which is not split yet; possible: 1"),
-    ],
-)
-def test_what_is_not_divided_yet_is_refused_by_name(family: str, reason: str) -> None:
+def test_layers_that_share_keys_are_refused_by_name() -> None:
+    reason = "layers that share keys and values, which are not split yet; possible: 1"
     with pytest.raises(CheckpointError, match=f"tensor_parallel_size 2 does not divide the model: it has {reason}"):
-        check_count(tiny_model(family).config, 64, 2, "model")
+        check_count(tiny_model("gemma3n_text").config, 64, 2, "model")
 
 
 @gpu

@@ -71,7 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random float32 model in eval mode; weights large enough that attention matters."""
-    config = CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES[family], **overrides})
+    config = CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES.get(family, {}), **overrides})
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -32,6 +32,8 @@ class Answers(TypedDict):
 
     tokens: dict[str, list[int]]
     logprobs: dict[str, list[float]]
+    gaps: dict[str, list[float]]
+    """By how much the likeliest token's log-probability is above the next one's."""
     weights: int
     """Bytes of all that the model has."""
 
@@ -44,17 +46,17 @@ def answers(folder: Path, membership: Membership | None, config: EngineConfig = 
     rng, vocabulary = random.Random(0), runner.limits.vocab_size
     prompts = [[rng.randrange(3, vocabulary) for _ in range(length)] for length in PROMPTS]
     requests = [
-        make_request(prompt, str(len(prompt)), temperature=temperature, seed=5, ignore_eos=True, logprobs=1)
+        make_request(prompt, str(len(prompt)), temperature=temperature, seed=5, ignore_eos=True, logprobs=2)
         for prompt, temperature in zip(prompts, (0.0, 0.0, 0.0, 0.8), strict=True)
     ]
     found = run_together(engine, *requests)
-    scored = {
-        name: [entry.logprob for output in outputs for entry in output.logprobs or ()]
-        for name, outputs in found.items()
-    }
+    scored = {name: [entry for output in outputs for entry in output.logprobs or ()] for name, outputs in found.items()}
     held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     return Answers(
-        tokens={name: tokens(outputs) for name, outputs in found.items()}, logprobs=scored, weights=sum(held.values())
+        tokens={name: tokens(outputs) for name, outputs in found.items()},
+        logprobs={name: [entry.logprob for entry in entries] for name, entries in scored.items()},
+        gaps={name: [entry.top[0][1] - entry.top[1][1] for entry in entries] for name, entries in scored.items()},
+        weights=sum(held.values()),
     )
 
 

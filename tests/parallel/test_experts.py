@@ -1,4 +1,4 @@
-"""Mixtures of experts divided among ranks: the tokens of one rank, of every family and of every layout of checkpoints."""
+"""Mixtures of experts divided among ranks: one rank's greedy tokens, of every family and of every layout of checkpoints."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "llama4_text": {"intermediate_size_mlp": 512},
 }
 MOST_ZEROS = 1 / 9
+GREEDY = ("3", "41", "17")
 Save = Callable[[Path], object]
 
 
@@ -83,14 +84,22 @@ def check(cases: dict[str, Save], count: int, root: Path) -> None:
         most = 1 / count + 0.03 + (MOST_ZEROS / count if case in PADDED_CASES else 0)
         for found in ranks:
             _compare(found[str(root / case)], expected, most, case)
+            # Sampled ones, too, are the same on every rank.
+            assert found[str(root / case)]["tokens"] == ranks[0][str(root / case)]["tokens"], case
 
 
 def _compare(found: Answers, expected: Answers, most: float, case: str) -> None:
-    assert found["tokens"] == expected["tokens"], case
     # Kernels in fixed point round (docs/adr/0027).
-    off = 1e-2 if cpu.isa() in FIXED_POINT else 1e-3
-    for name, scores in expected["logprobs"].items():
-        assert found["logprobs"][name] == pytest.approx(scores, abs=off), case
+    off = 4e-3 if cpu.isa() in FIXED_POINT else 1e-3
+    compared = 0
+    for name in GREEDY:
+        # From a near tie on, both may go on in different ways.
+        stop = next((i for i, gap in enumerate(expected["gaps"][name]) if gap < 2 * off), len(expected["gaps"][name]))
+        assert found["tokens"][name][:stop] == expected["tokens"][name][:stop], case
+        scores = expected["logprobs"][name][:stop]
+        assert found["logprobs"][name][:stop] == pytest.approx(scores, abs=off), case
+        compared += stop
+    assert compared >= 12, case
     assert found["weights"] <= most * expected["weights"], case
 
 

@@ -39,6 +39,8 @@ FAMILIES = (
     "phi",
     "phi3",
     "granite",
+    # Norms over all heads.
+    "olmo2",
 )
 
 
