@@ -20,6 +20,7 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.experts.layout import experts_layouts
 from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.experts.names import Part as Projection
+from server.checkpoint.experts.names import place_of
 from server.checkpoint.experts.tensors import CheckpointTensors, plain
 from server.checkpoint.inspection import CheckpointInfo
 from server.checkpoint.sharding.shards import Part, Shard
@@ -65,6 +66,12 @@ def experts_of(whole: nn.Module, own: nn.Module, shard: Shard, folder: object) -
     whole, own: the model as it is and the shard (of shard_config()), which may be on the meta device. Raises
     CheckpointError for a module of experts whose code is not known.
     """
+    for name, module in whole.named_modules():
+        if isinstance(module, nn.Linear) and place_of(f"{name}.weight"):
+            raise CheckpointError(
+                f"{folder}: engine.tensor_parallel_size {shard.count}: {name}: experts in modules of their own cannot be"
+                " divided"
+            )
     parts = {}
     narrow = {layout.name: layout for layout in experts_layouts(own)}
     for layout in experts_layouts(whole):

@@ -174,7 +174,8 @@ def parts_of(
         for key, parameter in module.named_parameters(recurse=False):
             if f"{name}.{key}" not in others and parameter.shape != getattr(own_modules[name], key).shape:
                 raise CheckpointError(
-                    f"{folder}: engine.tensor_parallel_size {shard.count}: {name}.{key} spans all heads and cannot be split"
+                    f"{folder}: engine.tensor_parallel_size {shard.count}: no rule says how {name}.{key}"
+                    f" {list(parameter.shape)} is split"
                 )
     return parts
 
