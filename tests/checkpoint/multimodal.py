@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
 
 TEXT: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -84,3 +90,45 @@ CLASSES: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", **VISION}, "image_token_id": 120,
     },
 }  # fmt: skip
+
+# As transformers 4.x has saved them, and still does for some classes.
+LLAVA_NAMES = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)
+QWEN_NAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+NEW_NAMES = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+
+
+def renamed(*changes: tuple[str, str]) -> Callable[[Tensors], Tensors]:
+    """Tensors under other names: of each the first prefix that it has is changed."""
+
+    def change(tensors: Tensors) -> Tensors:
+        found = {}
+        for name, tensor in tensors.items():
+            old, new = next(((old, new) for old, new in changes if name.startswith(old)), ("", ""))
+            found[new + name.removeprefix(old)] = tensor
+        return found
+
+    return change
+
+
+def divisible(model_type: str) -> dict[str, Any]:
+    """Settings of a class whose text model can be divided among two and four ranks."""
+    settings = copy.deepcopy(CLASSES[model_type])
+    text, vision = settings["text_config"], settings["vision_config"]
+    text |= {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
+    if "rope_parameters" in text and model_type.startswith("qwen"):
+        text["rope_parameters"] = {**_M_ROPE, "mrope_section": [4, 6, 6]}
+        vision["hidden_size" if model_type == "qwen2_vl" else "out_hidden_size"] = 256
+    if model_type == "gemma4":
+        text |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "num_key_value_heads": 4}
+        text["per_layer_config"] = {layer: {"head_dim": 64, "num_key_value_heads": 2} for layer in ("01", "03")}
+    return settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,10 +30,8 @@ from tests.checkpoint.layouts import (
     served,
     silent,
 )
-from tests.checkpoint.multimodal import CLASSES, GEMMA_3N_TEXT
+from tests.checkpoint.multimodal import CLASSES, GEMMA_3N_TEXT, LLAVA_NAMES, NEW_NAMES, QWEN_NAMES, renamed
 from tests.engine.factories import make_request, run_together, tokens
-
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("model_type", CLASSES)
@@ -51,7 +48,7 @@ def test_gemma_3n_serves_text_without_the_packages_of_its_towers(prefix: str, tm
     text = save_nf4(random_model(config_of("gemma3n_text", **GEMMA_3N_TEXT)), tmp_path / "text")
     expected = reference_model(text, tmp_path / "reference")
     folder = shutil.copytree(text, tmp_path / "model")
-    change_tensors(folder, _renamed(("model.", prefix)))
+    change_tensors(folder, renamed(("model.", prefix)))
     tower = {
         "model.vision_tower.timm_model.conv_stem.weight": torch.ones(4),
         "model.embed_audio.hard.weight": torch.ones(4),
@@ -79,46 +76,17 @@ def test_tokens_that_gemma_3ns_second_table_lacks(tmp_path: Path) -> None:
     check_greedy(reference, prompt, tokens(found))
 
 
-def _renamed(*changes: tuple[str, str]) -> Callable[[Tensors], Tensors]:
-    """Tensors under other names: of each the first prefix that it has is changed."""
-
-    def change(tensors: Tensors) -> Tensors:
-        found = {}
-        for name, tensor in tensors.items():
-            old, new = next(((old, new) for old, new in changes if name.startswith(old)), ("", ""))
-            found[new + name.removeprefix(old)] = tensor
-        return found
-
-    return change
-
-
-# As transformers 4.x has saved them, and still does for some classes.
-_LLAVA = (
-    ("model.language_model.", "language_model.model."),
-    ("lm_head.", "language_model.lm_head."),
-    ("model.vision_tower.", "vision_tower."),
-    ("model.multi_modal_projector.", "multi_modal_projector."),
-)
-_QWEN = (("model.language_model.", "model."), ("model.visual.", "visual."))
-_NEW = (
-    ("language_model.model.", "model.language_model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("vision_tower.", "model.vision_tower."),
-    ("multi_modal_projector.", "model.multi_modal_projector."),
-)
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        *((name, change) for name in ("llava", "mistral3", "gemma3") for change in (_LLAVA, _NEW)),
-        *((name, _QWEN) for name in ("qwen2_vl", "qwen2_5_vl")),
-        ("mllama", (*_LLAVA[:2], ("model.vision_model.", "vision_model."), *_LLAVA[3:])),
+        *((name, change) for name in ("llava", "mistral3", "gemma3") for change in (LLAVA_NAMES, NEW_NAMES)),
+        *((name, QWEN_NAMES) for name in ("qwen2_vl", "qwen2_5_vl")),
+        ("mllama", (*LLAVA_NAMES[:2], ("model.vision_model.", "vision_model."), *LLAVA_NAMES[3:])),
     ],
 )
 def test_names_of_other_versions(model_type: str, changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     folder = save_nf4(random_model(config_of(model_type, **CLASSES[model_type])), tmp_path / "model")
-    change_tensors(folder, _renamed(*changes))
+    change_tensors(folder, renamed(*changes))
     check_served(folder)
 
 

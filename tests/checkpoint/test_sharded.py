@@ -14,6 +14,7 @@ from transformers import (
     BitsAndBytesConfig,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
@@ -123,9 +124,10 @@ def test_what_does_not_divide_is_refused_with_what_does(embedded_folder: Path) -
         load_shard(embedded_folder, CPU, torch.float32, silent, Shard(0, 2))
 
 
-def test_models_of_several_parts_are_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match=r"parts beside its text model \(gemma3\), .* possible: 1$"):
-        check_count(Gemma3Config(), 64, 2, "folder")
+def test_models_of_several_parts_are_divided_like_their_text() -> None:
+    assert possible_counts(Gemma3Config(), 64) == possible_counts(Gemma3Config().text_config, 64) == [1, 2, 4, 8]
+    with pytest.raises(CheckpointError, match="an embedding for each layer, which is not split yet; possible: 1$"):
+        check_count(Gemma4Config(), 64, 2, "folder")
 
 
 def test_possible_counts() -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
+import pytest
 import torch
 
 from server.config import EngineConfig
@@ -74,6 +75,13 @@ def answers_of_ranks(folders: list[Path], count: int, store: Path) -> list[dict[
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * count
     return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def check_same(found: Answers, expected: Answers, what: str) -> None:
+    """Equal tokens, and log-probabilities within rounding."""
+    assert found["tokens"] == expected["tokens"], what
+    for name, scores in expected["logprobs"].items():
+        assert found["logprobs"][name] == pytest.approx(scores, abs=2e-3), (what, name)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.models import tiny_model
-from tests.parallel.rank import answers, answers_of_ranks
+from tests.parallel.rank import Answers, answers, answers_of_ranks, check_same
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -54,9 +54,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(folders: dict[str, Path]) -> dict[str, dict[str, list[int]]]:
+def expected(folders: dict[str, Path]) -> dict[str, Answers]:
     """What one rank answers."""
-    return {family: answers(folder, None)["tokens"] for family, folder in folders.items()}
+    return {family: answers(folder, None) for family, folder in folders.items()}
 
 
 # With four ranks, two have the same KV head. Phi-3 has q, k and v in one weight.
@@ -67,9 +67,9 @@ def test_every_family_gives_the_tokens_of_one_rank(
     count: int,
     families: tuple[str, ...],
     folders: dict[str, Path],
-    expected: dict[str, dict[str, list[int]]],
+    expected: dict[str, Answers],
     tmp_path: Path,
 ) -> None:
     found = answers_of_ranks([folders[family] for family in families], count, tmp_path / "store")[0]
     for family in families:
-        assert found[str(folders[family])]["tokens"] == expected[family], family
+        check_same(found[str(folders[family])], expected[family], family)

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from server.checkpoint.sharding.multimodal import initializing_model
+
 
 def set_vocabulary(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """Make an embedding or an output layer one of the shard's rows: weight [rows, hidden]."""
@@ -21,4 +23,4 @@ def set_vocabulary(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | 
 def initialize_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
     """Give a module of a model on the meta device memory, and its buffers (rotary frequencies) their values."""
     module.to_empty(device=device, recurse=False)
-    model._init_weights(module)
+    initializing_model(model, module)._init_weights(module)

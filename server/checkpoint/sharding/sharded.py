@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bitsandbytes.functional import QuantState, quantize_4bit
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.classes import loading_of, read_config
+from server.checkpoint.classes import is_left_out, loading_of
+from server.checkpoint.experts.names import place_of
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint, weight_files
 from server.checkpoint.loading import check_memory
 from server.checkpoint.quantizer import names_in_model
 from server.checkpoint.sharding.experts import ExpertsPart, experts_of, take_experts
 from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
 from server.checkpoint.sharding.modules import initialize_buffers, set_vocabulary
+from server.checkpoint.sharding.multimodal import is_tied, keep_text_model, set_type
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
 from server.checkpoint.sharding.slices import cut_linear
 
@@ -65,12 +67,12 @@ class EmptyShard(NamedTuple):
 class StoredTensors:
     """The tensors of a checkpoint, mapped from its files: what is not used is not read. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Mapping[str, str] | None = None) -> None:
+        """names: what tensors are called in the files, by the names under which they are asked for; others are the same."""
         self._folder = folder
+        self._names = names or {}
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
-        self.names: Mapping[str, str] = {}
-        """What the files call the model's tensors, where that is another name."""
         try:
             for path in weight_files(folder):
                 file = self._open.enter_context(safe_open(path, framework="pt"))
@@ -85,11 +87,11 @@ class StoredTensors:
         self._open.close()
 
     def __contains__(self, name: str) -> bool:
-        return self.names.get(name, name) in self._files
+        return self._names.get(name, name) in self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of that name. Raises CheckpointError where there is none."""
-        name = self.names.get(name, name)
+        name = self._names.get(name, name)
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: damaged: missing keys: {name}")
         tensor: torch.Tensor = self._files[name].get_tensor(name)
@@ -97,7 +99,7 @@ class StoredTensors:
 
     def quant_state(self, name: str) -> QuantState | None:
         """How the weight of that name is quantized; None where it is not."""
-        name = self.names.get(name, name)
+        name = self._names.get(name, name)
         if f"{name}.{_STATE}" not in self:
             return None
         named = {suffix: f"{name}.{suffix}" for suffix in _STATE_TENSORS}
@@ -121,18 +123,19 @@ def load_shard(
 
     Raises CheckpointError for what load_model() does, and for a model that cannot be divided so.
     """
-    info = inspect_checkpoint(folder)
+    whole = inspect_checkpoint(folder)
+    chosen = loading_of(whole)
+    info = whole.without(lambda name: is_left_out(name, chosen.config))
     check_divisible(info)
-    config = read_config(folder)
     shard = replace(shard, blocksize=blocksize_of(info))
-    check_count(config, shard.blocksize, shard.count, str(folder))
+    check_count(chosen.config, shard.blocksize, shard.count, str(folder))
     check_memory(info, device, dtype, shard.count)
-    empty = empty_shard(config, dtype, shard, folder)
+    empty = empty_shard(chosen.config, dtype, shard, folder, chosen.auto)
     model, parts = empty.model, empty.parts
     experts = take_experts(model, empty.experts, info, device, dtype)
+    names = {own: name for name, own in names_in_model(whole, model, chosen.key_mapping).items()}
     try:
-        with StoredTensors(folder) as stored:
-            stored.names = {own: name for name, own in names_in_model(info, model, None).items()}
+        with StoredTensors(folder, names) as stored:
             _Filling(empty, stored, info, device, dtype, shard).run(progress)
         experts.fill(model, progress)
     except torch.OutOfMemoryError as e:
@@ -151,8 +154,9 @@ def check_divisible(info: CheckpointInfo) -> None:
     """Raise CheckpointError, by name, for what is served by one GPU only."""
     what = None
     chosen = loading_of(info)
-    if chosen.auto is not AutoModelForCausalLM or chosen.key_mapping is not None:
-        what = f"{info.architecture} ({info.model_type}), a class with images or sounds,"
+    is_multimodal = chosen.auto is not AutoModelForCausalLM or chosen.key_mapping is not None
+    if is_multimodal and any(place_of(name) for name in info.tensors):
+        what = f"{info.architecture} ({info.model_type}), a mixture of experts in a class with images or sounds,"
     elif other := next((name for name, table in info.packed.items() if table != "nf4"), None):
         what = f"{other} in {info.packed[other]}"
     if what is not None:
@@ -161,18 +165,19 @@ def check_divisible(info: CheckpointInfo) -> None:
         )
 
 
-def empty_shard(config: PretrainedConfig, dtype: torch.dtype, shard: Shard, folder: Path) -> EmptyShard:
-    """A shard on the meta device, and its parts. Raises CheckpointError."""
+def empty_shard(
+    config: PretrainedConfig, dtype: torch.dtype, shard: Shard, folder: Path, auto: Any = AutoModelForCausalLM
+) -> EmptyShard:
+    """A shard on the meta device, without towers, and its parts. auto: as Loading has it. Raises CheckpointError."""
     own = shard_config(config, shard.count, shard.blocksize)
     for each in (config, own):
-        each.dtype = dtype
-        if hasattr(each, "quantization_config"):
-            del each.quantization_config
+        set_type(each, dtype)
     try:
         with torch.device("meta"):
-            whole, model = (AutoModelForCausalLM.from_config(each) for each in (config, own))
+            whole, model = (auto.from_config(each) for each in (config, own))
     except (ValueError, KeyError, RuntimeError) as e:
         raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
+    keep_text_model(whole, model)
     experts = experts_of(whole, model, shard, folder)
     sinks, norms = sinks_of(whole, model, shard), norms_of(whole, model, shard, folder)
     parts = parts_of(whole, model, config, shard, folder, {*experts, *sinks, *norms})
@@ -206,33 +211,40 @@ class _Filling:
         if self._info.quantization == "none":
             stage = "loading and quantizing weights"
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = is_tied(model)
         modules = list(model.named_modules())
         for done, (name, module) in enumerate(modules):
             if done % 32 == 0:
                 progress(stage, done / len(modules))
             if module is embeddings or module is head:
-                if module is head and model.config.get_text_config().tie_word_embeddings:
-                    set_vocabulary(head, embeddings.weight)
-                else:
-                    self._fill_vocabulary(name, module)
+                self._fill_vocabulary(name, module, embeddings.weight if tied and module is head else None)
             elif name in self._parts:
                 model.set_submodule(name, self._linear(name, module, self._parts[name]))
             else:
                 self._fill_plain(name, module)
         progress(stage, 1.0)
 
-    def _fill_vocabulary(self, name: str, module: nn.Module) -> None:
+    def _fill_vocabulary(self, name: str, module: nn.Module, tied: torch.Tensor | None) -> None:
+        """tied: the embedding's rows, where the class has them in this layer, too, unless the files have others."""
         bias = getattr(module, "bias", None)
         if any(True for _ in module.buffers(recurse=False)):
             # One row, so that nothing is filled with random numbers.
             set_vocabulary(module, module.weight[:1])  # type: ignore[index]
             initialize_buffers(self._model, module, self._device)
         padded = None if bias is None else self._rows(f"{name}.bias")
-        set_vocabulary(module, self._rows(f"{name}.weight"), padded)
+        weight = tied
+        if tied is None or f"{name}.weight" in self._stored:
+            weight = self._rows(f"{name}.weight")
+            if tied is not None and torch.equal(weight, tied):
+                weight = tied
+        assert weight is not None
+        set_vocabulary(module, weight, padded)
 
     def _rows(self, name: str) -> torch.Tensor:
-        """The shard's rows of the vocabulary, with zeros beyond the vocabulary's end."""
-        whole = self._stored[name]
+        """The shard's rows of the vocabulary, with zeros beyond the vocabulary's end; in dtype where they are packed."""
+        whole, state = self._stored[name], self._stored.quant_state(name)
+        if state is not None:
+            whole = dequantize_4bit(whole, state)
         rows = self._shard.rows_of(whole.shape[0])
         own = torch.zeros((len(rows), *whole.shape[1:]), dtype=self._dtype, device=self._device)
         held = whole[rows.start : rows.stop]

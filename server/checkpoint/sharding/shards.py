@@ -86,18 +86,17 @@ def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
     text = config.get_text_config()
     if _undivided(config):
         return [1]
-    heads, kv_heads = _heads(text)
-    # Of latent attention, values have a size of their own.
-    dim = getattr(text, "v_head_dim", None) or _head_dim(text)
+    layers = [(*_heads(layer), widths_of(layer).values(), _value_dim(layer)) for layer in layer_configs(text)]
     return [
         count
-        for count in range(1, min(heads, MOST_SHARDS) + 1)
+        for count in range(1, min(MOST_SHARDS, *(heads for heads, *_ in layers)) + 1)
         if count == 1
-        or (
+        or all(
             heads % count == 0
             and (kv_heads % count == 0 or count % kv_heads == 0)
-            and all(part_of_width(width, count, blocksize) for width in widths_of(text).values())
+            and all(part_of_width(width, count, blocksize) for width in widths)
             and heads // count * dim % blocksize == 0
+            for heads, kv_heads, widths, dim in layers
         )
     ]
 
@@ -109,8 +108,12 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str)
         return
     reason = _undivided(config)
     if reason is None:
-        text = config.get_text_config()
-        (heads, kv_heads), widths = _heads(text), sorted(set(widths_of(text).values()))
+        layers = layer_configs(config.get_text_config())
+        widths = sorted({width for layer in layers for width in widths_of(layer).values()})
+        heads, kv_heads = (
+            " and ".join(str(size) for size in sorted(set(sizes)))
+            for sizes in zip(*(_heads(layer) for layer in layers), strict=True)
+        )
         wide = f"{' or '.join(map(str, widths))} features of {'the MLP' if len(widths) < 2 else 'its MLPs'}"
         reason = f"{heads} heads, {kv_heads} KV heads and {wide} in blocks of {blocksize}"
     raise CheckpointError(
@@ -122,10 +125,10 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str)
 def _undivided(config: PretrainedConfig) -> str | None:
     """The parts of a model that cannot be divided yet, whatever their sizes."""
     text = config.get_text_config()
-    if text is not config:
-        return f"parts beside its text model ({config.model_type}), which are not split yet"
     if getattr(text, "num_kv_shared_layers", None):
         return "layers that share keys and values, which are not split yet"
+    if text is not config and getattr(text, "hidden_size_per_layer_input", None):
+        return "an embedding for each layer, which is not split yet"
     return None
 
 
@@ -135,6 +138,8 @@ def shard_config(config: PretrainedConfig, count: int, blocksize: int = 64) -> P
     blocksize as possible_counts() has it, which has to have count."""
     own = copy.deepcopy(config)
     text = own.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        return _narrow_layers(own, text, count, blocksize)
     heads, kv_heads = _heads(text)
     text.head_dim = _head_dim(text)
     text.num_attention_heads = heads // count
@@ -143,6 +148,25 @@ def shard_config(config: PretrainedConfig, count: int, blocksize: int = 64) -> P
     for name, width in widths_of(text).items():
         setattr(text, name, part_of_width(width, count, blocksize))
     return own
+
+
+def _narrow_layers(own: PretrainedConfig, text: Any, count: int, blocksize: int) -> PretrainedConfig:
+    """shard_config() of a model some of whose layers have sizes of their own (Gemma 4); text is own's text model."""
+    layers: dict[str, dict[str, Any]] = text.to_dict()["per_layer_config"]
+    text.per_layer_config = None  # so that the sizes of the other layers can be read
+    for sizes in (text.__dict__, *layers.values()):
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            if name in sizes:
+                sizes[name] = max(1, sizes[name] // count)
+        if "intermediate_size" in sizes:
+            sizes["intermediate_size"] = part_of_width(sizes["intermediate_size"], count, blocksize)
+    text.per_layer_config = layers
+    return own
+
+
+def layer_configs(text: Any) -> list[Any]:
+    """The configurations of a text model's layers that have sizes of their own, else its only one."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
 def parts_of(
@@ -159,7 +183,7 @@ def parts_of(
     otherwise. Raises CheckpointError where the two do not differ as a known way of dividing makes them differ.
     """
     parts: dict[str, Part] = {}
-    plan = _plan(config)
+    plan = plan_of(config)
     vocabulary = {id(m) for m in (whole.get_input_embeddings(), whole.get_output_embeddings())}  # type: ignore[operator]
     own_modules = dict(own.named_modules())
     for name, module in whole.named_modules():
@@ -169,7 +193,7 @@ def parts_of(
         if type(module) is nn.Linear:
             theirs = own_modules[name]
             assert isinstance(theirs, nn.Linear)
-            parts[name] = _part(name, module, theirs, _role(name, plan), config, shard, folder)
+            parts[name] = _part(name, module, theirs, role_of(name, plan), config, shard, folder)
             continue
         for key, parameter in module.named_parameters(recurse=False):
             if f"{name}.{key}" not in others and parameter.shape != getattr(own_modules[name], key).shape:
@@ -194,7 +218,8 @@ def _part(
     split_k = each < k
     if split_k:
         columns = range_of(k, each, shard.rank)
-    expected = "k" if split_k else "n" if own.out_features < n or role == "n" else None
+    repeated = own.out_features == n and role == "n" and (shard.count == 1 or _has_single_head(config))
+    expected = "k" if split_k else "n" if own.out_features < n or repeated else None
     divided = each * shard.count == k or is_padded(k, each, shard.count)
     fits = rows is not None and (not split_k or (own.out_features == n and divided))
     if rows is None or not fits or role != expected:
@@ -203,6 +228,11 @@ def _part(
         )
     padding = each - len(columns) if split_k else own.out_features // len(rows) - len(rows[0])
     return Part((n, k), rows, columns, 0 if len(rows) == 3 else padding)
+
+
+def _has_single_head(config: PretrainedConfig) -> bool:
+    """Whether some layers have a single KV head, which all shards have: its projections stay whole."""
+    return any(_heads(layer)[1] == 1 for layer in layer_configs(config.get_text_config()))
 
 
 def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -> tuple[range, ...] | None:
@@ -235,12 +265,13 @@ def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -
     return tuple(rows)
 
 
-def _plan(config: PretrainedConfig) -> Mapping[str, str]:
+def plan_of(config: PretrainedConfig) -> Mapping[str, str]:
+    """transformers' plan of the text model: how projections are split, by patterns of their names; it may be empty."""
     text: Any = config.get_text_config()
     return getattr(text, "base_model_tp_plan", None) or {}
 
 
-def _role(name: str, plan: Mapping[str, str]) -> str | None:
+def role_of(name: str, plan: Mapping[str, str]) -> str | None:
     """The dimension along which a projection is split: "n", "k", or None."""
     general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     style = next((style for key, style in plan.items() if general == key or general.endswith(f".{key}")), None)
@@ -258,4 +289,10 @@ def _heads(text: Any) -> tuple[int, int]:
 
 def _head_dim(text: Any) -> int:
     dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return dim
+
+
+def _value_dim(text: Any) -> int:
+    """Features of a head's values, which latent attention gives a size of their own."""
+    dim: int = getattr(text, "v_head_dim", None) or _head_dim(text)
     return dim

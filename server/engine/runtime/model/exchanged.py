@@ -106,7 +106,10 @@ def exchange_outputs(
             model.set_submodule(name, ReducedLinear(model.get_submodule(name)))
     for name in norms:
         model.set_submodule(name, ReducedNorm(model.get_submodule(name), shard.count))
-    vocabulary = model.config.get_text_config().vocab_size
-    rows = shard.rows_of(vocabulary)
-    model.set_input_embeddings(VocabularyEmbedding(model.get_input_embeddings(), rows.start, len(rows)))
-    model.set_output_embeddings(VocabularyLinear(model.get_output_embeddings(), vocabulary))
+    # An embedding may have more rows than there are tokens to sample (Mllama).
+    embedding = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    model.set_input_embeddings(VocabularyEmbedding(embedding, shard.rank * rows, rows))
+    model.set_output_embeddings(
+        VocabularyLinear(model.get_output_embeddings(), model.config.get_text_config().vocab_size)
+    )

@@ -1,0 +1,72 @@
+"""Shards of multimodal classes: the text model in them is divided as a model of its own would be, without the towers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from server.checkpoint.classes import leave_out_towers
+from server.checkpoint.sharding.shards import plan_of, role_of
+
+
+def set_type(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Have every part of a configuration make models in dtype, and forget how their weights were quantized."""
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if each is not None:
+            each.dtype = dtype
+            if hasattr(each, "quantization_config"):
+                del each.quantization_config
+
+
+def keep_text_model(whole: PreTrainedModel, own: PreTrainedModel) -> None:
+    """Take what only images and sounds go through out of a model and its shard, and give the shard the model's heads.
+
+    Both are on the meta device; own is what the class makes of shard_config().
+    """
+    for model in (whole, own):
+        leave_out_towers(model)
+    plan, theirs = plan_of(whole.config), dict(whole.named_modules())
+    for name, module in own.named_modules():
+        dim = getattr(theirs[name], "head_dim", None)
+        if isinstance(dim, int) and getattr(module, "head_dim", dim) != dim:
+            heads = (_heads(model.config.get_text_config()) for model in (whole, own))
+            sizes = {of_all * dim: of_shard * dim for of_all, of_shard in zip(*heads, strict=True)}
+            _set_head_dim(name, module, theirs[name], sizes, plan)
+
+
+def _set_head_dim(name: str, own: nn.Module, whole: nn.Module, sizes: dict[int, int], plan: Mapping[str, str]) -> None:
+    """Make an attention one of fewer heads where its class (Qwen2-VL) made it one of larger heads.
+
+    It divides the hidden size by the number of heads. sizes: features of all the model's heads, and of those of the shard.
+    """
+    own.head_dim, own.scaling = whole.head_dim, whole.scaling
+    for child, linear in whole.named_children():
+        if isinstance(linear, nn.Linear):
+            n, k = linear.out_features, linear.in_features
+            if role_of(f"{name}.{child}", plan) == "k":
+                k = sizes.get(k, k)
+            else:
+                n = sizes.get(n, n)
+            setattr(own, child, nn.Linear(k, n, linear.bias is not None, "meta", linear.weight.dtype))
+
+
+def _heads(text: Any) -> tuple[int, int]:
+    heads: int = text.num_attention_heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether a model's class has the embedding's weight in its output layer, too, by the configuration."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    return f"{name}.weight" in model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def initializing_model(model: PreTrainedModel, module: nn.Module) -> PreTrainedModel:
+    """The innermost model within a model that a module belongs to: its class knows the values of the module's buffers."""
+    inner = [child for child in model.modules() if isinstance(child, PreTrainedModel)]
+    return next(each for each in reversed(inner) if any(own is module for own in each.modules()))

@@ -1,0 +1,111 @@
+"""Multimodal classes, divided among ranks: the tokens of one rank, from files in the names of all versions."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.classes import read_config
+from server.checkpoint.sharding.sharded import ShardedModel, load_shard
+from server.checkpoint.sharding.shards import Shard, possible_counts
+from tests.checkpoint.layouts import (
+    CPU,
+    change_json,
+    change_tensors,
+    config_of,
+    expanded,
+    random_model,
+    save_nf4,
+    silent,
+)
+from tests.checkpoint.multimodal import CLASSES, LLAVA_NAMES, NEW_NAMES, QWEN_NAMES, divisible, renamed
+from tests.parallel.rank import answers, answers_of_ranks, check_same
+
+# Heads that divide the hidden size (Qwen), layers that are left out (Mllama) or have sizes of their own (Gemma 4).
+QUICK = ("llava", "gemma3", "qwen2_5_vl", "mllama", "gemma4")
+OTHERS = ("llava_next", "mistral3", "qwen2_vl", "qwen3_vl", "idefics3", "smolvlm", "internvl", "aya_vision")
+
+
+def test_every_class_is_here() -> None:
+    # Llama 4 is a mixture of experts.
+    assert {*QUICK, *OTHERS, "llama4"} == set(CLASSES)
+
+
+def save(name: str, folder: Path) -> Path:
+    """A small checkpoint of a class in NF4."""
+    return save_nf4(random_model(config_of(name, **divisible(name))), folder)
+
+
+# With four ranks, two have the same KV head.
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (2, QUICK),
+        pytest.param(2, OTHERS, marks=pytest.mark.slow),
+        pytest.param(4, (*QUICK, "qwen3_vl"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_class_gives_the_tokens_of_one_rank(count: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    folders = {name: save(name, tmp_path / name) for name in names}
+    found = answers_of_ranks(list(folders.values()), count, tmp_path / "store")[0]
+    for name, folder in folders.items():
+        check_same(found[str(folder)], answers(folder, None), name)
+
+
+def shard_of(folder: Path) -> ShardedModel:
+    return load_shard(folder, CPU, torch.float32, silent, Shard(1, 2))
+
+
+def test_names_of_other_versions_give_the_same_shard(tmp_path: Path) -> None:
+    for name in ("mistral3", "qwen2_vl"):
+        folder = save(name, tmp_path / name)
+        expected = shard_of(folder).model.state_dict()
+        for index, changes in enumerate((LLAVA_NAMES, NEW_NAMES) if name == "mistral3" else (QWEN_NAMES,)):
+            other = shutil.copytree(folder, tmp_path / f"{name}-{index}")
+            change_tensors(other, renamed(*changes))
+            found = shard_of(other).model.state_dict()
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), changes
+
+
+def test_towers_take_no_memory(tmp_path: Path) -> None:
+    names = [name for name, _ in shard_of(save("gemma3", tmp_path / "model")).model.named_parameters()]
+    assert not [name for name in names if "vision" in name or "projector" in name]
+
+
+def test_an_output_layer_that_the_configuration_ties_and_the_files_do_not(tmp_path: Path) -> None:
+    """Mistral 3's configuration ties both unless it says otherwise; the files decide, as they do for one GPU."""
+    folder = save("mistral3", tmp_path / "model")
+    assert read_config(folder).tie_word_embeddings
+    model = shard_of(folder).model
+    assert model.get_output_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    head = torch.randn(128, 256)
+    change_tensors(folder, lambda tensors: tensors | {"lm_head.weight": head})
+    model = shard_of(folder).model
+    assert torch.equal(model.get_output_embeddings().weight, head[64:])
+    assert not torch.equal(model.get_input_embeddings().weight, head[64:])
+
+
+def test_an_output_layer_in_nf4_is_expanded(tmp_path: Path) -> None:
+    model = random_model(config_of("llava", **divisible("llava")))
+    folder = save_nf4(model, tmp_path / "model", llm_int8_skip_modules=["vision_tower", "multi_modal_projector"])
+    stored = load_file(folder / "model.safetensors")
+    name = next(name for name in stored if name.endswith("lm_head.weight"))
+    assert stored[name].dtype == torch.uint8
+    found = shard_of(folder).model.get_output_embeddings().weight
+    assert torch.allclose(found, expanded(stored)[name][64:], atol=1e-2)
+
+
+def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save("gemma4", tmp_path / "model")
+    assert possible_counts(read_config(folder), 64) == [1, 2, 4]
+    with pytest.raises(CheckpointError, match="8 heads, 2 and 4 KV heads and 256 features of the MLP"):
+        load_shard(folder, CPU, torch.float32, silent, Shard(0, 3))
+    change_json(folder, lambda config: config["text_config"].update(num_kv_shared_layers=2))
+    with pytest.raises(CheckpointError, match="it has layers that share keys and values, which are not split yet"):
+        load_shard(folder, CPU, torch.float32, silent, Shard(0, 2))
