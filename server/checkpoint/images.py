@@ -43,8 +43,6 @@ def _reason(folder: Path, config: EngineConfig) -> str | None:
     model_type, architecture = settings.get("model_type"), (settings.get("architectures") or ["?"])[0]
     if model_type not in IMAGE_TYPES or str(architecture).endswith("ForCausalLM"):
         return f"{architecture} ({model_type}) is served with text only"
-    if config.tensor_parallel_size != 1:
-        return "images are served on one GPU only (engine.tensor_parallel_size: 1)"
     if config.batch_invariant:
         return "engine.batch_invariant is on, which prompts with images do not keep to"
     if model_type in WHOLE_IMAGES and config.kv_cache_dtype != "auto":

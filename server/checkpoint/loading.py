@@ -120,9 +120,20 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def check_memory(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, shards: int = 1) -> None:
-    """Raise CheckpointError where the weights, or one of `shards` equal shards, do not fit into the device's memory."""
+def check_memory(
+    info: CheckpointInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    shards: int = 1,
+    undivided: CheckpointInfo | None = None,
+) -> None:
+    """Raise CheckpointError where the weights, or one of `shards` equal shards, do not fit into the device's memory.
+
+    undivided: what the device has whole beside its shard.
+    """
     needed = info.loaded_bytes(dtype.itemsize, keeps_fp4(device)) / shards
+    if undivided is not None:
+        needed += undivided.loaded_bytes(dtype.itemsize)
     free = available_bytes(device)
     if needed > free:
         raise CheckpointError(

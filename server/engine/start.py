@@ -45,8 +45,13 @@ def load_runner(
         torch.set_num_threads(max(1, usable_threads(config) // (membership.count if membership else 1)))
     model: PreTrainedModel | ShardedModel
     if membership is not None:
-        load = dummy_shard if config.load_format == "dummy" else load_shard
-        model = load(folder, device, dtype, progress, Shard(membership.rank, membership.count))
+        shard = Shard(membership.rank, membership.count)
+        if config.load_format == "dummy":
+            model = dummy_shard(folder, device, dtype, progress, shard)
+        else:
+            # One rank computes the features of images for all.
+            towers = shard.rank == 0 and without_images(folder, config) is None
+            model = load_shard(folder, device, dtype, progress, shard, towers)
         progress("waiting for the other ranks", 0.0)
         join(membership, device)
     elif config.load_format == "dummy":

@@ -124,10 +124,11 @@ def divisible(model_type: str) -> dict[str, Any]:
     """Settings of a class whose text model can be divided among two and four ranks."""
     settings = copy.deepcopy(CLASSES[model_type])
     text, vision = settings["text_config"], settings["vision_config"]
-    text |= {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
+    text |= {"intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
     if "rope_parameters" in text and model_type.startswith("qwen"):
         text["rope_parameters"] = {**_M_ROPE, "mrope_section": [4, 6, 6]}
-        vision["hidden_size" if model_type == "qwen2_vl" else "out_hidden_size"] = 256
+    if model_type in ("qwen2_vl", "qwen2_5_vl", "mllama"):  # their heads divide the hidden size
+        text["hidden_size"] = vision["hidden_size" if model_type == "qwen2_vl" else "out_hidden_size"] = 256
     if model_type == "gemma4":
         text |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "num_key_value_heads": 4}
         text["per_layer_config"] = {layer: {"head_dim": 64, "num_key_value_heads": 2} for layer in ("01", "03")}

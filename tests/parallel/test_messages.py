@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from server.engine.parallel.messages import ComputeStep, StepReader, StepWriter,
 from server.engine.runtime.batch import batch_of, step_input
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.prompt_images import PromptImage, PromptImages
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_sequence
@@ -86,3 +88,35 @@ def test_how_tokens_are_sampled_and_adapters_arrive() -> None:
     assert table is not None
     assert np.array_equal(table, expected)
     assert table[0, :2].tolist() == [1, 0.7]
+
+
+def test_images_arrive_without_what_only_rank_0_has() -> None:
+    scheduler = Scheduler(BlockManager(64, BLOCK_SIZE), SEQUENCES, 32, LONGEST)
+    sequences = [make_sequence(3), make_sequence(12), make_sequence(9)]
+    positions = np.arange(27).reshape(3, 9)
+    sequences[1].images = PromptImages([PromptImage(b"a", np.array([3, 4, 6]), "file")], whole=True)
+    sequences[2].images = PromptImages([PromptImage(b"b", np.array([2, 3]), "file")], positions)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    writer, reader = StepWriter(), StepReader(SEQUENCES, LONGEST // BLOCK_SIZE)
+    given = step_input(scheduler.schedule())
+    assert given.images is not None
+    features = torch.zeros(3, 5, 8)
+    given = replace(given, images=replace(given.images, layers=2, features=features))
+    read, _ = reader.read(_through_bytes(writer.write(given, None)))
+    found, expected = read.images, given.images
+    assert found is not None
+    assert expected is not None
+    assert np.array_equal(found.rows, [6, 7, 9, 17, 18])
+    assert (found.layers, found.features, len(found.parts)) == (2, None, 0)
+    assert expected.seen is not None
+    assert np.array_equal(found.seen, expected.seen)
+    assert np.array_equal(read.offsets, [0, 0, 18])
+    assert [(row, own.tolist()) for row, own in found.axes] == [(15, positions.tolist())]
+
+
+def test_steps_of_text_say_nothing_of_images() -> None:
+    scheduler = Scheduler(BlockManager(64, BLOCK_SIZE), SEQUENCES, 32, LONGEST)
+    scheduler.add(make_sequence(3))
+    message = StepWriter().write(step_input(scheduler.schedule()), None)
+    assert (message.offsets, message.images) == (None, None)

@@ -1,4 +1,4 @@
-"""Shards of multimodal classes: the text model in them is divided as a model of its own would be, without the towers."""
+"""Shards of multimodal classes: the text model in them is divided as a model of its own would be; towers stay whole."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def set_type(config: PretrainedConfig, dtype: torch.dtype) -> None:
                 del each.quantization_config
 
 
-def keep_text_model(whole: PreTrainedModel, own: PreTrainedModel) -> None:
+def keep_text_model(whole: PreTrainedModel, own: PreTrainedModel, towers: bool = False) -> None:
     """Take what only images and sounds go through out of a model and its shard, and give the shard the model's heads.
 
-    Both are on the meta device; own is what the class makes of shard_config().
+    Both are on the meta device; own is what the class makes of shard_config(). towers: whether it keeps its towers.
     """
-    for model in (whole, own):
+    for model in (whole,) if towers else (whole, own):
         leave_out_towers(model)
-    plan, theirs = plan_of(whole.config), dict(whole.named_modules())
-    for name, module in own.named_modules():
-        dim = getattr(theirs[name], "head_dim", None)
-        if isinstance(dim, int) and getattr(module, "head_dim", dim) != dim:
+    plan, modules = plan_of(whole.config), dict(own.named_modules())
+    for name, module in whole.named_modules():
+        dim = getattr(module, "head_dim", None)
+        if isinstance(dim, int) and getattr(modules[name], "head_dim", dim) != dim:
             heads = (_heads(model.config.get_text_config()) for model in (whole, own))
             sizes = {of_all * dim: of_shard * dim for of_all, of_shard in zip(*heads, strict=True)}
-            _set_head_dim(name, module, theirs[name], sizes, plan)
+            _set_head_dim(name, modules[name], module, sizes, plan)
 
 
 def _set_head_dim(name: str, own: nn.Module, whole: nn.Module, sizes: dict[int, int], plan: Mapping[str, str]) -> None:
@@ -59,14 +59,13 @@ def _heads(text: Any) -> tuple[int, int]:
     return heads, getattr(text, "num_key_value_heads", None) or heads
 
 
-def is_tied(model: PreTrainedModel) -> bool:
-    """Whether a model's class has the embedding's weight in its output layer, too, by the configuration."""
-    head = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), None)
-    return f"{name}.weight" in model.get_expanded_tied_weights_keys(all_submodels=True)
+def initialize_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Give a module of a model on the meta device memory, and its buffers (rotary frequencies) their values."""
+    module.to_empty(device=device, recurse=False)
+    _innermost(model, module)._init_weights(module)
 
 
-def initializing_model(model: PreTrainedModel, module: nn.Module) -> PreTrainedModel:
+def _innermost(model: PreTrainedModel, module: nn.Module) -> PreTrainedModel:
     """The innermost model within a model that a module belongs to: its class knows the values of the module's buffers."""
     inner = [child for child in model.modules() if isinstance(child, PreTrainedModel)]
     return next(each for each in reversed(inner) if any(own is module for own in each.modules()))

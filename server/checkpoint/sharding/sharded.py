@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import QuantState, quantize_4bit
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -23,10 +23,10 @@ from server.checkpoint.loading import check_memory
 from server.checkpoint.quantizer import names_in_model
 from server.checkpoint.sharding.experts import ExpertsPart, experts_of, take_experts
 from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
-from server.checkpoint.sharding.modules import initialize_buffers, set_vocabulary
-from server.checkpoint.sharding.multimodal import is_tied, keep_text_model, set_type
+from server.checkpoint.sharding.multimodal import initialize_buffers, keep_text_model, set_type
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
 from server.checkpoint.sharding.slices import cut_linear
+from server.checkpoint.sharding.vocabulary import is_tied, set_vocabulary, vocabulary_rows
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +97,15 @@ class StoredTensors:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def is_packed(self, name: str) -> bool:
+        """Whether the weight of that name is in NF4."""
+        return f"{self._names.get(name, name)}.{_STATE}" in self._files
+
     def quant_state(self, name: str) -> QuantState | None:
         """How the weight of that name is quantized; None where it is not."""
-        name = self._names.get(name, name)
-        if f"{name}.{_STATE}" not in self:
+        if not self.is_packed(name):
             return None
+        name = self._names.get(name, name)
         named = {suffix: f"{name}.{suffix}" for suffix in _STATE_TENSORS}
         return QuantState.from_dict({s: self[full] for s, full in named.items() if full in self}, torch.device("cpu"))
 
@@ -117,20 +121,22 @@ def blocksize_of(info: CheckpointInfo) -> int:
 
 
 def load_shard(
-    folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, shard: Shard
+    folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, shard: Shard, towers: bool = False
 ) -> ShardedModel:
     """The shard of the model in folder, in eval mode on device: as load_model() loads the whole of it.
 
-    Raises CheckpointError for what load_model() does, and for a model that cannot be divided so.
+    towers: whether the parts that only images go through are loaded, whole. Raises CheckpointError for what load_model()
+    does, and for a model that cannot be divided so.
     """
     whole = inspect_checkpoint(folder)
     chosen = loading_of(whole)
     info = whole.without(lambda name: is_left_out(name, chosen.config))
+    tower = whole.without(lambda name: not (towers and is_left_out(name, chosen.config)))
     check_divisible(info)
     shard = replace(shard, blocksize=blocksize_of(info))
     check_count(chosen.config, shard.blocksize, shard.count, str(folder))
-    check_memory(info, device, dtype, shard.count)
-    empty = empty_shard(chosen.config, dtype, shard, folder, chosen.auto)
+    check_memory(info, device, dtype, shard.count, tower)
+    empty = empty_shard(chosen.config, dtype, shard, folder, chosen.auto, towers)
     model, parts = empty.model, empty.parts
     experts = take_experts(model, empty.experts, info, device, dtype)
     names = {own: name for name, own in names_in_model(whole, model, chosen.key_mapping).items()}
@@ -166,9 +172,14 @@ def check_divisible(info: CheckpointInfo) -> None:
 
 
 def empty_shard(
-    config: PretrainedConfig, dtype: torch.dtype, shard: Shard, folder: Path, auto: Any = AutoModelForCausalLM
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    shard: Shard,
+    folder: Path,
+    auto: Any = AutoModelForCausalLM,
+    towers: bool = False,
 ) -> EmptyShard:
-    """A shard on the meta device, without towers, and its parts. auto: as Loading has it. Raises CheckpointError."""
+    """A shard on the meta device, and its parts. auto: as Loading has it. Raises CheckpointError."""
     own = shard_config(config, shard.count, shard.blocksize)
     for each in (config, own):
         set_type(each, dtype)
@@ -177,7 +188,7 @@ def empty_shard(
             whole, model = (auto.from_config(each) for each in (config, own))
     except (ValueError, KeyError, RuntimeError) as e:
         raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
-    keep_text_model(whole, model)
+    keep_text_model(whole, model, towers)
     experts = experts_of(whole, model, shard, folder)
     sinks, norms = sinks_of(whole, model, shard), norms_of(whole, model, shard, folder)
     parts = parts_of(whole, model, config, shard, folder, {*experts, *sinks, *norms})
@@ -220,6 +231,8 @@ class _Filling:
                 self._fill_vocabulary(name, module, embeddings.weight if tied and module is head else None)
             elif name in self._parts:
                 model.set_submodule(name, self._linear(name, module, self._parts[name]))
+            elif type(module) is nn.Linear and self._stored.is_packed(f"{name}.weight"):
+                model.set_submodule(name, self._linear(name, module, Part.of_whole(module)))
             else:
                 self._fill_plain(name, module)
         progress(stage, 1.0)
@@ -241,15 +254,8 @@ class _Filling:
         set_vocabulary(module, weight, padded)
 
     def _rows(self, name: str) -> torch.Tensor:
-        """The shard's rows of the vocabulary, with zeros beyond the vocabulary's end; in dtype where they are packed."""
-        whole, state = self._stored[name], self._stored.quant_state(name)
-        if state is not None:
-            whole = dequantize_4bit(whole, state)
-        rows = self._shard.rows_of(whole.shape[0])
-        own = torch.zeros((len(rows), *whole.shape[1:]), dtype=self._dtype, device=self._device)
-        held = whole[rows.start : rows.stop]
-        own[: held.shape[0]] = held.to(self._device)
-        return own
+        stored = self._stored
+        return vocabulary_rows(stored[name], stored.quant_state(name), self._shard, self._dtype, self._device)
 
     def _fill_plain(self, name: str, module: nn.Module) -> None:
         parameters = dict(module.named_parameters(recurse=False))

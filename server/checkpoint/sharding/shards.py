@@ -57,6 +57,12 @@ class Part:
     columns: range
     padding: int = 0
 
+    @classmethod
+    def of_whole(cls, linear: nn.Linear) -> Part:
+        """All of a layer."""
+        n, k = linear.out_features, linear.in_features
+        return cls((n, k), (range(n),), range(k))
+
     @property
     def shape(self) -> tuple[int, int]:
         """The shape [n, k] of the shard's own weight."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from server.engine.runtime.batch import StepInput
 from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.image_rows import ImageRows
 from server.engine.scheduling.block_tables import BlockTables
 
 
@@ -41,6 +42,36 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     table: bytes | None
 
 
+class StepImages(msgspec.Struct, frozen=True, array_like=True):
+    """An ImageRows without what only rank 0 has, as a message. Columns are bytes of int32."""
+
+    rows: bytes
+    layers: int
+    axes: bytes
+    """[2, chunks]: first row and tokens of each chunk whose positions differ by axis."""
+    positions: bytes
+    """[3, tokens]: their positions, one chunk after another."""
+    seen: bytes | None
+
+    @classmethod
+    def of(cls, images: ImageRows) -> StepImages:
+        """The message of a step's images."""
+        axes = np.array([(row, own.shape[1]) for row, own in images.axes], np.int64).reshape(-1, 2)
+        positions = np.concatenate([np.zeros((3, 0), np.int64), *(own for _, own in images.axes)], axis=1)
+        seen = None if images.seen is None else _bytes(images.seen)
+        return cls(_bytes(images.rows), images.layers, _bytes(axes.T), _bytes(positions), seen)
+
+    def read(self) -> ImageRows:
+        """The step's images."""
+        positions = _numbers(self.positions).reshape(3, -1)
+        axes, begin = [], 0
+        for row, count in _numbers(self.axes).reshape(2, -1).T.tolist():
+            axes.append((row, positions[:, begin : begin + count]))
+            begin += count
+        seen = None if self.seen is None else _numbers(self.seen)
+        return ImageRows(_numbers(self.rows), (), axes, seen, self.layers)
+
+
 class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """Engine to worker: compute a step. Columns are bytes of int32."""
 
@@ -56,6 +87,10 @@ class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """The new blocks of the changed rows, one row after another."""
     sampling: Sampling | None = None
     """How the worker samples the tokens itself; None: the engine does."""
+    offsets: bytes | None = None
+    """[sequences]: what positions are more than places; None: nothing."""
+    images: StepImages | None = None
+    """The images in the chunks, whose features rank 0 broadcasts."""
 
 
 class WriteAdapter(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
@@ -128,6 +163,8 @@ class StepWriter:
             _bytes(changed),
             b"".join(part.tobytes() for part in blocks),
             sampling,
+            None if given.offsets is None else _bytes(given.offsets),
+            None if given.images is None else StepImages.of(given.images),
         )
 
 
@@ -153,7 +190,9 @@ class StepReader:
         if sampling is not None:
             table = None if sampling.table is None else np.frombuffer(bytearray(sampling.table)).reshape(-1, 6)
             launch = Launch(sampling.follows, sampling.source, lambda: table)
-        return StepInput(tables, rows, starts, lengths, ids, wanted, adapters), launch
+        offsets = None if message.offsets is None else _numbers(message.offsets)
+        images = None if message.images is None else message.images.read()
+        return StepInput(tables, rows, starts, lengths, ids, wanted, adapters, offsets, images), launch
 
 
 def _bytes(numbers: npt.NDArray[np.int64]) -> bytes:

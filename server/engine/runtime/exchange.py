@@ -1,4 +1,4 @@
-"""What the processes of tensor parallelism exchange: sums and rows of tensors over all ranks, and what they agree on.
+"""What the processes of tensor parallelism exchange: sums and rows of tensors, rank 0's tensors, what they agree on.
 
 A process belongs to one group at most, which join() makes; where there is none, a rank is alone and exchanges nothing.
 The operations are torch's own collectives behind ops that torch.compile keeps and CUDA graphs capture: NCCL on CUDA, gloo
@@ -116,6 +116,12 @@ def least(number: int) -> int:
     found = torch.tensor([number], dtype=torch.int64)
     dist.all_reduce(found, dist.ReduceOp.MIN)
     return int(found)
+
+
+def broadcast(x: torch.Tensor) -> None:
+    """Make x on every rank what it is on rank 0; nothing where there is one rank. x must be contiguous."""
+    if _Process.membership is not None:
+        dist.broadcast(x, 0)
 
 
 # Its name since torch 2.13, and the one before.

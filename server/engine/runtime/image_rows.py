@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from server.engine.scheduling.prompt_images import PromptImage
 from server.engine.scheduling.step import Chunk
@@ -16,23 +17,32 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ImagePart:
-    """The features [first, first + len(rows)) of an image stand in for the embeddings of rows of the batch."""
+    """The features [first, first + count) of an image stand in for the embeddings of rows of the batch."""
 
     image: PromptImage
     first: int
-    rows: IntArray
+    count: int
 
 
 @dataclass(frozen=True)
 class ImageRows:
     """The images in a batch of T tokens."""
 
-    parts: Sequence[ImagePart]
-    """The parts of all images, in the order of their rows."""
+    rows: IntArray
+    """[R]: the rows of all placeholders, ascending."""
+    parts: Sequence[ImagePart] = ()
+    """What stands in for these rows, in the same order; none where another rank has the image tower."""
     axes: Sequence[tuple[int, IntArray]] = ()
     """(a first row, positions [3, rows]) of chunks whose positions differ by axis."""
     seen: IntArray | None = None
     """[T]: the place of the last token that each token sees, where some see later ones than themselves."""
+    layers: int = 0
+    """Behind how many of the first decoder layers features are added to the hidden states; known with the features."""
+    features: torch.Tensor | None = None
+    """[1 + layers, R, hidden size]: what stands in for the rows' embeddings, and what is added behind each layer.
+
+    None before the tower has computed them, where there are no rows, and where another rank has the image tower.
+    """
 
 
 def image_rows(chunks: Sequence[Chunk], starts: IntArray, lengths: IntArray) -> ImageRows | None:
@@ -41,6 +51,7 @@ def image_rows(chunks: Sequence[Chunk], starts: IntArray, lengths: IntArray) -> 
     starts, lengths: [chunks], each chunk's first place and its tokens, guesses among them.
     """
     first_rows = lengths.cumsum() - lengths
+    rows: list[IntArray] = [np.zeros(0, np.int64)]
     parts: list[ImagePart] = []
     axes: list[tuple[int, IntArray]] = []
     seen: IntArray | None = None
@@ -53,10 +64,11 @@ def image_rows(chunks: Sequence[Chunk], starts: IntArray, lengths: IntArray) -> 
         for image in images.within(start, end):
             first, last = np.searchsorted(image.places, (start, end)).tolist()
             if first < last:
-                parts.append(ImagePart(image, first, image.places[first:last] + (row - start)))
+                parts.append(ImagePart(image, first, last - first))
+                rows.append(image.places[first:last] + (row - start))
         if images.whole:
             if seen is None:
                 seen = np.repeat(starts - first_rows, lengths) + np.arange(lengths.sum())
             for image in images.within(start, end):
                 seen[row + max(image.start, start) - start : row + min(image.end, end) - start] = image.end - 1
-    return ImageRows(parts, axes, seen) if parts or axes else None
+    return ImageRows(np.concatenate(rows), parts, axes, seen) if parts or axes else None

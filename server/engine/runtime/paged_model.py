@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +11,9 @@ from transformers import PreTrainedModel
 
 from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.attention.base import AttentionBackend, attending
-from server.engine.runtime.batch import Batch
-from server.engine.runtime.model.image_tower import ImageTower, positions_by_axis
+from server.engine.runtime.batch import Batch, StepInput
+from server.engine.runtime.model.image_inputs import image_inputs, positions_by_axis
+from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.lora import adding
 
 
@@ -70,11 +72,20 @@ class PagedModel:
         size: int = self.model.config.get_text_config().vocab_size
         return size
 
+    def with_features(self, given: StepInput) -> StepInput:
+        """A step with the features of its images. Raises as ImageTower.features() does.
+
+        They are computed before other ranks hear of the step: where that fails, no rank waits, and the request fails alone.
+        """
+        if given.images is None or self.tower is None:
+            return given
+        return replace(given, images=self.tower.with_features(given.images))
+
     def run(self, batch: Batch, greedy: bool = False) -> torch.Tensor:
         """Logits [batch.sampled_rows, vocabulary] in float32; writes the batch's keys and values into the cache.
 
-        greedy: of each row only the largest is needed; the others may be smaller than it by any amount. Call in inference
-        mode.
+        greedy: of each row only the largest is needed; the others may be smaller than it by any amount. Images in the batch
+        must have their features, unless another rank has them. Call in inference mode.
         """
         if self.small_steps is not None and self.small_steps.takes(batch):
             return self.small_steps.run(batch, greedy)
@@ -95,8 +106,8 @@ class PagedModel:
         inputs: AbstractContextManager[dict[str, Any]] = nullcontext({"input_ids": batch.ids.unsqueeze(0)})
         positions = batch.positions.unsqueeze(0)
         if batch.images is not None:
-            assert self.tower is not None
-            inputs, positions = self.tower.inputs(batch.ids, batch.images), positions_by_axis(batch, batch.images)
+            inputs = image_inputs(self.model, batch.ids, batch.images)
+            positions = positions_by_axis(batch, batch.images)
         with adding(batch, self.adapter_slots), inputs as given:
             self.backend.begin(batch)
             with attending(self.backend):

@@ -142,7 +142,7 @@ class ModelRunner:
 
         greedy: only the largest of each row is needed (PagedModel.run()).
         """
-        given = step_input(step)
+        given = self._paged.with_features(step_input(step))
         if self._followers is None:
             return self.compute(given, bool(step.guesses), greedy)
         self._followers.compute(given)
@@ -218,7 +218,7 @@ class ModelRunner:
         """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""
         others = Step([chunk for chunk in step.chunks if not chunk.sequence.embeds])
         sampled = iter(self.execute(others) if others.chunks else ())
-        own = step_input(Step([chunk for chunk in step.chunks if chunk.sequence.embeds]))
+        own = self._paged.with_features(step_input(Step([chunk for chunk in step.chunks if chunk.sequence.embeds])))
         states = self._paged.hidden_states(self._batch(own))
         vectors = iter(states.cpu().numpy())
         if self._paged.clock is not None:

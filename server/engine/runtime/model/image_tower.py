@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.images import WHOLE_IMAGES
 from server.checkpoint.names import TOWERS
-from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.image_rows import ImageRows
 from server.engine.scheduling.prompt_images import PromptImage, PromptImages
 from server.types import ImageInput
@@ -144,61 +143,27 @@ class ImageTower:
         added = tuple(each if isinstance(each, torch.Tensor) else torch.cat(list(each)) for each in deep)
         return ImageFeatures(_as_rows(embeddings), tuple(map(_as_rows, added)))
 
-    @contextmanager
-    def inputs(self, ids: torch.Tensor, images: ImageRows) -> Iterator[dict[str, Any]]:
-        """While entered, the arguments that the model takes in the place of input_ids [T] of a batch with images."""
-        device, dtype = ids.device, self._model.dtype
-        # The embedding may have no row for a placeholder's id.
-        table = self._model.get_input_embeddings()
-        embeddings = table(ids.clamp(max=self._model.config.get_text_config().vocab_size - 1))
-        found = [(part, self.features(part.image)) for part in images.parts]
-        rows = to_device(np.concatenate([part.rows for part in images.parts] or [np.zeros(0, np.int64)]), device)
+    def with_features(self, images: ImageRows) -> ImageRows:
+        """The images in a batch with their features. Raises as features() does."""
+        if not images.parts:
+            return images
+        device, dtype = self._model.device, self._model.dtype
+        found = [self.features(part.image) for part in images.parts]
 
-        def gathered(features: Sequence[torch.Tensor]) -> torch.Tensor:
-            own = [t[part.first : part.first + len(part.rows)] for (part, _), t in zip(found, features, strict=True)]
+        def gathered(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            own = [t[part.first : part.first + part.count] for part, t in zip(images.parts, tensors, strict=True)]
             return torch.cat([rows.to(device, dtype) for rows in own])
 
-        if found:
-            embeddings = embeddings.index_copy(0, rows, gathered([f.embeddings for _, f in found]))
-        layers = len(found[0][1].added) if found else 0
-        if not layers:
-            yield {"inputs_embeds": embeddings[None]}
-            return
-        mask = torch.zeros(len(ids), dtype=torch.bool, device=device)
-        mask[rows] = True
-        # The rows of the mask are in ascending order, and so are those of the parts.
-        added = [gathered([f.added[layer] for _, f in found]) for layer in range(layers)]
-        extra = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": added}
-
-        def add(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return args, kwargs | extra
-
-        hook = self._model.get_decoder().register_forward_pre_hook(add, with_kwargs=True)
-        try:
-            yield {"inputs_embeds": embeddings[None]}
-        finally:
-            hook.remove()
+        layers = len(found[0].added)
+        added = [gathered([features.added[layer] for features in found]) for layer in range(layers)]
+        stacked = torch.stack([gathered([features.embeddings for features in found]), *added])
+        return replace(images, layers=layers, features=stacked)
 
 
 def has_tower(model: PreTrainedModel) -> bool:
     """Whether the tower of a model's class is loaded."""
     parts = (getattr(model.base_model, name, None) for name in TOWERS)
     return hasattr(model, "get_image_features") and any(isinstance(part, torch.nn.Module) for part in parts)
-
-
-def positions_by_axis(batch: Batch, images: ImageRows) -> torch.Tensor:
-    """The batch's positions as a model takes them: [1, T], or [3, 1, T] where they differ by axis."""
-    if not images.axes:
-        return batch.positions.unsqueeze(0)
-    positions = batch.positions.repeat(3, 1)
-    # One transfer for all chunks.
-    table = to_device(np.concatenate([own for _, own in images.axes], axis=1), positions.device)
-    begin = 0
-    for row, own in images.axes:
-        end = begin + own.shape[1]
-        positions[:, row : row + own.shape[1]] = table[:, begin:end]
-        begin = end
-    return positions.unsqueeze(1)
 
 
 def _read(file: str, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:

@@ -1,0 +1,95 @@
+"""Prompts with images, computed by several ranks of which the first has the image tower: the answers of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.checkpoint.sharding.sharded import load_shard
+from server.checkpoint.sharding.shards import Shard
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.parallel.start import load_ranks
+from server.engine.runtime import exchange
+from tests.checkpoint.layouts import CPU, config_of, random_model, save_nf4, silent
+from tests.checkpoint.multimodal import divisible
+from tests.engine.factories import run_together
+from tests.engine.image_prompts import Answer, Prompt, answers
+from tests.engine.test_image_prompts import PICTURES, SETTINGS, text
+
+# Tokens that see one another, and positions by axis.
+QUICK = ("gemma3", "qwen2_5_vl")
+
+
+def save(name: str, folder: Path) -> Path:
+    """A small checkpoint of a class in NF4 that says that images are prepared."""
+    save_nf4(random_model(config_of(name, **{**divisible(name), **SETTINGS.get(name, {})})), folder)
+    (folder / "preprocessor_config.json").write_text("{}")
+    return folder
+
+
+def failed(reason: str, fatal: bool) -> None:
+    raise AssertionError(reason)
+
+
+def answered(folder: Path, name: str, ranks: int) -> tuple[list[Answer], Engine]:
+    """What an engine of several ranks answers to prompts with images and without."""
+    config = EngineConfig(
+        device="cpu", kv_cache_bytes=2**22, enforce_eager=True, block_size=4, max_num_batched_tokens=32, threads=2,
+        tensor_parallel_size=ranks,
+    )  # fmt: skip
+    runner, workers = load_ranks(folder, config, silent, failed, [])
+    picture = PICTURES[name]
+    try:
+        engine = Engine(runner, config)
+        first = [text(1, 6), picture(1), text(2, 9)]
+        found = answers(
+            engine,
+            Prompt([text(1, 5), picture(1), text(2, 3), picture(2), text(3, 4)]),
+            Prompt([text(4, 9)]),
+            Prompt([picture(3), text(5, 30)]),  # longer than a step
+            Prompt([text(6, 27), picture(4), text(7, 2)]),  # the step would end within the image
+            Prompt([text(9, 40)]),
+        )
+        found += answers(engine, Prompt([*first]))
+        hits = engine.stats().prefix_cache_hits
+        found += answers(engine, Prompt([*first, picture(3), text(3, 3)]), Prompt([text(4, 9)]))
+        assert engine.stats().prefix_cache_hits > hits
+        # An image that cannot be read fails its request, and no rank waits for it.
+        request = Prompt([text(1, 3), picture(5)]).request()
+        Path(request.images[0].file).unlink()
+        outputs = run_together(engine, request, Prompt([text(8, 5)]).request(max_tokens=2))
+        assert outputs[request.request_id][-1].finish_reason == "error"
+        assert "a prepared image cannot be read" in str(outputs[request.request_id][-1].error)
+        found += answers(engine, Prompt([text(8, 3), picture(1)]))
+    finally:
+        if workers is not None:
+            workers.end()
+            exchange.leave()
+    return found, engine
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PICTURES]
+)
+def test_several_ranks_answer_as_one(name: str, tmp_path: Path) -> None:
+    folder = save(name, tmp_path / "model")
+    one, _ = answered(folder, name, 1)
+    several, engine = answered(folder, name, 2)
+    for index, (expected, found) in enumerate(zip(one, several, strict=True)):
+        assert found.same_as(expected), (index, found, expected)
+    stats = engine.stats()
+    assert stats.images_computed > 0
+    assert stats.image_feature_hits > 0
+
+
+def test_one_rank_has_the_tower(tmp_path: Path) -> None:
+    folder = save("llava", tmp_path / "model")
+    first, second = (
+        load_shard(folder, CPU, torch.float32, silent, Shard(rank, 2), towers=rank == 0).model for rank in (0, 1)
+    )
+    assert {name for name, _ in second.named_parameters()} < {name for name, _ in first.named_parameters()}
+    assert first.model.vision_tower is not None
+    assert second.model.vision_tower is None
