@@ -38,8 +38,6 @@ def embedding_kind(folder: Path, config: EngineConfig) -> EmbeddingModel | str:
     """
     if config.embeddings is False:
         return "engine.embeddings is false"
-    if config.tensor_parallel_size != 1:
-        return "they work on one GPU only (engine.tensor_parallel_size: 1)"
     if config.batch_invariant:
         return "engine.batch_invariant is on, which they do not keep to"
     try:

@@ -137,10 +137,8 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _of_one_gpu(self) -> EngineConfig:
-        if self.tensor_parallel_size != 1:
-            for name, wanted in (("speculation", self.speculation != "off"), ("embeddings", bool(self.embeddings))):
-                if wanted:
-                    raise ValueError(f"{name} works on one GPU only; tensor_parallel_size has to be 1 for it")
+        if self.tensor_parallel_size != 1 and self.speculation != "off":
+            raise ValueError("speculation works on one GPU only; tensor_parallel_size has to be 1 for it")
         return self
 
     @model_validator(mode="after")

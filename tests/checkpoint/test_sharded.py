@@ -29,6 +29,7 @@ from server.checkpoint.sharding.sharded import load_shard
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, possible_counts, shard_config
 from server.checkpoint.sharding.slices import cut_linear
 from server.engine.runtime.model.projections import NF4Linear
+from tests.checkpoint.layouts import change_json, change_tensors
 from tests.engine.models import tiny_model
 from tests.nf4_kernels.cuda_weights import gpu
 from tests.nf4_kernels.weights import quantized
@@ -160,6 +161,20 @@ def test_projections_of_unknown_names_are_refused() -> None:
         del model.model.layers[0].mlp.down_proj
     with pytest.raises(CheckpointError, match=r"no rule says how model\.layers\.0\.mlp\.mystery"):
         parts_of(whole, own, config, Shard(0, 2), "folder")
+
+
+def test_files_of_an_embedding_model(tmp_path: Path) -> None:
+    """They have the names of the model without a head, which the embedding stands in for."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=200))
+    model.model.save_pretrained(tmp_path)
+    change_json(tmp_path, lambda config: config.update(architectures=["LlamaForCausalLM"], tie_word_embeddings=False))
+    change_tensors(tmp_path, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
+    with pytest.raises(CheckpointError, match=r"missing keys: lm_head\.weight"):
+        load_shard(tmp_path, CPU, torch.float32, silent, Shard(1, 2))
+    (tmp_path / "modules.json").write_text("[]")
+    shard = load_shard(tmp_path, CPU, torch.float32, silent, Shard(1, 2)).model
+    assert torch.equal(shard.model.embed_tokens.weight[:72], model.model.embed_tokens.weight[128:])
+    assert shard.lm_head.weight.data_ptr() == shard.model.embed_tokens.weight.data_ptr()
 
 
 def test_random_shards_have_the_geometry_of_real_ones(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
@@ -24,6 +25,7 @@ from server.types import GenerateRequest, LoadAdapter, RequestOutput
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.engine.factories import make_request, run_together
 from tests.engine.models import tiny_model
+from tests.engine.test_hidden_states import embedding_of, state
 from tests.parallel.test_families import SIZES
 
 CPU = torch.device("cpu")
@@ -106,6 +108,9 @@ def _run(folder: Path, adapters: list[Path], ranks: int) -> tuple[dict[str, list
         found = run_together(engine, *_requests())
         # Its first steps sample no token of any sequence.
         found |= run_together(engine, make_request(150, "in three steps", max_tokens=5, ignore_eos=True))
+        # Embeddings of a prompt in one step and of one in three, beside a sequence that generates.
+        embedded = [embedding_of(list(range(5, 5 + length)), f"embedded {length}") for length in (12, 150)]
+        found |= run_together(engine, *embedded, make_request(20, "beside embeddings", ignore_eos=True))
         assert runner.adapters is not None
         runner.adapters.read(LoadAdapter("second", str(adapters[1])))
         while not (results := engine.settle_adapters()):
@@ -158,6 +163,15 @@ def test_log_probabilities_are_those_of_one_rank(
     assert several == pytest.approx(one, abs=1e-3)
 
 
+def test_embeddings_are_those_of_one_rank(both: Both) -> None:
+    one, several = both
+    for name in ("embedded 12", "embedded 150"):
+        expected, found = (state(outputs[name][-1]) for outputs in (one, several))
+        assert expected.std() > 0.1
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+    assert not torch.allclose(state(one["embedded 12"][-1]), state(one["embedded 150"][-1]), atol=0.1)
+
+
 def test_a_rank_has_its_share_of_the_weights(embedded_folder: Path) -> None:
     ranks = 3
     whole = load_model(embedded_folder, CPU, torch.float32, silent)
@@ -174,6 +188,12 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(embedded_folder: Pa
         load_ranks(embedded_folder, config, silent, failed, [])
     with pytest.raises(EngineConfigError, match=r"batch_invariant does not work with engine\.tensor_parallel_size 2"):
         load_ranks(embedded_folder, config.model_copy(update={"batch_invariant": True}), silent, failed, [])
+
+
+def test_embeddings_go_with_several_ranks_and_speculation_does_not() -> None:
+    assert EngineConfig(tensor_parallel_size=2, embeddings=True).embeddings
+    with pytest.raises(ValidationError, match="speculation works on one GPU only; tensor_parallel_size has to be 1"):
+        EngineConfig(tensor_parallel_size=2, speculation="lookup")
 
 
 def test_auto_takes_the_fewest_that_hold_the_model() -> None:

@@ -26,7 +26,7 @@ from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
 from server.checkpoint.sharding.multimodal import initialize_buffers, keep_text_model, set_type
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
 from server.checkpoint.sharding.slices import cut_linear
-from server.checkpoint.sharding.vocabulary import is_tied, set_vocabulary, vocabulary_rows
+from server.checkpoint.sharding.vocabulary import set_vocabulary, shares_embedding, vocabulary_rows
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class _Filling:
         if self._info.quantization == "none":
             stage = "loading and quantizing weights"
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-        tied = is_tied(model)
+        tied = shares_embedding(model, self._info.folder)
         modules = list(model.named_modules())
         for done, (name, module) in enumerate(modules):
             if done % 32 == 0:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
 from torch import nn
 from transformers import PreTrainedModel
 
+from server.checkpoint.embedding import MODULES
 from server.checkpoint.sharding.shards import Shard
 
 
@@ -21,11 +24,14 @@ def set_vocabulary(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | 
             layer.bias = nn.Parameter(bias, requires_grad=False)
 
 
-def is_tied(model: PreTrainedModel) -> bool:
-    """Whether a model's class has the embedding's weight in its output layer, too, by the configuration."""
+def shares_embedding(model: PreTrainedModel, folder: Path) -> bool:
+    """Whether the embedding's weight is the output layer's, too, unless the files in folder have another one there.
+
+    That is so by the configuration, or because an embedding model needs no output layer.
+    """
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is head), None)
-    return f"{name}.weight" in model.get_expanded_tied_weights_keys(all_submodels=True)
+    return f"{name}.weight" in model.get_expanded_tied_weights_keys(all_submodels=True) or (folder / MODULES).exists()
 
 
 def vocabulary_rows(

@@ -91,6 +91,8 @@ class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """[sequences]: what positions are more than places; None: nothing."""
     images: StepImages | None = None
     """The images in the chunks, whose features rank 0 broadcasts."""
+    hidden: bool = False
+    """Whether final hidden states are computed in the place of logits."""
 
 
 class WriteAdapter(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
@@ -165,6 +167,7 @@ class StepWriter:
             sampling,
             None if given.offsets is None else _bytes(given.offsets),
             None if given.images is None else StepImages.of(given.images),
+            given.hidden,
         )
 
 
@@ -192,7 +195,8 @@ class StepReader:
             launch = Launch(sampling.follows, sampling.source, lambda: table)
         offsets = None if message.offsets is None else _numbers(message.offsets)
         images = None if message.images is None else message.images.read()
-        return StepInput(tables, rows, starts, lengths, ids, wanted, adapters, offsets, images), launch
+        columns = rows, starts, lengths, ids, wanted, adapters, offsets
+        return StepInput(tables, *columns, images, message.hidden), launch
 
 
 def _bytes(numbers: npt.NDArray[np.int64]) -> bytes:

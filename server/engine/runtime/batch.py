@@ -166,6 +166,8 @@ class StepInput:
     """[S]: what is added to the places of a chunk's tokens to get their positions; None where that is 0 in all chunks."""
     images: ImageRows | None = None
     """The images in the chunks."""
+    hidden: bool = False
+    """Whether final hidden states are wanted in the place of logits."""
 
     def in_single_tokens(self) -> StepInput:
         """The same tokens, each as a chunk of its own; without images."""

@@ -142,23 +142,28 @@ class ModelRunner:
 
         greedy: only the largest of each row is needed (PagedModel.run()).
         """
-        given = self._paged.with_features(step_input(step))
+        return self._compute_together(self._paged.with_features(step_input(step)), bool(step.guesses), greedy)
+
+    def _compute_together(self, given: StepInput, guessed: bool = False, greedy: bool = False) -> torch.Tensor:
+        """compute() by all ranks. Raises ExchangeError where this one fails, while others may wait for it."""
         if self._followers is None:
-            return self.compute(given, bool(step.guesses), greedy)
+            return self.compute(given, guessed, greedy)
         self._followers.compute(given)
         try:
             with self._followers.waiting():
-                logits = self.compute(given)
-                if logits.is_cuda:
-                    torch.cuda.synchronize(logits.device)
-            return logits
+                found = self.compute(given)
+                if found.is_cuda:
+                    torch.cuda.synchronize(found.device)
+            return found
         except Exception as e:
             raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
 
     @torch.inference_mode()
     def compute(self, given: StepInput, guessed: bool = False, greedy: bool = False) -> torch.Tensor:
-        """Compute what forward() gives from the columns of a step; guessed: whether the step checks guesses."""
+        """What forward() gives for the columns of a step, or its hidden states; guessed: whether the step checks guesses."""
         batch, graphs = self._batch(given), self._graphs
+        if given.hidden:
+            return self._paged.hidden_states(batch)
         if batch.images is not None:
             return self._paged.run(batch)
         if guessed and graphs.verify is not None and graphs.verify.fits(batch):
@@ -219,8 +224,7 @@ class ModelRunner:
         others = Step([chunk for chunk in step.chunks if not chunk.sequence.embeds])
         sampled = iter(self.execute(others) if others.chunks else ())
         own = self._paged.with_features(step_input(Step([chunk for chunk in step.chunks if chunk.sequence.embeds])))
-        states = self._paged.hidden_states(self._batch(own))
-        vectors = iter(states.cpu().numpy())
+        vectors = iter(self._compute_together(replace(own, hidden=True)).cpu().numpy())
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
         return [
