@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 
+from server.checkpoint.loading import load_model
 from server.checkpoint.sharding.sharded import load_shard
 from server.checkpoint.sharding.shards import Shard
 from server.config import EngineConfig
@@ -93,3 +95,20 @@ def test_one_rank_has_the_tower(tmp_path: Path) -> None:
     assert {name for name, _ in second.named_parameters()} < {name for name, _ in first.named_parameters()}
     assert first.model.vision_tower is not None
     assert second.model.vision_tower is None
+
+
+def test_towers_are_kept_as_they_are_saved(tmp_path: Path) -> None:
+    """In NF4 or in 16 bit, also where the text is quantized while it is loaded."""
+    packed = save("gemma3", tmp_path / "packed")
+    plain = tmp_path / "packed-16bit"  # what save_nf4() quantizes
+    for folder, is_packed in ((packed, True), (plain, False)):
+        whole = load_model(folder, CPU, torch.float32, silent, towers=True)
+        shard = load_shard(folder, CPU, torch.float32, silent, Shard(0, 2), towers=True).model
+        theirs = dict(whole.model.vision_tower.named_modules())
+        layers = [(n, m) for n, m in shard.model.vision_tower.named_modules() if isinstance(m, torch.nn.Linear)]
+        assert all(isinstance(layer, Linear4bit) == isinstance(theirs[name], Linear4bit) for name, layer in layers)
+        assert any(isinstance(layer, Linear4bit) for _, layer in layers) == is_packed
+        assert isinstance(shard.get_decoder().layers[0].mlp.up_proj, Linear4bit)
+        pixels = PICTURES["gemma3"](1).tensors["pixel_values"]
+        found, expected = (each.get_image_features(pixels, return_dict=True).pooler_output for each in (shard, whole))
+        torch.testing.assert_close(found, expected)
