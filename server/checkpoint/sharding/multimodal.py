@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from server.checkpoint.classes import leave_out_towers
-from server.checkpoint.sharding.shards import plan_of, role_of
+from server.checkpoint.sharding.roles import plan_of, role_of
 
 
 def set_type(config: PretrainedConfig, dtype: torch.dtype) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bitsandbytes.functional import QuantState, quantize_4bit
-from safetensors import SafetensorError, safe_open
+from bitsandbytes.functional import quantize_4bit
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import is_left_out, loading_of
 from server.checkpoint.experts.names import place_of
-from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint, weight_files
+from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
 from server.checkpoint.loading import check_memory
 from server.checkpoint.quantizer import names_in_model
 from server.checkpoint.sharding.experts import ExpertsPart, experts_of, take_experts
@@ -26,14 +24,10 @@ from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
 from server.checkpoint.sharding.multimodal import initialize_buffers, keep_text_model, set_type
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
 from server.checkpoint.sharding.slices import cut_linear
+from server.checkpoint.sharding.stored import BLOCKSIZE, StoredTensors, blocksize_of
 from server.checkpoint.sharding.vocabulary import set_vocabulary, shares_embedding, vocabulary_rows
 
 logger = logging.getLogger(__name__)
-
-BLOCKSIZE = 64
-"""Weights under one scale where weights are quantized while they are loaded."""
-_STATE = "quant_state.bitsandbytes__nf4"
-_STATE_TENSORS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE)
 
 
 @dataclass(frozen=True)
@@ -62,62 +56,6 @@ class EmptyShard(NamedTuple):
     """Of other parameters, which are split along their first dimension."""
     norms: tuple[str, ...]
     """The names of norms over all heads, whose weights are among these."""
-
-
-class StoredTensors:
-    """The tensors of a checkpoint, mapped from its files: what is not used is not read. A context manager."""
-
-    def __init__(self, folder: Path, names: Mapping[str, str] | None = None) -> None:
-        """names: what tensors are called in the files, by the names under which they are asked for; others are the same."""
-        self._folder = folder
-        self._names = names or {}
-        self._open = ExitStack()
-        self._files: dict[str, Any] = {}
-        try:
-            for path in weight_files(folder):
-                file = self._open.enter_context(safe_open(path, framework="pt"))
-                self._files |= dict.fromkeys(file.keys(), file)
-        except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"{folder}: damaged: {' '.join(str(e).split())}") from e
-
-    def __enter__(self) -> StoredTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def __contains__(self, name: str) -> bool:
-        return self._names.get(name, name) in self._files
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor of that name. Raises CheckpointError where there is none."""
-        name = self._names.get(name, name)
-        if name not in self._files:
-            raise CheckpointError(f"{self._folder}: damaged: missing keys: {name}")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-    def is_packed(self, name: str) -> bool:
-        """Whether the weight of that name is in NF4."""
-        return f"{self._names.get(name, name)}.{_STATE}" in self._files
-
-    def quant_state(self, name: str) -> QuantState | None:
-        """How the weight of that name is quantized; None where it is not."""
-        if not self.is_packed(name):
-            return None
-        name = self._names.get(name, name)
-        named = {suffix: f"{name}.{suffix}" for suffix in _STATE_TENSORS}
-        return QuantState.from_dict({s: self[full] for s, full in named.items() if full in self}, torch.device("cpu"))
-
-
-def blocksize_of(info: CheckpointInfo) -> int:
-    """Weights of one scale block: the largest among the NF4 weights of a checkpoint."""
-    if info.quantization == "none":
-        return BLOCKSIZE
-    with StoredTensors(info.folder) as stored:
-        names = [name.removesuffix(f".{_STATE}") for name in info.tensors if name.endswith(_STATE)]
-        states = [stored.quant_state(name) for name in names[:1]]
-    return max(int(state.blocksize) for state in states if state is not None)
 
 
 def load_shard(

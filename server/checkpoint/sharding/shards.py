@@ -8,8 +8,7 @@ transformers' plan for the model (base_model_tp_plan), else the projection's nam
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +17,12 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from server.checkpoint.base import CheckpointError
+from server.checkpoint.sharding.roles import plan_of, role_of
 from server.checkpoint.sharding.widths import is_padded, part_of_width, range_of, widths_of
 
 # Embeddings and the output layer are padded so that each shard has a multiple of this many rows.
 VOCABULARY_MULTIPLE = 64
 MOST_SHARDS = 64
-# For models without a plan: projections that are split along n, and those that are split along k.
-_SPLIT_N = {"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1"}
-# Latent attention: from the latent vectors, which every rank has, to the keys, values and queries of each head.
-_SPLIT_N |= {"q_b_proj", "kv_b_proj"}
-_SPLIT_K = {"o_proj", "out_proj", "dense", "down_proj", "fc2"}
 
 
 @dataclass(frozen=True)
@@ -269,22 +264,6 @@ def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -
         rows.append(range(first, first + each))
         start += size
     return tuple(rows)
-
-
-def plan_of(config: PretrainedConfig) -> Mapping[str, str]:
-    """transformers' plan of the text model: how projections are split, by patterns of their names; it may be empty."""
-    text: Any = config.get_text_config()
-    return getattr(text, "base_model_tp_plan", None) or {}
-
-
-def role_of(name: str, plan: Mapping[str, str]) -> str | None:
-    """The dimension along which a projection is split: "n", "k", or None."""
-    general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    style = next((style for key, style in plan.items() if general == key or general.endswith(f".{key}")), None)
-    if style is not None:
-        return "n" if style.startswith("colwise") else "k" if style.startswith("rowwise") else None
-    last = name.rpartition(".")[2]
-    return "n" if last in _SPLIT_N else "k" if last in _SPLIT_K else None
 
 
 def _heads(text: Any) -> tuple[int, int]:

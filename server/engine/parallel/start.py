@@ -11,8 +11,8 @@ from server.checkpoint.base import Progress
 from server.checkpoint.classes import read_config
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import available_bytes
-from server.checkpoint.sharding.sharded import BLOCKSIZE, blocksize_of
 from server.checkpoint.sharding.shards import check_count, possible_counts
+from server.checkpoint.sharding.stored import BLOCKSIZE, blocksize_of
 from server.config import EngineConfig
 from server.engine.parallel.workers import Failed, Workers, start_workers
 from server.engine.runtime.exchange import EXCHANGE_S, bound_waiting

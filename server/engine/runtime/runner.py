@@ -19,7 +19,7 @@ from server.engine.runtime.drafting import DraftModel, LaunchedGuesses
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
-from server.engine.runtime.graphs.invariant import in_groups
+from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.verify import VerifyGraphs
@@ -173,7 +173,7 @@ class ModelRunner:
         if graphs.mixed is not None and graphs.mixed.fits(batch):
             return graphs.mixed.run(batch).float()
         if graphs.decode is not None and graphs.batch_invariant:
-            return self._run_in_groups(batch, graphs.decode)
+            return run_in_groups(batch, graphs.decode.run, self._paged.block_size, self.limits.vocab_size)
         return self._paged.run(batch, greedy)
 
     @torch.inference_mode()
@@ -276,16 +276,6 @@ class ModelRunner:
 
     def _batch(self, given: StepInput) -> Batch:
         return batch_of(given, self._paged.block_size, self.device)
-
-    def _run_in_groups(self, batch: Batch, graphs: DecodeGraphs) -> torch.Tensor:
-        wanted = batch.sampled_rows.tolist()
-        logits = torch.empty(len(wanted), self.limits.vocab_size, device=self.device)
-        for first, group in in_groups(batch, self._paged.block_size):
-            found = graphs.run(group)
-            for index, row in enumerate(wanted):
-                if first <= row < first + group.num_tokens:
-                    logits[index] = found[row - first]
-        return logits
 
     def _launch_with_options(
         self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler

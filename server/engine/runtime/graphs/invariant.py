@@ -7,7 +7,7 @@ writes the keys and values of the whole group before it attends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -35,6 +35,18 @@ def in_groups(batch: Batch, block_size: int, size: int = INVARIANT_ROWS) -> Iter
             first,
             Batch(batch.ids[cut], batch.positions[cut], batch.slots[cut], rows[: len(own)], own, len(own)),
         )
+
+
+def run_in_groups(batch: Batch, run: Callable[[Batch], torch.Tensor], block_size: int, vocabulary: int) -> torch.Tensor:
+    """Logits [batch.sampled_rows, vocabulary] in float32, each group's by run()."""
+    wanted = batch.sampled_rows.tolist()
+    logits = torch.empty(len(wanted), vocabulary, device=batch.ids.device)
+    for first, group in in_groups(batch, block_size):
+        found = run(group)
+        for index, row in enumerate(wanted):
+            if first <= row < first + group.num_tokens:
+                logits[index] = found[row - first]
+    return logits
 
 
 @cache
