@@ -65,8 +65,11 @@ def check(
     earlier: list[int],
     now: list[int],
     graph: str = "",
+    factors: tuple[float, float, float] = (1, 1, 1),
 ) -> None:
     """Compare a step with the reference. earlier, now: tokens of each sequence before and after it.
+
+    factors: what random queries, keys and values are multiplied by.
 
     graph: "decode", "shared" or "mixed": the step is laid out as for a graph that is larger than it. In a shared one each
     token is a sequence of its own.
@@ -92,8 +95,8 @@ def check(
         batch = make_batch([pieces[i] for i in order], [tables[sequences[i]] for i in order])
         tokens = batch.slots.shape[0]
         made = [
-            torch.randn(tokens, heads, shape.key_dim, device=DEVICE, dtype=dtype)
-            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+            (torch.randn(tokens, heads, shape.key_dim, device=DEVICE) * factor).to(dtype)
+            for heads, factor in zip((shape.heads, shape.kv_heads, shape.kv_heads), factors, strict=True)
         ]
         # An outlier channel, as keys have them.
         made[1][:, :, 3] *= 6
@@ -167,6 +170,40 @@ def test_a_decode_graph_attends_as_the_reference(
     shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, cache_dtype: torch.dtype, lengths: list[int]
 ) -> None:
     check(shape, options, dtype, cache_dtype, [n - 1 for n in lengths], lengths, "decode")
+
+
+@pytest.mark.parametrize("cache_dtype", RELATIVE)
+@pytest.mark.parametrize(
+    ("shape", "lengths"),
+    [
+        (LayerShape(2, 128, 128, 32), [700, 64, 3]),
+        (LayerShape(1, 64, 64, 12), [129, 5000]),
+        (LayerShape(1, 128, 128, 48), [300, 65]),
+    ],
+)
+def test_a_decode_graph_takes_up_to_16_queries_of_a_key_by_warps_and_more_together(
+    shape: LayerShape, lengths: list[int], cache_dtype: torch.dtype
+) -> None:
+    check(shape, PLAIN, torch.bfloat16, cache_dtype, [n - 1 for n in lengths], lengths, "decode")
+
+
+@pytest.mark.parametrize("cache_dtype", RELATIVE)
+@pytest.mark.parametrize("factors", [(1e9, 1e-3, 1e-9), (1e-9, 1e3, 1e6)])
+def test_magnitudes_may_be_beyond_those_of_float16(
+    factors: tuple[float, float, float], cache_dtype: torch.dtype
+) -> None:
+    options = AttentionOptions(0.09 / factors[0] / factors[1])
+    lengths = [700, 64, 3, 2000]
+    check(
+        LayerShape(4, 128, 128, 16),
+        options,
+        torch.bfloat16,
+        cache_dtype,
+        [n - 1 for n in lengths],
+        lengths,
+        "decode",
+        factors,
+    )
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES)

@@ -115,7 +115,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q = tl.load(queries[:, None] + column[None, :], mask=real[:, None], other=0.0)
     newest = start + token
     end = start + count
-    pages, own_scales = cache + head * dim, scales + head
+    pages, own_scales = cache + head * dim, scales + head * shape.block_size
     acc = tl.zeros([rows, dim], tl.float32)
     best = tl.full([rows], -1e38, tl.float32)
     weight = tl.zeros([rows], tl.float32)

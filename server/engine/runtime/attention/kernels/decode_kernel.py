@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
-from server.engine.runtime.attention.kernels.decode_sums import finish
+from server.engine.runtime.attention.kernels.decode_sums import both, finish
 from server.engine.runtime.attention.kernels.instances import CacheShape, DecodeInstance
 from server.engine.runtime.attention.kernels.key_tiles import (
     LOG2_E,
@@ -19,14 +19,14 @@ from server.engine.runtime.attention.kernels.key_tiles import (
     store_kv,
 )
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
+from server.engine.runtime.attention.kernels.warp_tiles import (
+    add_warp_tiles,
+    half_queries,
+    load_warp_tiles,
+    no_sums,
+    total,
+)
 from server.engine.runtime.attention.rotary import RotaryEmbedding
-
-# Keys of a tile; warps of a thread block; tiles that are being loaded at a time.
-_TILE = 64
-_WARPS = 4
-_STAGES = 2
-# In 8 bits a tile of 64 keys would take 220 registers, and a multiprocessor would hold two thread blocks.
-_TILE_8_BITS, _STAGES_8_BITS = 32, 3
 
 
 class Partials:
@@ -93,7 +93,8 @@ def attend_newest(
         cache.data if cache.scales is None else cache.scales,
         query if sinks is None else sinks,
         instance,
-        num_warps=_WARPS,
+        num_warps=instance.warps,
+        maxnreg=instance.most_registers,
         launch_pdl=instance.overlap,
     )
     return out
@@ -117,8 +118,6 @@ def _instance(
         group=group,
         counted=counted,
         pitch=tables.shape[1],
-        tile=_TILE if cache.scales is None else _TILE_8_BITS,
-        stages=_STAGES if cache.scales is None else _STAGES_8_BITS,
         cap=0.0 if options.softcap is None else options.softcap * LOG2_E,
         tile_rows=tile,
         has_sinks=sinks is not None,
@@ -171,12 +170,12 @@ def _attend(  # type: ignore[no-untyped-def]
     # The newest key may not be in the cache yet.
     old = tl.minimum(end, newest)
     column, table = tl.arange(0, shape.dim), tables + blocks.to(tl.int64) * instance.pitch
-    pages, own_scales = cache + head * shape.dim, scales + head
+    pages, own_scales = cache + head * shape.dim, scales + head * shape.block_size
     # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended. Where
     # that launch writes the step's keys, some of these may be among a token's older keys, so it has to end first.
     if instance.overlap and instance.written:
         tl.extra.cuda.gdc_wait()
-    k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, old, shape, instance.tile)
+    tile = _first_tile(pages, own_scales, table, begin, old, instance)
     q_weights = _weights(query_norm, offset, shape.dim, instance.norms)
     k_weights = _weights(key_norm, offset, shape.dim, instance.norms)
     if instance.overlap and not instance.written:
@@ -202,18 +201,50 @@ def _attend(  # type: ignore[no-untyped-def]
         )
         store_kv(pages, own_scales, place, k_new, v_new, last, shape)
     acc, best, weight = _first_sums(q, k_new, v_new, last, scale, instance)
-    seen = inside[None, :]
-    acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, instance.cap, shape.limit)
-    for start in tl.range(begin + instance.tile, old, instance.tile, num_stages=instance.stages):
-        k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, start, old, shape, instance.tile)
-        seen = inside[None, :]
-        acc, best, weight = add_tile(
-            acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, instance.cap, shape.limit
-        )
+    acc, best, weight = _add_keys((acc, best, weight), q, tile, pages, own_scales, table, begin, old, scale, instance)
     if instance.has_sinks:
         places = sinks + head * instance.group + line
         acc, best, weight = add_sinks(acc, best, weight, places, real & (item == first))
     finish(out, sums, weights, arrived, acc, best, weight, line, real, item, first, parts, row, head, instance)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_tile(pages, scales, table, begin, end, instance: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the first tile of the keys in front of end, see load_tile() and load_warp_tiles()."""
+    shape: tl.constexpr = instance.cache
+    step: tl.constexpr = instance.tile
+    if instance.splits_tiles:
+        return load_warp_tiles(pages, scales, table, begin, end, instance)
+    else:
+        return load_tile(pages, scales, table, begin, end, shape, step)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_keys(  # type: ignore[no-untyped-def]
+    sums, q, tile, pages, scales, table, begin, end, scale, instance: tl.constexpr
+):
+    """Add keys [begin, end) to the sums, greatest scores and sums of weights; tile: the first of them, loaded."""
+    shape: tl.constexpr = instance.cache
+    cap: tl.constexpr = instance.cap
+    step: tl.constexpr = instance.tile
+    k, v, k_scale, v_scale, inside = tile
+    if instance.splits_tiles:
+        q_even, q_odd, q_scale = half_queries(q, scale, instance)
+        of_warps = no_sums(instance)
+        of_warps = add_warp_tiles(of_warps, q_even, q_odd, k, v, k_scale, v_scale, inside, q_scale, instance)
+        for start in tl.range(begin + step, end, step, num_stages=instance.stages):
+            k, v, k_scale, v_scale, inside = load_warp_tiles(pages, scales, table, start, end, instance)
+            of_warps = add_warp_tiles(of_warps, q_even, q_odd, k, v, k_scale, v_scale, inside, q_scale, instance)
+        return both(sums, total(of_warps, instance))
+    else:
+        acc, best, weight = sums
+        seen = inside[None, :]
+        acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
+        for start in tl.range(begin + step, end, step, num_stages=instance.stages):
+            k, v, k_scale, v_scale, inside = load_tile(pages, scales, table, start, end, shape, step)
+            seen = inside[None, :]
+            acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
+        return acc, best, weight
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -45,9 +45,9 @@ def add_up(  # type: ignore[no-untyped-def]
         part_5 = _part(sums, weights, part + 5, parts, real, step, dim)
         part_6 = _part(sums, weights, part + 6, parts, real, step, dim)
         part_7 = _part(sums, weights, part + 7, parts, real, step, dim)
-        four = _both(_both(part_0, part_1), _both(part_2, part_3))
-        eight = _both(four, _both(_both(part_4, part_5), _both(part_6, part_7)))
-        acc, best, weight = _both((acc, best, weight), eight)
+        four = both(both(part_0, part_1), both(part_2, part_3))
+        eight = both(four, both(both(part_4, part_5), both(part_6, part_7)))
+        acc, best, weight = both((acc, best, weight), eight)
     put_result(out, acc / tl.where(real, weight, 1.0)[:, None], row, head, line, group, dim, instance.tile_rows)
 
 
@@ -115,7 +115,7 @@ def put_result(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _both(a, b):  # type: ignore[no-untyped-def]
+def both(a, b):  # type: ignore[no-untyped-def]
     """Two parts of the same keys' weighted sums, greatest scores and sums of weights as one."""
     best = tl.maximum(a[1], b[1])
     of_a, of_b = tl.exp2(a[1] - best), tl.exp2(b[1] - best)

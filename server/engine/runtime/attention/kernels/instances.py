@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_DOT_ROWS = 16  # the fewest rows that tl.dot takes
+# The fewest rows of tl.dot's result, and columns.
+_DOT_ROWS, _DOT_COLUMNS = 16, 8
+# Of the decode kernel: keys of a tile, and tiles that are being loaded at a time. Where an address comes from the block
+# table, as all do, a load in the loop takes two stages with 8 bits.
+_TILE, _STAGES = 64, 2
+# A warp that has keys of its own holds all elements of all queries' sums. With as many as 8 queries of 128 elements have, a
+# thread takes so few registers that a multiprocessor holds the four thread blocks that decode.py counts on. With more it
+# holds two, and each loads two tiles at a time.
+_MOST_SPLIT, _MOST_LEAN = 16 * 128, 8 * 128
+_STAGES_LEAN, _REGISTERS_LEAN = 3, 128
+_STAGES_WIDE = 5
+# Where all warps take all keys of a tile, 64 in 8 bits would take 220 registers.
+_TILE_8_BITS, _STAGES_8_BITS = 32, 3
 
 
 @dataclass(frozen=True)
@@ -36,10 +48,6 @@ class DecodeInstance:
     """Where in numbers the number of items lies."""
     pitch: int
     """KV blocks of a row of the block tables."""
-    tile: int
-    """Keys of a tile."""
-    stages: int
-    """Tiles that are being loaded at a time."""
     cap: float
     """The soft cap of scores times log2(e); 0: none."""
     tile_rows: int
@@ -52,6 +60,8 @@ class DecodeInstance:
     """Whether the launch starts before the one in front has ended (programmatic dependent launch)."""
     written: bool
     """Whether the launch in front has written the new keys and values."""
+    warps: int = 4
+    """Warps of a thread block."""
 
     @property
     def few(self) -> int:
@@ -59,6 +69,28 @@ class DecodeInstance:
         return 1 << (self.group - 1).bit_length()
 
     @property
+    def splits_tiles(self) -> bool:
+        """Whether a tile's keys are divided among the warps (warp_tiles.py); the sums of more queries would not fit."""
+        return self.cache.limit != 0 and max(_DOT_COLUMNS, self.few) * self.cache.dim <= _MOST_SPLIT
+
+    @property
     def rows(self) -> int:
-        """Rows of the queries' matrix in tl.dot; those behind the group are zeros."""
-        return max(_DOT_ROWS, self.few)
+        """Rows of the queries' matrix, or its columns where it is the right operand; those behind the group are zeros."""
+        return max(_DOT_COLUMNS if self.splits_tiles else _DOT_ROWS, self.few)
+
+    @property
+    def tile(self) -> int:
+        """Keys of a tile."""
+        return _TILE if self.splits_tiles or self.cache.limit == 0 else _TILE_8_BITS
+
+    @property
+    def stages(self) -> int:
+        """Stages of the loop over tiles."""
+        if not self.splits_tiles:
+            return _STAGES if self.cache.limit == 0 else _STAGES_8_BITS
+        return _STAGES_LEAN if self.most_registers else _STAGES_WIDE
+
+    @property
+    def most_registers(self) -> int | None:
+        """Registers of a thread that the compiler may use; None: as many as there are."""
+        return _REGISTERS_LEAN if self.splits_tiles and self.rows * self.cache.dim <= _MOST_LEAN else None

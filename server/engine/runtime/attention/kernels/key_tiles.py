@@ -43,8 +43,9 @@ def load_tile(  # type: ignore[no-untyped-def]
     if shape.limit == 0:
         return k, v, 1.0, 1.0, inside
     else:
-        k_scale = tl.load(scales + place * shape.kv_heads, mask=inside, other=0.0)
-        v_scale = tl.load(scales + (place + block_size) * shape.kv_heads, mask=inside, other=0.0)
+        own = scales + block * (2 * block_size * shape.kv_heads) + at % block_size
+        k_scale = tl.load(own, mask=inside, other=0.0)
+        v_scale = tl.load(own + block_size * shape.kv_heads, mask=inside, other=0.0)
         return k, v, k_scale, v_scale, inside
 
 
@@ -56,7 +57,7 @@ def add_tile(  # type: ignore[no-untyped-def]
     if limit == 0:
         scores = scores_of(tl.dot(q, tl.trans(k)), scale, cap)
     else:
-        scores = scores_of(tl.dot(q, tl.trans(k.to(q.dtype))) * k_scale[None, :], scale, cap)
+        scores = scores_of(tl.dot(q, tl.trans(_widened(k, q.dtype))) * k_scale[None, :], scale, cap)
     scores = tl.where(inside, scores, -float("inf"))
     higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e38)
     shrink = tl.exp2(best - higher)
@@ -64,8 +65,17 @@ def add_tile(  # type: ignore[no-untyped-def]
     if limit == 0:
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
     else:
-        acc = tl.dot((p * v_scale[None, :]).to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+        acc = tl.dot((p * v_scale[None, :]).to(q.dtype), _widened(v, q.dtype), acc * shrink[:, None])
     return acc, higher, weight * shrink + tl.sum(p, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _widened(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x of 8 bits in dtype."""
+    if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        # float16 to bfloat16 is an instruction of Hopper's only, and runs at 16 a clock there.
+        x = x.to(tl.float16).to(tl.float32)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -112,8 +122,10 @@ def store_kv(  # type: ignore[no-untyped-def]
         v, v_scale = _quantized(v, pages.dtype.element_ty, shape.limit)
         tl.store(own, k, mask=inside)
         tl.store(own + shape.block_size * shape.width, v, mask=inside)
-        tl.store(scales + place * shape.kv_heads, k_scale, mask=wanted)
-        tl.store(scales + (place + shape.block_size) * shape.kv_heads, v_scale, mask=wanted)
+        block: tl.constexpr = shape.block_size * shape.kv_heads
+        own_scales = scales + place // shape.block_size * block + place % shape.block_size
+        tl.store(own_scales, k_scale, mask=wanted)
+        tl.store(own_scales + block, v_scale, mask=wanted)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

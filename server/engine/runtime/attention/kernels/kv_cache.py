@@ -30,17 +30,18 @@ class LayerCache:
     data: torch.Tensor
     """[blocks, 2, block_size, kv_heads, dim], keys and values."""
     scales: torch.Tensor | None
-    """float32 [blocks, 2, block_size, kv_heads]; what data stands for is data * scales. None: data is in 16 bits."""
+    """float32 [blocks, 2, kv_heads, block_size], those of a head beside one another, as a thread block reads them. What data
+    stands for is data * scales. None: data is in 16 bits."""
 
     @classmethod
     def zeros(
         cls, shape: LayerShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
         """An empty cache of `blocks` KV blocks; dtype has 16 bits or is int8 or float8_e4m3fn."""
-        size = blocks, 2, block_size, shape.kv_heads
-        data = torch.zeros(*size, shape.key_dim, dtype=dtype, device=device)
-        scales = torch.zeros(size, dtype=torch.float32, device=device) if dtype.itemsize == 1 else None
-        return cls(data, scales)
+        data = torch.zeros(blocks, 2, block_size, shape.kv_heads, shape.key_dim, dtype=dtype, device=device)
+        if dtype.itemsize > 1:
+            return cls(data, None)
+        return cls(data, torch.zeros(blocks, 2, shape.kv_heads, block_size, dtype=torch.float32, device=device))
 
 
 def stored_dtype(name: KVCacheDtype, auto: torch.dtype) -> torch.dtype:

@@ -112,4 +112,4 @@ def _quantize(  # type: ignore[no-untyped-def]
     k = tl.load(key + token * key_token + head * key_head + column)
     v = tl.load(value + token * value_token + head * value_head + column)
     place = slot + slot // shape.block_size * shape.block_size
-    store_kv(cache + head * shape.dim, scales + head, place, k, v, True, shape)
+    store_kv(cache + head * shape.dim, scales + head * shape.block_size, place, k, v, True, shape)
