@@ -33,9 +33,6 @@ static inline void transpose8(__m256 r[8]) {
   for (int i = 0; i < 8; ++i) r[i] = t[i];
 }
 
-/* From as many nested scales of one group on, those of all 256 codes are computed, eight at a time, and looked up. */
-constexpr int64_t kTableFrom = 80;
-
 /* Scales of rows [row0, row0 + rows) times unit, one for each 64 columns, row stride k / 64. k and blocksize are multiples of
  * 64. */
 static inline void scales_of_rows(const Nf4Weight* w, int64_t row0, int rows, float unit, float* out) {
@@ -56,13 +53,7 @@ static inline void scales_of_rows(const Nf4Weight* w, int64_t row0, int rows, fl
     const int64_t stop = left < count - i ? i + left : count;
     const float outer = w->absmax[group], offset = w->absmax_offset[group * w->offset_stride];
     const uint8_t* codes = w->absmax_8bit + first;
-    if (stop - i < kTableFrom) {
-      for (; i < stop; ++i) out[i] = (w->absmax_code[codes[i]] * outer + offset) * unit;
-      continue;
-    }
-    alignas(32) float table[256];
-    for (int code = 0; code < 256; ++code) table[code] = (w->absmax_code[code] * outer + offset) * unit;
-    for (; i < stop; ++i) out[i] = table[codes[i]];
+    for (; i < stop; ++i) out[i] = (w->absmax_code[codes[i]] * outer + offset) * unit;
   }
 }
 

@@ -9,16 +9,16 @@ namespace {
 constexpr int kRows = 4;
 constexpr float kNone = -__builtin_inff();
 
-/* M rows of x times kRows rows of codes. The next rows are prefetched, because these are kRows streams. */
+/* M rows of x times kRows rows of codes. The rows behind the next ones are prefetched, because these are kRows streams. */
 template <int M>
 inline void sums_of(const int8_t* const rows[kRows], const int16_t* x, int64_t k, int32_t* sums) {
   __m256i total[M][kRows];
   for (int m = 0; m < M; ++m) {
     for (int r = 0; r < kRows; ++r) total[m][r] = _mm256_setzero_si256();
   }
-  const int8_t* next = rows[0] + kRows * k;
+  const int8_t* ahead = rows[0] + 2 * kRows * k;
   for (int64_t c = 0; c < k; c += 16) {
-    _mm_prefetch((const char*)next + kRows * c, _MM_HINT_T0);
+    _mm_prefetch((const char*)ahead + kRows * c, _MM_HINT_T0);
     __m256i columns[M];
     for (int m = 0; m < M; ++m) columns[m] = _mm256_loadu_si256((const __m256i*)(x + m * k + c));
 #pragma GCC unroll 4
