@@ -116,7 +116,7 @@ def test_shared_blocks_are_never_written(monkeypatch: pytest.MonkeyPatch) -> Non
     run_batch = runner._paged.run
     steps = 0
 
-    def checked(batch: Batch) -> torch.Tensor:
+    def checked(batch: Batch, greedy: bool) -> torch.Tensor:
         nonlocal steps
         steps += 1
         holders = [set(span.blocks) for span in batch.spans]
@@ -127,7 +127,7 @@ def test_shared_blocks_are_never_written(monkeypatch: pytest.MonkeyPatch) -> Non
             assert mine <= holders[i]
             assert not any(mine & theirs for j, theirs in enumerate(holders) if j != i)
             assert all(engine._blocks._keys[block] is None for block in mine)
-        return run_batch(batch)
+        return run_batch(batch, greedy)
 
     monkeypatch.setattr(runner._paged, "run", checked)
     run(engine, *(make_request(prompt, max_tokens=15) for prompt in prompts_with_shared_starts(30, seed=3)))
@@ -138,7 +138,7 @@ def test_what_a_failed_request_computed_is_not_used_again(monkeypatch: pytest.Mo
     engine, runner = make_engine()
     prompt = list(range(3, 3 + 24))
     run_batch = runner._paged.run
-    monkeypatch.setattr(runner._paged, "run", lambda batch: run_batch(batch) * float("nan"))
+    monkeypatch.setattr(runner._paged, "run", lambda *given: run_batch(*given) * float("nan"))
     assert run(engine, make_request(prompt))[0][-1].finish_reason == "error"
     monkeypatch.undo()
     outputs = run(engine, make_request(prompt, ignore_eos=True))[0]
