@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from server.checkpoint.classes import leave_out_towers
 from server.checkpoint.sharding.roles import plan_of, role_of
+from server.checkpoint.sharding.shards import heads_of
 
 
 def set_type(config: PretrainedConfig, dtype: torch.dtype) -> None:
@@ -33,7 +33,7 @@ def keep_text_model(whole: PreTrainedModel, own: PreTrainedModel, towers: bool =
     for name, module in whole.named_modules():
         dim = getattr(module, "head_dim", None)
         if isinstance(dim, int) and getattr(modules[name], "head_dim", dim) != dim:
-            heads = (_heads(model.config.get_text_config()) for model in (whole, own))
+            heads = (heads_of(model.config.get_text_config()) for model in (whole, own))
             sizes = {of_all * dim: of_shard * dim for of_all, of_shard in zip(*heads, strict=True)}
             _set_head_dim(name, modules[name], module, sizes, plan)
 
@@ -52,11 +52,6 @@ def _set_head_dim(name: str, own: nn.Module, whole: nn.Module, sizes: dict[int, 
             else:
                 n = sizes.get(n, n)
             setattr(own, child, nn.Linear(k, n, linear.bias is not None, "meta", linear.weight.dtype))
-
-
-def _heads(text: Any) -> tuple[int, int]:
-    heads: int = text.num_attention_heads
-    return heads, getattr(text, "num_key_value_heads", None) or heads
 
 
 def initialize_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:

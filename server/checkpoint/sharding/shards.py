@@ -87,7 +87,7 @@ def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
     text = config.get_text_config()
     if _undivided(config):
         return [1]
-    layers = [(*_heads(layer), widths_of(layer).values(), _value_dim(layer)) for layer in layer_configs(text)]
+    layers = [(*heads_of(layer), widths_of(layer).values(), _value_dim(layer)) for layer in layer_configs(text)]
     return [
         count
         for count in range(1, min(MOST_SHARDS, *(heads for heads, *_ in layers)) + 1)
@@ -113,7 +113,7 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str)
         widths = sorted({width for layer in layers for width in widths_of(layer).values()})
         heads, kv_heads = (
             " and ".join(str(size) for size in sorted(set(sizes)))
-            for sizes in zip(*(_heads(layer) for layer in layers), strict=True)
+            for sizes in zip(*(heads_of(layer) for layer in layers), strict=True)
         )
         wide = f"{' or '.join(map(str, widths))} features of {'the MLP' if len(widths) < 2 else 'its MLPs'}"
         reason = f"{heads} heads, {kv_heads} KV heads and {wide} in blocks of {blocksize}"
@@ -141,7 +141,7 @@ def shard_config(config: PretrainedConfig, count: int, blocksize: int = 64) -> P
     text = own.get_text_config()
     if getattr(text, "is_heterogeneous", False):
         return _narrow_layers(own, text, count, blocksize)
-    heads, kv_heads = _heads(text)
+    heads, kv_heads = heads_of(text)
     text.head_dim = _head_dim(text)
     text.num_attention_heads = heads // count
     if getattr(text, "num_key_value_heads", None) is not None:
@@ -233,7 +233,7 @@ def _part(
 
 def _has_single_head(config: PretrainedConfig) -> bool:
     """Whether some layers have a single KV head, which all shards have: its projections stay whole."""
-    return any(_heads(layer)[1] == 1 for layer in layer_configs(config.get_text_config()))
+    return any(heads_of(layer)[1] == 1 for layer in layer_configs(config.get_text_config()))
 
 
 def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -> tuple[range, ...] | None:
@@ -243,7 +243,7 @@ def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -
     if own < n and last == "qkv_proj":
         text, sharded = config.get_text_config(), shard_config(config, shard.count, shard.blocksize).get_text_config()
         dim = _head_dim(text)
-        (heads, kv_heads), (own_heads, own_kv_heads) = _heads(text), _heads(sharded)
+        (heads, kv_heads), (own_heads, own_kv_heads) = heads_of(text), heads_of(sharded)
         sections = [(heads * dim, own_heads * dim), *[(kv_heads * dim, own_kv_heads * dim)] * 2]
     elif own < n and last == "gate_up_proj":
         sections = [(n // 2, own // 2)] * 2
@@ -266,7 +266,7 @@ def _rows(name: str, n: int, own: int, config: PretrainedConfig, shard: Shard) -
     return tuple(rows)
 
 
-def _heads(text: Any) -> tuple[int, int]:
+def heads_of(text: Any) -> tuple[int, int]:
     """(heads, KV heads)."""
     heads = text.num_attention_heads
     return heads, getattr(text, "num_key_value_heads", None) or heads

@@ -185,7 +185,9 @@ class ModelRunner:
         step.read_guesses()
         if checked is not None:
             return checked
-        logits = self.forward(step, all(is_greedy(chunk.sequence) and not chunk.scored for chunk in step.chunks))
+        # Sequences are asked only where it makes a difference, which is on CPU.
+        small = self._paged.small_steps is not None
+        logits = self.forward(step, small and all(is_greedy(c.sequence) and not c.scored for c in step.chunks))
         sampled = step.sampled
         if logits.shape[0] > len(sampled) and not step.guesses:
             score_prompts(step, logits[len(sampled) :])
