@@ -24,7 +24,7 @@ ISAS = ("amx", "avx512vnni", "avx512", "avx2", "portable")
 """The instruction sets that there are kernels for, the best first."""
 
 
-DEQUANTIZED_FROM = 9
+DEQUANTIZED_FROM = 16
 """Tokens from which on the portable path dequantizes weights for torch's GEMM, which has instruction sets of its own."""
 _DEQUANTIZED_ELEMENTS = 1 << 20
 """Of a weight at a time: they stay in the caches, and in one piece of memory."""
@@ -144,15 +144,22 @@ class PreparedLinear:
         """Write the GEMM of x [m, K] to out [m, N] through rows in float32 and torch's GEMM."""
         began = time.perf_counter()
         library, threads = usable(), torch.get_num_threads()
-        wide, bias = x.float(), None if self.bias is None else self.bias.float()
-        rows = min(self.n, max(1, _DEQUANTIZED_ELEMENTS // self.k))
+        # Detached: torch writes to a given tensor only where it has no gradients to follow.
+        wide, bias = x.detach().float(), None if self.bias is None else self.bias.detach().float()
+        rows = _dequantized_rows(self.n, self.k)
         weight = torch.empty(rows, self.k)
         for row in range(0, self.n, rows):
             count = min(rows, self.n - row)
             if library.nf4_cpu_dequantize_rows(self._weight, row, count, weight.data_ptr(), 0, threads):
                 raise KernelError(f"nf4_cpu_dequantize_rows refused rows {row} to {row + count} of {self.n}")
-            part = None if bias is None else bias[row : row + count]
-            out[:, row : row + count] = torch.nn.functional.linear(wide, weight[:count], part)
+            columns, factor = out[:, row : row + count], weight[:count].t()
+            into = columns if out.dtype is torch.float32 else wide.new_empty(columns.shape)
+            if bias is None:
+                torch.mm(wide, factor, out=into)
+            else:
+                torch.addmm(bias[row : row + count], wide, factor, out=into)
+            if into is not columns:
+                columns.copy_(into)
         library.nf4_cpu_count_linear(time.perf_counter() - began)
 
     def recorded(self, x: Tensor, out: Tensor) -> tuple[int, tuple[int, ...]]:
@@ -170,6 +177,12 @@ class PreparedLinear:
         assert function is not None
         pointers = (ctypes.addressof(self._struct), self._bias_pointer or 0, x.data_ptr(), out.data_ptr())
         return function, (*pointers, x.numel() // self.k, DTYPES[x.dtype], torch.get_num_threads())
+
+
+def _dequantized_rows(n: int, k: int) -> int:
+    """Rows of a weight [n, k] to dequantize at a time: pieces of about one size, since torch is slower at odd widths."""
+    pieces = -(-n * k // _DEQUANTIZED_ELEMENTS)
+    return min(n, -(-n // (16 * pieces)) * 16)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -38,12 +38,14 @@ int nf4_cpu_dequantize_rows(const Nf4Weight* w, int64_t row, int64_t rows, void*
   const int64_t width = dtype == NF4_FLOAT32 ? 4 : 2;
   if (threads > chunks) threads = (int32_t)chunks;
   if (threads < 1) threads = 1;
+  TaskQueue& queue = TaskQueue::begin(chunks, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    Share share(chunks, omp_get_thread_num(), omp_get_num_threads());
-    int64_t begin = share.begin * chunk, end = share.end * chunk;
-    if (end > total) end = total;
-    if (begin < end) kernels->decode(w, start + begin, start + end, (char*)out + begin * width, dtype);
+    const int id = omp_get_thread_num();
+    for (int64_t t; (t = queue.take(id)) >= 0;) {
+      const int64_t begin = t * chunk, end = begin + chunk < total ? begin + chunk : total;
+      kernels->decode(w, start + begin, start + end, (char*)out + begin * width, dtype);
+    }
   }
   return 0;
 }

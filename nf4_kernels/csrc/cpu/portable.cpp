@@ -1,41 +1,94 @@
-/* Kernels in plain C++ for any CPU. */
+/* Kernels for any CPU, in C++ with the vectors of GCC and clang: of 16 bytes, SSE2's on x86-64 and NEON's on arm. */
 #include "kernels.h"
 
 namespace nf4 {
 namespace {
 
+typedef float Four __attribute__((vector_size(16)));
+typedef uint64_t TwoPairs __attribute__((vector_size(16)));
+
+Four load(const float* from) {
+  Four found;
+  memcpy(&found, from, sizeof found);
+  return found;
+}
+
+/* What the two codes of each byte stand for, as the bits of two floats: half as many look-ups as codes. */
+struct Pairs {
+  uint64_t of[256];
+  explicit Pairs(const float* codes) {
+    for (int byte = 0; byte < 256; ++byte) {
+      const float pair[2] = {codes[byte >> 4], codes[byte & 15]};
+      memcpy(&of[byte], pair, sizeof pair);
+    }
+  }
+};
+
+/* 4 times `quads` numbers of one block, from whole bytes. */
+void decode_quads(const Pairs& pairs, const uint8_t* from, int64_t quads, float scale, float* to) {
+  for (int64_t i = 0; i < quads; ++i) {
+    const TwoPairs bits = {pairs.of[from[2 * i]], pairs.of[from[2 * i + 1]]};
+    const Four values = (Four)bits * scale;
+    memcpy(to + 4 * i, &values, sizeof values);
+  }
+}
+
 void decode(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t dtype) {
+  static const Pairs nf4(kCodes), fp4(kFp4Codes);
+  const Pairs& pairs = w->table == NF4_TABLE_FP4 ? fp4 : nf4;
   int64_t i = begin;
-  while (i < end) {
-    int64_t block = i / w->blocksize;
+  for (int64_t block = begin / w->blocksize; i < end; ++block) {
     int64_t stop = (block + 1) * w->blocksize;
     if (stop > end) stop = end;
-    float scale = scale_of(w, block);
-    float scaled[16];
-    for (int c = 0; c < 16; ++c) scaled[c] = codes_of(w)[c] * scale;
-    for (; i < stop; ++i) {
-      uint8_t byte = w->packed[i >> 1];
-      store_as(out, i - begin, scaled[i & 1 ? byte & 15 : byte >> 4], dtype);
+    const float scale = scale_of(w, block);
+    if (dtype == NF4_FLOAT32) {
+      /* The first may be the second of its byte. */
+      for (; i % 2; ++i) store_as(out, i - begin, code_of(w, i) * scale, dtype);
+      const int64_t quads = (stop - i) / 4;
+      decode_quads(pairs, w->packed + i / 2, quads, scale, (float*)out + (i - begin));
+      i += 4 * quads;
+    }
+    for (; i < stop; ++i) store_as(out, i - begin, code_of(w, i) * scale, dtype);
+  }
+}
+
+/* kTokens rows of x times kRows rows of the panel. A product has one vector of partial sums, whatever stands beside it, so
+ * that its bits are the same in every batch; the others' sums fill the time until its next addition can begin. */
+template <int kTokens, int kRows>
+void dot_block(const float* panel, const float* x, int64_t stride, float* sums) {
+  Four partial[kTokens][kRows] = {};
+  for (int64_t k = 0; k < stride; k += 4) {
+    Four a[kTokens];
+    for (int i = 0; i < kTokens; ++i) a[i] = load(x + i * stride + k);
+    for (int j = 0; j < kRows; ++j) {
+      const Four b = load(panel + j * stride + k);
+      for (int i = 0; i < kTokens; ++i) partial[i][j] += a[i] * b;
+    }
+  }
+  for (int i = 0; i < kTokens; ++i) {
+    for (int j = 0; j < kRows; ++j) {
+      const Four p = partial[i][j];
+      sums[i * kUnit + j] = (p[0] + p[2]) + (p[1] + p[3]);
     }
   }
 }
 
-void dot(const float* panel, int rows, const Prepared* x, int64_t m0, int count, float* sums) {
-  for (int i = 0; i < count; ++i) {
-    const float* a = x->x + (m0 + i) * x->stride;
-    for (int j = 0; j < rows; ++j) {
-      const float* b = panel + j * x->stride;
-      /* Sixteen partial sums: independent chains, which the compiler turns into vectors. */
-      float partial[16] = {};
-      for (int64_t k = 0; k < x->stride; k += 16) {
-        for (int l = 0; l < 16; ++l) partial[l] += a[k + l] * b[k + l];
-      }
-      for (int width = 8; width; width /= 2) {
-        for (int l = 0; l < width; ++l) partial[l] += partial[l + width];
-      }
-      sums[i * kUnit + j] = partial[0];
-    }
+template <int kTokens>
+void dot_tokens(const float* panel, int rows, const float* x, int64_t stride, float* sums) {
+  int j = 0;
+  if (kTokens == 1 && rows == kPanelRows) {
+    dot_block<1, kPanelRows>(panel, x, stride, sums);
+    return;
   }
+  for (; j + 4 <= rows; j += 4) dot_block<kTokens, 4>(panel + j * stride, x, stride, sums + j);
+  for (; j < rows; ++j) dot_block<kTokens, 1>(panel + j * stride, x, stride, sums + j);
+}
+
+void dot(const float* panel, int rows, const Prepared* x, int64_t m0, int count, float* sums) {
+  const float* from = x->x + m0 * x->stride;
+  int i = 0;
+  for (; i + 2 <= count; i += 2) dot_tokens<2>(panel, rows, from + i * x->stride, x->stride, sums + i * kUnit);
+  if (i < count) dot_tokens<1>(panel, rows, from + i * x->stride, x->stride, sums + i * kUnit);
 }
 
 void emit(const float* sums, const void* bias, void* out, int32_t dtype, int64_t n, int64_t m0, int count,
