@@ -20,7 +20,8 @@ from server.checkpoint.classes import read_config
 from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
 from server.checkpoint.sharding.experts import ExpertsPart
-from server.checkpoint.sharding.sharded import ShardedModel, empty_shard
+from server.checkpoint.sharding.plan import empty_shard
+from server.checkpoint.sharding.sharded import ShardedModel
 from server.checkpoint.sharding.shards import Part, Shard, check_count
 from server.checkpoint.sharding.slices import make_linear
 from server.checkpoint.sharding.vocabulary import set_vocabulary

@@ -24,6 +24,8 @@ _MAX_HEADER = 100 * 2**20
 # A weight's share in NF4 with double quantization: 4 bits, 8 bits per 64, 32 bits per 64 * 256.
 _NESTED = 256
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * _NESTED)
+# The same with plain scales.
+_PLAIN_BYTES = 0.5 + 4 / 64
 
 
 @dataclass(frozen=True)
@@ -51,24 +53,26 @@ class CheckpointInfo:
 
     def loaded_bytes(self, item_bytes: int, keeps_fp4: bool = False) -> int:
         """Bytes the weights take once loaded, with unquantized floats in item_bytes each; FP4 is expanded, if not kept."""
-        total = 0.0
-        for name, (dtype, shape) in self.tensors.items():
-            count = math.prod(shape)
-            place = place_of(name)
-            experts = place is not None and not place.bias
-            if self.packed.get(name) == "fp4" and not experts and not keeps_fp4:
-                total += 2 * count * item_bytes
-            elif self.quantization == "none" and (experts or (_is_projection(name) and len(shape) == 2)):
-                total += count * _NF4_BYTES
-            elif place is None and place_of(described(name)) and not name.endswith("absmax"):
-                continue  # tables of single experts, which are not kept
-            elif dtype == "U8" and name.endswith(".absmax") and place_of(described(name)) and count % _NESTED:
-                total += 4 * count  # scales that cannot stay nested are expanded
-            elif dtype in _FLOATS and name not in self.packed and not _is_quantization_state(name):
-                total += count * item_bytes
-            else:
-                total += count * _ITEM_BYTES.get(dtype, 1)
-        return int(total)
+        return int(sum(self.tensor_bytes(name, item_bytes, keeps_fp4) for name in self.tensors))
+
+    def tensor_bytes(self, name: str, item_bytes: int, keeps_fp4: bool = False, plain: bool = False) -> float:
+        """Of these bytes those of one tensor; plain: the scales of this expert's weight do not stay nested."""
+        dtype, shape = self.tensors[name]
+        count = math.prod(shape)
+        place = place_of(name)
+        experts = place is not None and not place.bias
+        if self.packed.get(name) == "fp4" and not experts and not keeps_fp4:
+            return 2 * count * item_bytes
+        if self.quantization == "none" and (experts or (_is_projection(name) and len(shape) == 2)):
+            return count * (_PLAIN_BYTES if plain else _NF4_BYTES)
+        if place is None and place_of(described(name)):
+            if not name.endswith("absmax") or (plain and name.endswith("nested_absmax")):
+                return 0  # tables of single experts, which are not kept
+            if dtype == "U8" and name.endswith(".absmax") and (plain or count % _NESTED):
+                return 4 * count  # scales that cannot stay nested are expanded
+        if dtype in _FLOATS and name not in self.packed and not _is_quantization_state(name):
+            return count * item_bytes
+        return count * _ITEM_BYTES.get(dtype, 1)
 
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:

@@ -13,7 +13,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.classes import is_left_out, keep_within_tables, loading_of
+from server.checkpoint.classes import Loading, is_left_out, keep_within_tables, loading_of
 from server.checkpoint.diagnosis import check_finite, end_tokens, first_line, linear_layers
 from server.checkpoint.embedding import MODULES
 from server.checkpoint.experts.loading import ExpertsLoader
@@ -37,7 +37,7 @@ def load_model(
     """
     info = inspect_checkpoint(folder)
     chosen = loading_of(info)
-    check_memory(info if towers else info.without(lambda name: is_left_out(name, chosen.config)), device, dtype)
+    check_memory(folder, device, whole_bytes(info, device, dtype, chosen, towers))
     options = _quantization_options(info, chosen.config, dtype)
     experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
     fp4 = keeps_fp4(device)
@@ -120,24 +120,18 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def check_memory(
-    info: CheckpointInfo,
-    device: torch.device,
-    dtype: torch.dtype,
-    shards: int = 1,
-    undivided: CheckpointInfo | None = None,
-) -> None:
-    """Raise CheckpointError where the weights, or one of `shards` equal shards, do not fit into the device's memory.
+def whole_bytes(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, chosen: Loading, towers: bool) -> int:
+    """Bytes that load_model() takes on device; chosen: what loading_of() says."""
+    loaded = info if towers else info.without(lambda name: is_left_out(name, chosen.config))
+    return loaded.loaded_bytes(dtype.itemsize, keeps_fp4(device))
 
-    undivided: what the device has whole beside its shard.
-    """
-    needed = info.loaded_bytes(dtype.itemsize, keeps_fp4(device)) / shards
-    if undivided is not None:
-        needed += undivided.loaded_bytes(dtype.itemsize)
+
+def check_memory(folder: Path, device: torch.device, needed: int, shards: int = 1) -> None:
+    """Raise CheckpointError where weights of needed bytes, those of one of `shards`, do not fit into the device's memory."""
     free = available_bytes(device)
     if needed > free:
         raise CheckpointError(
-            f"{info.folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4"
+            f"{folder}: too large: its weights take {needed / 2**30:.1f} GiB in NF4"
             f"{f' on each of {shards} devices' if shards > 1 else ''}, {free / 2**30:.1f} GiB are free on {device};"
             " engine.tensor_parallel_size divides them among several GPUs"
         )

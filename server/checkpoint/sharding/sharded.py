@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes.functional import quantize_4bit
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.classes import is_left_out, loading_of
-from server.checkpoint.experts.names import place_of
-from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
 from server.checkpoint.loading import check_memory
-from server.checkpoint.quantizer import names_in_model
-from server.checkpoint.sharding.experts import ExpertsPart, experts_of, take_experts
-from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
-from server.checkpoint.sharding.multimodal import initialize_buffers, keep_text_model, set_type
-from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
+from server.checkpoint.sharding.multimodal import initialize_buffers
+from server.checkpoint.sharding.plan import ShardPlan, plan_shard
+from server.checkpoint.sharding.shards import Part, Shard
 from server.checkpoint.sharding.slices import cut_linear
-from server.checkpoint.sharding.stored import BLOCKSIZE, StoredTensors, blocksize_of
+from server.checkpoint.sharding.stored import BLOCKSIZE, StoredTensors
 from server.checkpoint.sharding.vocabulary import set_vocabulary, shares_embedding, vocabulary_rows
 
 logger = logging.getLogger(__name__)
@@ -44,20 +38,6 @@ class ShardedModel:
     """The names of norms over all heads."""
 
 
-class EmptyShard(NamedTuple):
-    """A shard on the meta device, and what it has of everything that is divided, each by its name."""
-
-    model: PreTrainedModel
-    parts: dict[str, Part]
-    """Of linear layers."""
-    experts: dict[str, ExpertsPart]
-    """Of modules of experts."""
-    rows: dict[str, tuple[range, ...]]
-    """Of other parameters, which are split along their first dimension."""
-    norms: tuple[str, ...]
-    """The names of norms over all heads, whose weights are among these."""
-
-
 def load_shard(
     folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, shard: Shard, towers: bool = False
 ) -> ShardedModel:
@@ -66,22 +46,13 @@ def load_shard(
     towers: whether the parts that only images go through are loaded, whole. Raises CheckpointError for what load_model()
     does, and for a model that cannot be divided so.
     """
-    whole = inspect_checkpoint(folder)
-    chosen = loading_of(whole)
-    info = whole.without(lambda name: is_left_out(name, chosen.config))
-    tower = whole.without(lambda name: not (towers and is_left_out(name, chosen.config)))
-    check_divisible(info)
-    shard = replace(shard, blocksize=blocksize_of(info))
-    check_count(chosen.config, shard.blocksize, shard.count, str(folder))
-    check_memory(info, device, dtype, shard.count, tower)
-    empty = empty_shard(chosen.config, dtype, shard, folder, chosen.auto, towers)
-    model, parts = empty.model, empty.parts
-    experts = take_experts(model, empty.experts, info, device, dtype)
-    names = {own: name for name, own in names_in_model(whole, model, chosen.key_mapping).items()}
+    plan = plan_shard(folder, device, dtype, shard, towers)
+    check_memory(folder, device, plan.num_bytes, shard.count)
+    model = plan.empty.model
     try:
-        with StoredTensors(folder, names) as stored:
-            _Filling(empty, stored, info, device, dtype, shard).run(progress)
-        experts.fill(model, progress)
+        with StoredTensors(folder, {own: name for name, own in plan.names.items()}) as stored:
+            _Filling(plan, stored, device, dtype).run(progress)
+        plan.experts.fill(model, progress)
     except torch.OutOfMemoryError as e:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
     except (OSError, SafetensorError, RuntimeError) as e:
@@ -91,68 +62,21 @@ def load_shard(
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
         logger.debug("%s: no generation_config.json", folder)
-    return ShardedModel(model.eval().requires_grad_(False), parts, shard, empty.norms)
-
-
-def check_divisible(info: CheckpointInfo) -> None:
-    """Raise CheckpointError, by name, for what is served by one GPU only."""
-    what = None
-    chosen = loading_of(info)
-    is_multimodal = chosen.auto is not AutoModelForCausalLM or chosen.key_mapping is not None
-    if is_multimodal and any(place_of(name) for name in info.tensors):
-        what = f"{info.architecture} ({info.model_type}), a mixture of experts in a class with images or sounds,"
-    elif other := next((name for name, table in info.packed.items() if table != "nf4"), None):
-        what = f"{other} in {info.packed[other]}"
-    if what is not None:
-        raise CheckpointError(
-            f"{info.folder}: {what} cannot be divided among GPUs yet: engine.tensor_parallel_size must be 1"
-        )
-
-
-def empty_shard(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    shard: Shard,
-    folder: Path,
-    auto: Any = AutoModelForCausalLM,
-    towers: bool = False,
-) -> EmptyShard:
-    """A shard on the meta device, and its parts. auto: as Loading has it. Raises CheckpointError."""
-    own = shard_config(config, shard.count, shard.blocksize)
-    for each in (config, own):
-        set_type(each, dtype)
-    try:
-        with torch.device("meta"):
-            whole, model = (auto.from_config(each) for each in (config, own))
-    except (ValueError, KeyError, RuntimeError) as e:
-        raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
-    keep_text_model(whole, model, towers)
-    experts = experts_of(whole, model, shard, folder)
-    sinks, norms = sinks_of(whole, model, shard), norms_of(whole, model, shard, folder)
-    parts = parts_of(whole, model, config, shard, folder, {*experts, *sinks, *norms})
-    return EmptyShard(model, parts, experts, sinks | split_norms(model, norms, parts), tuple(norms))
+    return ShardedModel(model.eval().requires_grad_(False), plan.empty.parts, plan.shard, plan.empty.norms)
 
 
 class _Filling:
     """Puts a shard's tensors into a model that is on the meta device."""
 
-    def __init__(
-        self,
-        empty: EmptyShard,
-        stored: StoredTensors,
-        info: CheckpointInfo,
-        device: torch.device,
-        dtype: torch.dtype,
-        shard: Shard,
-    ) -> None:
-        self._model = empty.model
+    def __init__(self, plan: ShardPlan, stored: StoredTensors, device: torch.device, dtype: torch.dtype) -> None:
+        self._model = plan.empty.model
         self._stored = stored
-        self._info = info
+        self._info = plan.info
         self._device = device
         self._dtype = dtype
-        self._shard = shard
-        self._parts = empty.parts
-        self._split = empty.rows
+        self._shard = plan.shard
+        self._parts = plan.empty.parts
+        self._split = plan.empty.rows
 
     def run(self, progress: Progress) -> None:
         """Fill all modules."""
