@@ -17,7 +17,7 @@ from server.checkpoint.sharding.shards import Shard
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
-from server.engine.parallel.start import fewest, load_ranks
+from server.engine.parallel.start import load_ranks
 from server.engine.runtime import exchange
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.model.projections import replace_projections, weight_bytes
@@ -194,9 +194,3 @@ def test_embeddings_go_with_several_ranks_and_speculation_does_not() -> None:
     assert EngineConfig(tensor_parallel_size=2, embeddings=True).embeddings
     with pytest.raises(ValidationError, match="speculation works on one GPU only; tensor_parallel_size has to be 1"):
         EngineConfig(tensor_parallel_size=2, speculation="lookup")
-
-
-def test_auto_takes_the_fewest_that_hold_the_model() -> None:
-    assert fewest([1, 2, 4, 8], 40, 50) == 1
-    assert fewest([1, 2, 4, 8], 70, 50) == 2
-    assert fewest([1, 3], 1000, 50) == 3

@@ -11,9 +11,10 @@ from server.checkpoint.base import Progress
 from server.checkpoint.classes import read_config
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import available_bytes
-from server.checkpoint.sharding.shards import check_count, possible_counts
+from server.checkpoint.sharding.shards import check_count
 from server.checkpoint.sharding.stored import BLOCKSIZE, blocksize_of
 from server.config import EngineConfig
+from server.engine.parallel.auto import check_config, fewest
 from server.engine.parallel.workers import Failed, Workers, start_workers
 from server.engine.runtime.exchange import EXCHANGE_S, bound_waiting
 from server.engine.runtime.limits import EngineConfigError, resolve_device
@@ -21,9 +22,6 @@ from server.engine.runtime.runner import ModelRunner
 from server.engine.start import load_runner
 
 logger = logging.getLogger(__name__)
-
-# With auto, a GPU is to hold its part of the weights in this share of its memory. The rest is for steps and the cache.
-AUTO_SHARE = 0.7
 
 
 def load_ranks(
@@ -56,11 +54,7 @@ def load_ranks(
 
 def _check(folder: Path, config: EngineConfig, count: int, device: torch.device) -> None:
     """Raise EngineConfigError or CheckpointError where count ranks cannot compute the model."""
-    if config.batch_invariant:
-        raise EngineConfigError(
-            f"engine.batch_invariant does not work with engine.tensor_parallel_size {count}:"
-            " NCCL does not promise in which order it adds"
-        )
+    check_config(config, count)
     devices = torch.cuda.device_count() if device.type == "cuda" else count
     if count > devices:
         raise EngineConfigError(f"engine.tensor_parallel_size is {count}, and there are {devices} GPUs")
@@ -72,23 +66,10 @@ def _blocksize(folder: Path, config: EngineConfig) -> int:
     return BLOCKSIZE if config.load_format == "dummy" else blocksize_of(inspect_checkpoint(folder))
 
 
-def fewest(possible: list[int], needed: int, usable: float) -> int:
-    """The least number of devices, of those possible, whose usable bytes hold a part of needed each; else the largest."""
-    return next((count for count in possible if needed / count <= usable), possible[-1])
-
-
 def _fewest(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
     """The fewest GPUs that hold the model and leave room for a cache; 1 on CPU, and where the folder has no weights."""
     if device.type != "cuda" or config.load_format == "dummy":
         return 1
-    info = inspect_checkpoint(folder)
-    needed = info.loaded_bytes(dtype.itemsize)
-    usable = available_bytes(device) * AUTO_SHARE
-    possible = [
-        count
-        for count in possible_counts(read_config(folder), blocksize_of(info))
-        if count <= torch.cuda.device_count()
-    ]
-    found = fewest(possible, needed, usable)
+    found = fewest(folder, config, device, dtype, available_bytes(device), torch.cuda.device_count())
     logger.info("engine.tensor_parallel_size auto: %d of %d GPUs", found, torch.cuda.device_count())
     return found
