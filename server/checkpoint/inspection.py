@@ -16,7 +16,8 @@ from server.checkpoint.experts.names import described, place_of
 from server.checkpoint.names import is_of_tower
 
 Quantization = Literal["nf4", "none"]
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+"""Bytes of a number, by safetensors' names of types."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _NEEDED = "bitsandbytes NF4 or an unquantized model is needed"
 # safetensors' own limit; a larger header is damage, and must not be read into memory.
@@ -72,7 +73,7 @@ class CheckpointInfo:
                 return 4 * count  # scales that cannot stay nested are expanded
         if dtype in _FLOATS and name not in self.packed and not _is_quantization_state(name):
             return count * item_bytes
-        return count * _ITEM_BYTES.get(dtype, 1)
+        return count * ITEM_BYTES.get(dtype, 1)
 
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:
@@ -190,7 +191,7 @@ def _is_whole(entry: Any) -> bool:
             return False
     if not isinstance(shape, list) or not isinstance(place, list) or len(place) != 2 or place[0] > place[1]:
         return False
-    item = _ITEM_BYTES.get(entry["dtype"])
+    item = ITEM_BYTES.get(entry["dtype"])
     return item is None or math.prod(shape) * item == place[1] - place[0]
 
 

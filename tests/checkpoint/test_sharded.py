@@ -59,7 +59,7 @@ def _dequantized(layer: Any) -> torch.Tensor:
     return found
 
 
-def _compare(folder: Path, count: int) -> set[tuple[bool, bool]]:
+def compare_shards(folder: Path, count: int) -> set[tuple[bool, bool]]:
     """Compare all shards with the whole model; which geometries of nested scales there were."""
     whole = dict(load_model(folder, CPU, torch.float32, silent).named_modules())
     seen = set()
@@ -70,8 +70,7 @@ def _compare(folder: Path, count: int) -> set[tuple[bool, bool]]:
             if part is not None:
                 assert isinstance(module, Linear4bit)
                 full = _dequantized(whole[name])
-                rows = torch.cat([full[rows.start : rows.stop] for rows in part.rows])
-                assert torch.equal(_dequantized(module), rows[:, part.columns.start : part.columns.stop]), name
+                assert torch.equal(_dequantized(module), part.columns_of(part.rows_of(full))), name
                 seen.add((module.group_offset > 0, module.group_skip > 0))
                 continue
             for key, own in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -88,7 +87,7 @@ def _compare(folder: Path, count: int) -> set[tuple[bool, bool]]:
 
 def test_the_embedded_model_in_three_shards(embedded_folder: Path) -> None:
     # Rows of k are not whole groups of 256 scale blocks, so that parts of n begin inside groups, and parts of k skip some.
-    assert _compare(embedded_folder, 3) == {(False, False), (True, False), (False, True), (True, True)}
+    assert compare_shards(embedded_folder, 3) == {(False, False), (True, False), (False, True), (True, True)}
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -99,7 +98,7 @@ def test_checkpoints_with_plain_and_nested_scales(tmp_path: Path, nested: bool) 
     )
     model = LlamaForCausalLM.from_pretrained(tmp_path / "wide", quantization_config=quantization, dtype=torch.float32)
     model.save_pretrained(tmp_path / "nf4")
-    seen = _compare(tmp_path / "nf4", 2)
+    seen = compare_shards(tmp_path / "nf4", 2)
     assert seen == ({(False, False)} if not nested else seen)
     assert nested == ((True, True) in seen)
 

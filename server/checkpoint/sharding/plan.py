@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.classes import is_left_out, loading_of
+from server.checkpoint.classes import Loading, is_left_out, loading_of
 from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.experts.names import place_of
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
@@ -20,7 +20,7 @@ from server.checkpoint.sharding.heads import norms_of, sinks_of, split_norms
 from server.checkpoint.sharding.memory import shard_bytes
 from server.checkpoint.sharding.multimodal import keep_text_model, set_type
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, shard_config
-from server.checkpoint.sharding.stored import blocksize_of
+from server.checkpoint.sharding.stored import largest_blocks
 
 
 class EmptyShard(NamedTuple):
@@ -60,10 +60,8 @@ def plan_shard(folder: Path, device: torch.device, dtype: torch.dtype, shard: Sh
     """
     whole = inspect_checkpoint(folder)
     chosen = loading_of(whole)
-    info = whole.without(lambda name: is_left_out(name, chosen.config))
-    check_divisible(info)
-    shard = replace(shard, blocksize=blocksize_of(info))
-    check_count(chosen.config, shard.blocksize, shard.count, str(folder))
+    info, blocksize = divided(whole, chosen, shard.count)
+    shard = replace(shard, blocksize=blocksize)
     empty = empty_shard(chosen.config, dtype, shard, folder, chosen.auto, towers)
     experts = take_experts(empty.model, empty.experts, info, device, dtype)
     names = names_in_model(whole, empty.model, chosen.key_mapping)
@@ -71,6 +69,18 @@ def plan_shard(folder: Path, device: torch.device, dtype: torch.dtype, shard: Sh
     if towers:
         num_bytes += whole.without(lambda name: name in info.tensors).loaded_bytes(dtype.itemsize)
     return ShardPlan(info, shard, empty, experts, names, num_bytes)
+
+
+def divided(whole: CheckpointInfo, chosen: Loading, count: int) -> tuple[CheckpointInfo, int]:
+    """What of a checkpoint is divided, and weights of one scale block. chosen: what loading_of() says.
+
+    Raises CheckpointError where count shards cannot be, as far as no model has to be made to see it.
+    """
+    info = whole.without(lambda name: is_left_out(name, chosen.config))
+    check_divisible(info)
+    blocksize, largest = largest_blocks(info, chosen.config)
+    check_count(chosen.config, blocksize, count, str(whole.folder), largest)
+    return info, blocksize
 
 
 def check_divisible(info: CheckpointInfo) -> None:

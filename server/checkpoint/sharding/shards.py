@@ -102,8 +102,11 @@ def possible_counts(config: PretrainedConfig, blocksize: int) -> list[int]:
     ]
 
 
-def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str) -> None:
-    """Raise CheckpointError, with what could be, where a model cannot be divided into count shards."""
+def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str, largest: str | None = None) -> None:
+    """Raise CheckpointError, with what could be, where a model cannot be divided into count shards.
+
+    largest: the name of a weight with blocks of blocksize, where others have smaller ones.
+    """
     possible = possible_counts(config, blocksize)
     if count in possible:
         return
@@ -117,6 +120,7 @@ def check_count(config: PretrainedConfig, blocksize: int, count: int, what: str)
         )
         wide = f"{' or '.join(map(str, widths))} features of {'the MLP' if len(widths) < 2 else 'its MLPs'}"
         reason = f"{heads} heads, {kv_heads} KV heads and {wide} in blocks of {blocksize}"
+        reason += f", as {largest} has them" if largest else ""
     raise CheckpointError(
         f"{what}: engine.tensor_parallel_size {count} does not divide the model: it has {reason};"
         f" possible: {', '.join(map(str, possible))}"

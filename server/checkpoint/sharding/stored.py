@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,9 +11,14 @@ from typing import Any
 import torch
 from bitsandbytes.functional import QuantState
 from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.inspection import CheckpointInfo, weight_files
+from server.checkpoint.diagnosis import first_line
+from server.checkpoint.experts.names import place_of
+from server.checkpoint.inspection import ITEM_BYTES, CheckpointInfo, weight_files
+from server.checkpoint.packed import read_state
+from server.checkpoint.sharding.roles import plan_of, role_of
 
 BLOCKSIZE = 64
 """Weights under one scale where weights are quantized while they are loaded."""
@@ -58,19 +64,50 @@ class StoredTensors:
         return f"{self._names.get(name, name)}.{_STATE}" in self._files
 
     def quant_state(self, name: str) -> QuantState | None:
-        """How the weight of that name is quantized; None where it is not."""
+        """How the weight of that name is quantized; None where it is not.
+
+        Raises CheckpointError, by name, for what one rank refuses, too: scales that are not finite numbers among them.
+        """
         if not self.is_packed(name):
             return None
         name = self._names.get(name, name)
-        named = {suffix: f"{name}.{suffix}" for suffix in _STATE_TENSORS}
-        return QuantState.from_dict({s: self[full] for s, full in named.items() if full in self}, torch.device("cpu"))
+        state = {suffix: self[f"{name}.{suffix}"] for suffix in _STATE_TENSORS if f"{name}.{suffix}" in self}
+        try:
+            read_state(name, {"weight": self[name], **state})
+        except CheckpointError as e:
+            raise CheckpointError(f"{self._folder}: {e}") from e
+        try:
+            return QuantState.from_dict(state, torch.device("cpu"))
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as e:
+            raise CheckpointError(f"{self._folder}: damaged: the quant_state of {name}: {first_line(e)}") from e
 
 
-def blocksize_of(info: CheckpointInfo) -> int:
-    """Weights of one scale block: the largest among the NF4 weights of a checkpoint."""
-    if info.quantization == "none":
-        return BLOCKSIZE
-    with StoredTensors(info.folder) as stored:
-        names = [name.removesuffix(f".{_STATE}") for name in info.tensors if name.endswith(_STATE)]
-        states = [stored.quant_state(name) for name in names[:1]]
-    return max(int(state.blocksize) for state in states if state is not None)
+def blocksizes_of(info: CheckpointInfo) -> dict[str, int]:
+    """Weights of one scale block, by the names of NF4 weights: how many codes each has for a scale. No file is read."""
+    sizes = {}
+    for name, table in info.packed.items():
+        scales = math.prod(info.tensors.get(f"{name}.absmax", ("", (0,)))[1])
+        if table == "nf4" and name in info.tensors and scales:  # what is missing is told when the weight is read
+            dtype, shape = info.tensors[name]
+            weights = 2 * math.prod(shape) * ITEM_BYTES.get(dtype, 1)
+            # Sizes are powers of two, and only the last block may be shorter.
+            sizes[name] = 1 << (-(-weights // scales) - 1).bit_length()
+    return sizes
+
+
+def largest_blocks(info: CheckpointInfo, config: PretrainedConfig) -> tuple[int, str | None]:
+    """Weights of one scale block of the weight that has the largest ones, among those that shards have a part of.
+
+    Parts that are whole blocks of this size are whole blocks of all smaller ones. With it comes the weight's name where not
+    all have blocks of one size.
+    """
+    plan = plan_of(config)
+    sizes = {
+        name: size
+        for name, size in blocksizes_of(info).items()
+        if place_of(name) or role_of(name.rpartition(".")[0], plan) is not None
+    }
+    if not sizes:
+        return BLOCKSIZE, None
+    name = max(sizes, key=lambda name: sizes[name])
+    return sizes[name], None if len(set(sizes.values())) == 1 else name

@@ -13,8 +13,8 @@ from server.checkpoint.images import without_images
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import whole_bytes
 from server.checkpoint.sharding.plan import plan_shard
-from server.checkpoint.sharding.shards import Shard, check_count, possible_counts
-from server.checkpoint.sharding.stored import blocksize_of
+from server.checkpoint.sharding.shards import Shard, possible_counts
+from server.checkpoint.sharding.stored import largest_blocks
 from server.config import EngineConfig
 from server.engine.runtime.limits import EngineConfigError
 
@@ -46,14 +46,13 @@ def fewest(
     needed = whole_bytes(info, device, dtype, chosen, towers)
     if needed <= free * AUTO_SHARE or devices == 1:
         return 1
-    blocksize = blocksize_of(info.without(lambda name: is_left_out(name, chosen.config)))
+    blocksize, _ = largest_blocks(info.without(lambda name: is_left_out(name, chosen.config)), chosen.config)
     possible = [count for count in possible_counts(chosen.config, blocksize) if 1 < count <= devices]
     largest, reasons = None, []
     # Where no size can be, it is said why the number of all GPUs is none.
     for count in possible or [devices]:
         try:
             check_config(config, count)
-            check_count(chosen.config, blocksize, count, str(folder))
             # Rank 0 has the image tower beside its part.
             plan = plan_shard(folder, device, dtype, Shard(0, count), towers)
         except (CheckpointError, EngineConfigError) as e:

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from server.checkpoint.base import Progress
-from server.checkpoint.classes import read_config
+from server.checkpoint.classes import loading_of, read_config
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import available_bytes
+from server.checkpoint.sharding.plan import divided
 from server.checkpoint.sharding.shards import check_count
-from server.checkpoint.sharding.stored import BLOCKSIZE, blocksize_of
+from server.checkpoint.sharding.stored import BLOCKSIZE
 from server.config import EngineConfig
 from server.engine.parallel.auto import check_config, fewest
 from server.engine.parallel.workers import Failed, Workers, start_workers
@@ -59,11 +60,11 @@ def _check(folder: Path, config: EngineConfig, count: int, device: torch.device)
     if count > devices:
         raise EngineConfigError(f"engine.tensor_parallel_size is {count}, and there are {devices} GPUs")
     # Before the workers start, so that the message comes at once and from one process.
-    check_count(read_config(folder), _blocksize(folder, config), count, str(folder))
-
-
-def _blocksize(folder: Path, config: EngineConfig) -> int:
-    return BLOCKSIZE if config.load_format == "dummy" else blocksize_of(inspect_checkpoint(folder))
+    if config.load_format == "dummy":
+        check_count(read_config(folder), BLOCKSIZE, count, str(folder))
+    else:
+        info = inspect_checkpoint(folder)
+        divided(info, loading_of(info), count)
 
 
 def _fewest(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
