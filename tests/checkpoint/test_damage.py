@@ -55,34 +55,35 @@ def _all_companions_gone(tensors: Tensors) -> None:
         del tensors[name]
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (_set("model.norm.weight", lambda t: t[:-1]), "model.norm.weight is [127], config.json says [128]"),
-        (_set("model.embed_tokens.weight", lambda t: t[:, :64]), "model.embed_tokens.weight is [128, 64]"),
-        (_set(UP, lambda t: t[:-8]), f"{UP} is [320, 128] in blocks of 64, which takes 20480 of codes; there are 20472"),
-        (_set(f"{UP}.absmax", lambda t: t[:-1]), "which takes 640 of absmax; there are 639"),
-        (_set(f"{UP}.nested_absmax", lambda t: t[:-1]), "which takes 3 of nested_absmax; there are 2"),
-        (_set(f"{UP}.nested_absmax", lambda t: t * float("nan")), f"the scales (absmax) of {UP} are not finite"),
-        (_set("model.norm.weight", lambda t: t / 0), "model.norm.weight has values that are not finite"),
-        (_set("model.embed_tokens.weight", lambda t: t * float("nan")), "model.embed_tokens.weight has values"),
-        (_set(f"{UP}.quant_map", lambda t: t.flip(0)), f"{UP} says that it is in nf4, and its quant_map is not"),
-        (lambda t: t.pop(f"{UP}.absmax"), f"{UP} is packed to 4 bits and has no absmax"),
-        (lambda t: t.pop(f"{UP}.quant_state.bitsandbytes__nf4"), f"{UP} is [20480, 1], config.json says"),
-        (_all_companions_gone, "without their quant_state"),
-        (_state(shape=[320, 64]), f"{UP} is [320, 64]"),
-        (_state(blocksize=63), f"{UP} has blocks of 63"),
-        (_state(blocksize="x"), f"the quant_state of {UP} is not bitsandbytes'"),
-        (_state(nested_offset=float("inf")), f"the scales (absmax) of {UP} are not finite"),
-        (_state(dtype="x"), f"the quant_state of {UP}"),
-        (_state(dtype=None), f"the quant_state of {UP}"),
-        (_state(nested_dtype=0), f"the quant_state of {UP}"),
-        (_state(blocksize=float("inf")), f"the quant_state of {UP} is not bitsandbytes'"),
-        (_state(quant_type="int4"), f"{UP} is in bitsandbytes' int4; NF4 and FP4 are served"),
-        (lambda t: t.pop("model.norm.weight"), "missing keys: model.norm.weight"),
-        (lambda t: t.update({"model.layers.0.mlp.up_proj.SCB": torch.ones(4)}), "is in bitsandbytes' 8 bit"),
-    ],
-)  # fmt: skip
+CASES: list[tuple[Callable[[Tensors], object], str]] = [
+    (_set("model.norm.weight", lambda t: t[:-1]), "model.norm.weight is [127], config.json says [128]"),
+    (_set("model.embed_tokens.weight", lambda t: t[:, :64]), "model.embed_tokens.weight is [128, 64]"),
+    (_set(UP, lambda t: t[:-8]), f"{UP} is [320, 128] in blocks of 64, which takes 20480 of codes; there are 20472"),
+    (_set(f"{UP}.absmax", lambda t: t[:-1]), "which takes 640 of absmax; there are 639"),
+    (_set(f"{UP}.nested_absmax", lambda t: t[:-1]), "which takes 3 of nested_absmax; there are 2"),
+    (_set(f"{UP}.nested_absmax", lambda t: t * float("nan")), f"the scales (absmax) of {UP} are not finite"),
+    (_set("model.norm.weight", lambda t: t / 0), "model.norm.weight has values that are not finite"),
+    (_set("model.embed_tokens.weight", lambda t: t * float("nan")), "model.embed_tokens.weight has values"),
+    (_set(f"{UP}.quant_map", lambda t: t.flip(0)), f"{UP} says that it is in nf4, and its quant_map is not"),
+    (lambda t: t.pop(f"{UP}.absmax"), f"{UP} is packed to 4 bits and has no absmax"),
+    (lambda t: t.pop(f"{UP}.quant_state.bitsandbytes__nf4"), f"{UP} is [20480, 1], config.json says"),
+    (_all_companions_gone, "without their quant_state"),
+    (_state(shape=[320, 64]), f"{UP} is [320, 64]"),
+    (_state(blocksize=63), f"{UP} has blocks of 63"),
+    (_state(blocksize="x"), f"the quant_state of {UP} is not bitsandbytes'"),
+    (_state(nested_offset=float("inf")), f"the scales (absmax) of {UP} are not finite"),
+    (_state(dtype="x"), f"the quant_state of {UP}"),
+    (_state(dtype=None), f"the quant_state of {UP}"),
+    (_state(nested_dtype=0), f"the quant_state of {UP}"),
+    (_state(blocksize=float("inf")), f"the quant_state of {UP} is not bitsandbytes'"),
+    (_state(quant_type="int4"), f"{UP} is in bitsandbytes' int4; NF4 and FP4 are served"),
+    (lambda t: t.pop("model.norm.weight"), "missing keys: model.norm.weight"),
+    (lambda t: t.update({"model.layers.0.mlp.up_proj.SCB": torch.ones(4)}), "is in bitsandbytes' 8 bit"),
+]  # fmt: skip
+DAMAGE = [change for change, _ in CASES]
+
+
+@pytest.mark.parametrize(("change", "complaint"), CASES)
 def test_damaged_tensors_are_named(
     good: Path, tmp_path: Path, change: Callable[[Tensors], object], complaint: str
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,10 @@ import torch
 from bitsandbytes.functional import quantize_4bit
 from safetensors import SafetensorError
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError, Progress
+from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
 from server.checkpoint.loading import check_memory
 from server.checkpoint.sharding.multimodal import initialize_buffers
 from server.checkpoint.sharding.plan import ShardPlan, plan_shard
@@ -20,8 +21,6 @@ from server.checkpoint.sharding.shards import Part, Shard
 from server.checkpoint.sharding.slices import cut_linear
 from server.checkpoint.sharding.stored import BLOCKSIZE, StoredTensors
 from server.checkpoint.sharding.vocabulary import set_vocabulary, shares_embedding, vocabulary_rows
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ def load_shard(
         plan.experts.fill(model, progress)
     except torch.OutOfMemoryError as e:
         raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
+    except torch.AcceleratorError:
+        raise
     except (OSError, SafetensorError, RuntimeError) as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise CheckpointError(f"{folder}: cannot be loaded: {reason}") from e
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:
-        logger.debug("%s: no generation_config.json", folder)
+        raise CheckpointError(f"{folder}: cannot be loaded: {first_line(e)}") from e
+    if (ends := end_tokens(folder)) is not None:
+        model.generation_config = ends
+    check_finite(folder, model)
     return ShardedModel(model.eval().requires_grad_(False), plan.empty.parts, plan.shard, plan.empty.norms)
 
 
@@ -102,22 +101,29 @@ class _Filling:
     def _fill_vocabulary(self, name: str, module: nn.Module, tied: torch.Tensor | None) -> None:
         """tied: the embedding's rows, where the class has them in this layer, too, unless the files have others."""
         bias = getattr(module, "bias", None)
+        shape: torch.Size = module.weight.shape  # type: ignore[assignment]
         if any(True for _ in module.buffers(recurse=False)):
             # One row, so that nothing is filled with random numbers.
             set_vocabulary(module, module.weight[:1])  # type: ignore[index]
             initialize_buffers(self._model, module, self._device)
-        padded = None if bias is None else self._rows(f"{name}.bias")
+        padded = None if bias is None else self._rows(f"{name}.bias", shape[:1])
         weight = tied
         if tied is None or f"{name}.weight" in self._stored:
-            weight = self._rows(f"{name}.weight")
+            weight = self._rows(f"{name}.weight", shape)
             if tied is not None and torch.equal(weight, tied):
                 weight = tied
         assert weight is not None
         set_vocabulary(module, weight, padded)
 
-    def _rows(self, name: str) -> torch.Tensor:
-        stored = self._stored
-        return vocabulary_rows(stored[name], stored.quant_state(name), self._shard, self._dtype, self._device)
+    def _rows(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """The shard's rows of a tensor of that shape."""
+        values, state = self._stored[name], self._stored.quant_state(name)
+        self._check_shape(name, values.shape if state is None else state.shape, shape)
+        return vocabulary_rows(values, state, self._shard, self._dtype, self._device)
+
+    def _check_shape(self, name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+        if tuple(found) != tuple(expected):
+            raise CheckpointError(f"{self._info.folder}: damaged: {name} has shape {list(found)}, not {list(expected)}")
 
     def _fill_plain(self, name: str, module: nn.Module) -> None:
         parameters = dict(module.named_parameters(recurse=False))
@@ -132,10 +138,7 @@ class _Filling:
             stored = self._stored[full]
             if full in self._split:
                 stored = torch.cat([stored[rows.start : rows.stop] for rows in self._split[full]])
-            if stored.shape != value.shape:
-                raise CheckpointError(
-                    f"{self._info.folder}: damaged: {full} has shape {list(stored.shape)}, not {list(value.shape)}"
-                )
+            self._check_shape(full, stored.shape, value.shape)
             # Numbers that correct a router's scores are in float32, as in the whole model.
             kept = key in buffers and key in (self._model._keep_in_fp32_modules_strict or ())
             dtype = torch.float32 if kept else self._dtype if stored.is_floating_point() else None
@@ -163,10 +166,7 @@ class _Filling:
                 raise CheckpointError(
                     f"{self._info.folder}: engine.tensor_parallel_size {self._shard.count}: {name}: {e}"
                 ) from e
-        if tuple(values.shape) != part.whole:
-            raise CheckpointError(
-                f"{self._info.folder}: damaged: {weight} has shape {list(values.shape)}, not {list(part.whole)}"
-            )
+        self._check_shape(weight, values.shape, part.whole)
         own = part.rows_of(part.columns_of(values))
         plain = nn.Linear(part.shape[1], part.shape[0], bias=bias is not None, device="meta")
         plain.weight = nn.Parameter(own.to(self._device, self._dtype), requires_grad=False)
