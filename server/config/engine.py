@@ -136,12 +136,6 @@ class EngineConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _of_one_gpu(self) -> EngineConfig:
-        if self.tensor_parallel_size != 1 and self.speculation != "off":
-            raise ValueError("speculation works on one GPU only; tensor_parallel_size has to be 1 for it")
-        return self
-
-    @model_validator(mode="after")
     def _enough_loras(self) -> EngineConfig:
         names = [module.name for module in self.lora_modules]
         if twice := next((name for name in names if names.count(name) > 1), None):

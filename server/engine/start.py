@@ -18,9 +18,10 @@ from server.checkpoint.sharding.shards import Shard
 from server.checkpoint.tokenizer_files import check_same_vocabulary
 from server.config import EngineConfig, default_cache_dir
 from server.engine.runtime.exchange import Membership, join
+from server.engine.runtime.followers import Followers
 from server.engine.runtime.limits import resolve_device, usable_threads
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.runtime.runner import Followers, ModelRunner
+from server.engine.runtime.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from server.config import EngineConfig
 from server.engine.runtime import runner as runner_module
 from server.engine.runtime.batch import Batch, StepInput, batch_of
 from server.engine.runtime.drafting import LaunchedGuesses
+from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs import decode
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.verify import VerifyGraphs
@@ -141,6 +142,81 @@ def test_guesses_that_only_the_device_knows_are_those_of_their_sequences(fits: b
     assert graphs.sampled == fits
     assert step.guesses == guesses
     assert step.drafted is None
+
+
+class OtherRank:
+    """What followers do: compute the columns of each step with graphs of their own."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.is_waited_for = False
+        self.ids: list[list[int]] = []
+
+    def compute(self, given: StepInput) -> None:
+        assert not self.is_waited_for
+        self.ids.append(given.ids)
+        self._runner.follow(given, None)
+
+    def decode(self, given: StepInput, launch: Launch) -> None:
+        raise AssertionError("no step is launched ahead")
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.is_waited_for = True
+        yield
+        self.is_waited_for = False
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("fits", [True, False])
+def test_other_ranks_check_guesses_by_the_same_graphs(
+    drafted: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that only this rank's device knows: they are read before the others get the step."""
+    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
+    plain = build_runner(tiny_model("llama"), config)
+    graphs, others = UncapturedGraphs(plain._paged), UncapturedGraphs(plain._paged)
+    other = OtherRank(ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=others)))
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), followers=other)
+    replayed: list[int] = []
+    monkeypatch.setattr(
+        UncapturedGraphs, "run", lambda own, batch: (replayed.append(batch.num_tokens), own._paged.run(batch))[1]
+    )
+    sequence = make_sequence(6)
+    sequence.tables = BlockTables(1, 8)
+    sequence.row = sequence.tables.take([0, 1, 2])
+    plain.execute(Step([Chunk(sequence, 0, 5, False)]))
+    guesses = [7, 8, 9] if fits else [7, 8, 9, 10]
+    chunk = Chunk(sequence, 5, 1, True)
+    expected = plain.execute(Step([chunk], guesses={sequence.request_id: guesses}))
+    step = Step([chunk], guesses={sequence.request_id: guesses})
+    if drafted:
+        step.guesses = {sequence.request_id: [PLACEHOLDER] * len(guesses)}
+        step.drafted = LaunchedGuesses([sequence], [torch.tensor([guess]) for guess in guesses])
+    assert runner.execute(step) == expected
+    assert other.ids == [[sequence.tokens[5], *guesses]]
+    assert graphs.sampled == fits
+    # The other rank samples nothing.
+    assert others.sampled == 0
+    assert replayed == ([4] if fits else [])
+    assert not other.is_waited_for
+
+
+def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
+    plain = build_runner(tiny_model("llama"), config)
+    graphs = UncapturedGraphs(plain._paged)
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), followers=OtherRank(plain))
+    sequence = make_sequence(6)
+    sequence.tables = BlockTables(1, 8)
+    sequence.row = sequence.tables.take([0, 1, 2])
+
+    def broken(*_: object) -> list[Sampled]:
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(graphs, "sample", broken)
+    with pytest.raises(ExchangeError, match="rank 0 failed in a step: RuntimeError: no graph"):
+        runner.execute(Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: [7]}))
 
 
 def test_a_step_that_is_waited_for_is_cut_behind_a_fifth_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,3 +120,17 @@ def test_steps_of_text_say_nothing_of_images() -> None:
     scheduler.add(make_sequence(3))
     message = StepWriter().write(step_input(scheduler.schedule()), None)
     assert (message.offsets, message.images) == (None, None)
+
+
+def test_a_step_with_guesses_says_so() -> None:
+    """Ranks that took graphs of different kinds for a step would wait for one another."""
+    scheduler = Scheduler(BlockManager(64, BLOCK_SIZE), SEQUENCES, 32, LONGEST)
+    sequence = make_sequence(3)
+    scheduler.add(sequence)
+    step = scheduler.schedule()
+    writer, reader = StepWriter(), StepReader(SEQUENCES, LONGEST // BLOCK_SIZE)
+    for guesses in ({}, {sequence.request_id: [7, 8]}):
+        step.guesses = guesses
+        read, _ = reader.read(_through_bytes(writer.write(step_input(step), None)))
+        assert read.guessed == bool(guesses)
+        assert read.ids[3:] == guesses.get(sequence.request_id, [])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
@@ -190,7 +189,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(embedded_folder: Pa
         load_ranks(embedded_folder, config.model_copy(update={"batch_invariant": True}), silent, failed, [])
 
 
-def test_embeddings_go_with_several_ranks_and_speculation_does_not() -> None:
-    assert EngineConfig(tensor_parallel_size=2, embeddings=True).embeddings
-    with pytest.raises(ValidationError, match="speculation works on one GPU only; tensor_parallel_size has to be 1"):
-        EngineConfig(tensor_parallel_size=2, speculation="lookup")
+def test_embeddings_and_speculation_go_with_several_ranks() -> None:
+    config = EngineConfig(tensor_parallel_size=2, embeddings=True, speculation="lookup")
+    assert config.embeddings
+    assert config.speculation == "lookup"

@@ -93,6 +93,8 @@ class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """The images in the chunks, whose features rank 0 broadcasts."""
     hidden: bool = False
     """Whether final hidden states are computed in the place of logits."""
+    guessed: bool = False
+    """Whether the step checks guesses, for which there are graphs of their own."""
 
 
 class WriteAdapter(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
@@ -168,6 +170,7 @@ class StepWriter:
             None if given.offsets is None else _bytes(given.offsets),
             None if given.images is None else StepImages.of(given.images),
             given.hidden,
+            given.guessed,
         )
 
 
@@ -196,7 +199,7 @@ class StepReader:
         offsets = None if message.offsets is None else _numbers(message.offsets)
         images = None if message.images is None else message.images.read()
         columns = rows, starts, lengths, ids, wanted, adapters, offsets
-        return StepInput(tables, *columns, images, message.hidden), launch
+        return StepInput(tables, *columns, images, message.hidden, message.guessed), launch
 
 
 def _bytes(numbers: npt.NDArray[np.int64]) -> bytes:

@@ -168,6 +168,8 @@ class StepInput:
     """The images in the chunks."""
     hidden: bool = False
     """Whether final hidden states are wanted in the place of logits."""
+    guessed: bool = False
+    """Whether the step checks guesses."""
 
     def in_single_tokens(self) -> StepInput:
         """The same tokens, each as a chunk of its own; without images."""
@@ -212,7 +214,8 @@ def step_input(step: Step) -> StepInput:
     if any(sequence.images is not None for sequence in sequences):
         offsets = np.array([0 if s.images is None else s.images.offset for s in sequences], np.int64)
         images = image_rows(chunks, starts, lengths)
-    return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images)
+    guessed = bool(step.guesses)
+    return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, guessed=guessed)
 
 
 def batch_of(given: StepInput, block_size: int, device: torch.device) -> Batch:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +14,7 @@ import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
 from server.engine.runtime.drafting import DraftModel, LaunchedGuesses
-from server.engine.runtime.exchange import ExchangeError
+from server.engine.runtime.followers import Followers, followed
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import run_in_groups
@@ -34,7 +32,6 @@ from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_greedy, is_sampled_from_raw_logits, sample
-from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
@@ -51,22 +48,6 @@ class StepGraphs:
     verify: VerifyGraphs | None = None
     batch_invariant: bool = False
     """Whether every token goes through the one decode graph there is (see graphs/invariant.py)."""
-
-
-class Followers(Protocol):
-    """The other ranks of tensor parallelism, which compute every step that this one computes."""
-
-    def compute(self, given: StepInput) -> None:
-        """Begin to compute a step."""
-        ...
-
-    def decode(self, given: StepInput, launch: Launch) -> None:
-        """Begin to compute a step whose tokens are sampled on the device."""
-        ...
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Enter this while this rank waits for a step: if that takes too long, an exchange hangs."""
-        ...
 
 
 class ModelRunner:
@@ -142,31 +123,27 @@ class ModelRunner:
 
         greedy: only the largest of each row is needed (PagedModel.run()).
         """
-        return self._compute_together(self._paged.with_features(step_input(step)), bool(step.guesses), greedy)
+        return self._compute_together(self._paged.with_features(step_input(step)), greedy)
 
-    def _compute_together(self, given: StepInput, guessed: bool = False, greedy: bool = False) -> torch.Tensor:
+    def _compute_together(self, given: StepInput, greedy: bool = False) -> torch.Tensor:
         """compute() by all ranks. Raises ExchangeError where this one fails, while others may wait for it."""
         if self._followers is None:
-            return self.compute(given, guessed, greedy)
-        self._followers.compute(given)
-        try:
-            with self._followers.waiting():
-                found = self.compute(given)
-                if found.is_cuda:
-                    torch.cuda.synchronize(found.device)
-            return found
-        except Exception as e:
-            raise ExchangeError(f"rank 0 failed in a step: {type(e).__name__}: {first_line(e)}") from e
+            return self.compute(given, greedy)
+        with followed(given, self._followers):
+            found = self.compute(given)
+            if found.is_cuda:
+                torch.cuda.synchronize(found.device)
+        return found
 
     @torch.inference_mode()
-    def compute(self, given: StepInput, guessed: bool = False, greedy: bool = False) -> torch.Tensor:
-        """What forward() gives for the columns of a step, or its hidden states; guessed: whether the step checks guesses."""
+    def compute(self, given: StepInput, greedy: bool = False) -> torch.Tensor:
+        """What forward() gives for the columns of a step, or its hidden states."""
         batch, graphs = self._batch(given), self._graphs
         if given.hidden:
             return self._paged.hidden_states(batch)
         if batch.images is not None:
             return self._paged.run(batch)
-        if guessed and graphs.verify is not None and graphs.verify.fits(batch):
+        if given.guessed and graphs.verify is not None and graphs.verify.fits(batch):
             return graphs.verify.run(batch).float()
         if graphs.decode is not None and graphs.decode.fits(batch):
             return graphs.decode.run(batch).float()
@@ -181,6 +158,8 @@ class ModelRunner:
         """Compute a step: one result for each of step.sampled, in order; with guesses one for each token of the step."""
         if any(chunk.sequence.embeds for chunk in step.chunks):
             return self._execute_with_embeddings(step)
+        if self._followers is not None:
+            step.read_guesses()  # the other ranks have them from this one
         checked = self._check_guesses(step) if step.guesses else None
         step.read_guesses()
         if checked is not None:
@@ -216,10 +195,15 @@ class ModelRunner:
         def table() -> npt.NDArray[np.float64] | None:
             return sampling_table(sampled_sequences(step), self.limits.vocab_size)
 
-        if drafted is None:
-            return verify.sample(step, batch, Launch(False, None, table), None)
-        assert isinstance(drafted, LaunchedGuesses)
-        return verify.sample(step, batch, Launch(True, drafted.source(step), table), drafted.tokens)
+        if drafted is not None:
+            assert isinstance(drafted, LaunchedGuesses)
+            return verify.sample(step, batch, Launch(True, drafted.source(step), table), drafted.tokens)
+        known = Launch(False, None, table)
+        if self._followers is None:
+            return verify.sample(step, batch, known, None)
+        # The other ranks replay the same graph. This one alone samples, because it alone reads the tokens.
+        with followed(given, self._followers):
+            return verify.sample(step, batch, known, None)
 
     def _execute_with_embeddings(self, step: Step) -> list[Sampled]:
         """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""

@@ -14,6 +14,7 @@ from server.checkpoint.sharding.sharded import ShardedModel
 from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.exchange import least
+from server.engine.runtime.followers import Followers
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.exchanged import exchange_outputs
@@ -34,7 +35,7 @@ from server.engine.runtime.preparation.graph_capture import (
 )
 from server.engine.runtime.preparation.recording import record_with_trials
 from server.engine.runtime.preparation.step_costs import measure_steps
-from server.engine.runtime.runner import Followers, ModelRunner, StepGraphs
+from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.sampling.option_trials import use_device_options

@@ -79,10 +79,9 @@ def capture_verify(
                     raise ValueError(f"logits {wrong}")
 
     failed = failure(attempt)
-    if failed is None:
-        return graphs
-    logger.warning("steps with guesses run without CUDA graphs, more slowly: %s", failed)
-    return None
+    if failed is not None:
+        logger.warning("steps with guesses run without CUDA graphs, more slowly: %s", failed)
+    return graphs if agreed(failed is None) else None
 
 
 def capture_mixed(
