@@ -83,12 +83,13 @@ def check(cases: dict[str, Save], count: int, root: Path) -> None:
     for case, expected in whole.items():
         most = 1 / count + 0.03 + (MOST_ZEROS / count if case in PADDED_CASES else 0)
         for found in ranks:
-            _compare(found[str(root / case)], expected, most, case)
+            compare(found[str(root / case)], expected, most, case)
             # Sampled ones, too, are the same on every rank.
             assert found[str(root / case)]["tokens"] == ranks[0][str(root / case)]["tokens"], case
 
 
-def _compare(found: Answers, expected: Answers, most: float, case: str) -> None:
+def compare(found: Answers, expected: Answers, most: float, case: str) -> None:
+    """The same greedy tokens, but for near ties, and log-probabilities; `most` of the weights' bytes."""
     # Kernels in fixed point round (docs/adr/0027).
     off = 4e-3 if cpu.isa() in FIXED_POINT else 1e-3
     compared = 0

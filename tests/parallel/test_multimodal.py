@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file
 
 from server.checkpoint.base import CheckpointError
@@ -24,7 +25,9 @@ from tests.checkpoint.layouts import (
     silent,
 )
 from tests.checkpoint.multimodal import CLASSES, LLAVA_NAMES, NEW_NAMES, QWEN_NAMES, divisible, renamed
+from tests.moe_checkpoints import is_projection, separate_experts
 from tests.parallel.rank import answers, answers_of_ranks, check_same
+from tests.parallel.test_experts import compare
 
 # Heads that divide the hidden size (Qwen, Mllama), layers that are left out (Mllama) or have sizes of their own (Gemma 4);
 # test_images.py has text beside images of three more.
@@ -36,7 +39,7 @@ OTHERS = (
 
 
 def test_every_class_is_here() -> None:
-    # Llama 4 is a mixture of experts.
+    # Llama 4 is a mixture of experts, which has a test of its own.
     assert {*QUICK, *OTHERS, "llama4"} == set(CLASSES)
 
 
@@ -59,6 +62,39 @@ def test_every_class_gives_the_tokens_of_one_rank(count: int, names: tuple[str, 
     found = answers_of_ranks(list(folders.values()), count, tmp_path / "store")[0]
     for name, folder in folders.items():
         check_same(found[str(folder)], answers(folder, None), name)
+
+
+def save_mixture(folder: Path, in_nf4: bool) -> Path:
+    """Llama 4 with its image tower and with experts in two of four layers: in 16 bit, or an NF4 tensor for each expert."""
+    settings = divisible("llama4")
+    settings["text_config"] |= {
+        "moe_layers": [1, 3], "num_local_experts": 4, "hidden_size": 128, "intermediate_size": 576,
+        "intermediate_size_mlp": 256,
+    }  # fmt: skip
+    random_model(config_of("llama4", **settings)).save_pretrained(folder)
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        saved = {}
+        for name, tensor in tensors.items():
+            for own, part in separate_experts(name, tensor).items():
+                if not is_projection(own) or not own.startswith("language_model."):
+                    saved[own] = part
+                    continue
+                packed, state = quantize_4bit(part.contiguous(), blocksize=64, quant_type="nf4")
+                saved |= {own: packed, **{f"{own}.{k}": value for k, value in state.as_dict(packed=True).items()}}
+        return saved
+
+    return change_tensors(folder, change) if in_nf4 else folder
+
+
+def test_a_mixture_of_experts_with_an_image_tower(tmp_path: Path) -> None:
+    folders = [save_mixture(tmp_path / name, in_nf4=name == "nf4") for name in ("16 bit", "nf4")]
+    ranks = answers_of_ranks(folders, 2, tmp_path / "store")
+    for folder in folders:
+        expected = answers(folder, None)
+        for found in ranks:
+            # 9 scale blocks, so that the second rank has one of zeros.
+            compare(found[str(folder)], expected, 0.62, folder.name)
 
 
 def shard_of(folder: Path) -> ShardedModel:

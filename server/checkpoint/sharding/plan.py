@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import Loading, is_left_out, loading_of
 from server.checkpoint.experts.loading import ExpertsLoader
-from server.checkpoint.experts.names import place_of
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
 from server.checkpoint.quantizer import names_in_model
 from server.checkpoint.sharding.experts import ExpertsPart, experts_of, take_experts
@@ -85,16 +84,11 @@ def divided(whole: CheckpointInfo, chosen: Loading, count: int) -> tuple[Checkpo
 
 def check_divisible(info: CheckpointInfo) -> None:
     """Raise CheckpointError, by name, for what is served by one GPU only."""
-    what = None
-    chosen = loading_of(info)
-    is_multimodal = chosen.auto is not AutoModelForCausalLM or chosen.key_mapping is not None
-    if is_multimodal and any(place_of(name) for name in info.tensors):
-        what = f"{info.architecture} ({info.model_type}), a mixture of experts in a class with images or sounds,"
-    elif other := next((name for name, table in info.packed.items() if table != "nf4"), None):
-        what = f"{other} in {info.packed[other]}"
-    if what is not None:
+    other = next((name for name, table in info.packed.items() if table != "nf4"), None)
+    if other is not None:
         raise CheckpointError(
-            f"{info.folder}: {what} cannot be divided among GPUs yet: engine.tensor_parallel_size must be 1"
+            f"{info.folder}: {other} in {info.packed[other]} cannot be divided among GPUs yet:"
+            " engine.tensor_parallel_size must be 1"
         )
 
 
