@@ -57,7 +57,7 @@ class CheckpointInfo:
         return int(sum(self.tensor_bytes(name, item_bytes, keeps_fp4) for name in self.tensors))
 
     def tensor_bytes(self, name: str, item_bytes: int, keeps_fp4: bool = False, plain: bool = False) -> float:
-        """Of these bytes those of one tensor; plain: the scales of this expert's weight do not stay nested."""
+        """What loaded_bytes() counts of one tensor; plain: the scales of this expert's weight do not stay nested."""
         dtype, shape = self.tensors[name]
         count = math.prod(shape)
         place = place_of(name)

@@ -133,6 +133,15 @@ def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors |
     }
 
 
+def check_divisible(name: str, weights: Mapping[str, AdapterFactors | VocabularyChange]) -> None:
+    """Raise CheckpointError for an adapter that several GPUs do not serve."""
+    if any(isinstance(change, VocabularyChange) or change.is_affine for change in weights.values()):
+        raise CheckpointError(
+            f"adapter {name!r}: DoRA, trained biases, embeddings and output layers work on one GPU only"
+            " (engine.tensor_parallel_size: 1)"
+        )
+
+
 def _kind(match: re.Match[str]) -> str:
     """The kind of a tensor within its module: A, B, B.bias, magnitude, tokens, weight or bias."""
     if match["factor"] or match["embedding"]:

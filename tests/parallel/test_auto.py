@@ -13,10 +13,12 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.sharding.plan import plan_shard
 from server.checkpoint.sharding.shards import Shard
-from server.config import EngineConfig
+from server.config import EngineConfig, LoraModule
 from server.engine.parallel.auto import AUTO_SHARE, fewest
+from tests.adapters import save_adapter
 from tests.checkpoint.layouts import CPU, change_json, config_of, random_model, save_nf4
 from tests.checkpoint.multimodal import divisible
+from tests.engine.models import tiny_model
 from tests.moe_checkpoints import is_projection, save_moe, tiny_moe
 
 AUTO = EngineConfig(device="cpu", tensor_parallel_size="auto")
@@ -106,3 +108,21 @@ def test_what_the_configuration_wants_of_one_gpu(mixture: Path) -> None:
     assert chosen(mixture, needs(mixture) + 1, batch_invariant=True) == 1
     with pytest.raises(CheckpointError, match=r"cannot have them: engine\.batch_invariant does not work with"):
         chosen(mixture, needs(mixture) - 1, batch_invariant=True)
+
+
+def test_an_adapter_that_one_gpu_serves_only(tmp_path: Path) -> None:
+    model = tiny_model("llama", **{**SIZES, "num_hidden_layers": 1})
+    folder = save_nf4(model, tmp_path / "model")
+    for name, kind in (("plain", False), ("dora", True)):
+        save_adapter(model.float(), tmp_path / name, 0, r=4, use_dora=kind, target_modules=["v_proj"])
+        adapters = (LoraModule(name=name, path=tmp_path / name),)
+        assert chosen(folder, needs(folder) + 1, lora_modules=adapters) == (1 if kind else 2)
+    with pytest.raises(CheckpointError, match="cannot have them: adapter 'dora': DoRA, trained biases,"):
+        chosen(folder, needs(folder) - 1, lora_modules=adapters)
+
+
+def test_every_gpu_holds_the_draft_model_whole(mixture: Path, embedded_folder: Path) -> None:
+    draft = {"speculation": "draft", "draft_model": str(embedded_folder)}
+    free = needs(mixture) / AUTO_SHARE + 1
+    assert chosen(mixture, free + needs(embedded_folder), **draft) == 1
+    assert chosen(mixture, free + needs(embedded_folder) - 2, **draft) == 2

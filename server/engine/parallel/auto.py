@@ -12,6 +12,7 @@ from server.checkpoint.classes import is_left_out, loading_of
 from server.checkpoint.images import without_images
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.loading import whole_bytes
+from server.checkpoint.lora import check_divisible, read_adapter
 from server.checkpoint.sharding.plan import plan_shard
 from server.checkpoint.sharding.shards import Shard, possible_counts
 from server.checkpoint.sharding.stored import largest_blocks
@@ -43,6 +44,10 @@ def fewest(
     """
     info = inspect_checkpoint(folder)
     chosen, towers = loading_of(info), without_images(folder, config) is None
+    if config.speculation == "draft" and config.draft_model is not None:
+        # Every GPU has the draft model whole.
+        draft = inspect_checkpoint(Path(config.draft_model))
+        free -= whole_bytes(draft, device, dtype, loading_of(draft), towers=False)
     needed = whole_bytes(info, device, dtype, chosen, towers)
     if needed <= free * AUTO_SHARE or devices == 1:
         return 1
@@ -55,6 +60,8 @@ def fewest(
             check_config(config, count)
             # Rank 0 has the image tower beside its part.
             plan = plan_shard(folder, device, dtype, Shard(0, count), towers)
+            for module in config.lora_modules:
+                check_divisible(module.name, read_adapter(module.path, dtype))
         except (CheckpointError, EngineConfigError) as e:
             reasons.append(str(e).removeprefix(f"{folder}: "))
             continue

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.lora import AdapterFactors, AdapterWeights, VocabularyChange, read_adapter
+from server.checkpoint.lora import AdapterFactors, AdapterWeights, VocabularyChange, check_divisible, read_adapter
 from server.checkpoint.sharding.shards import Part
 from server.config import EngineConfig
 from server.engine.runtime.model.lora_names import AdapterNames
@@ -101,13 +101,10 @@ class AdapterRegistry:
     ) -> tuple[dict[str, AdapterFactors], dict[str, VocabularyChange]]:
         """Give an adapter the model's names. Raises CheckpointError where it is another base's, or cannot be divided."""
         weights = self._names.resolve(f"adapter {name!r}", weights)
+        if self._table.is_shard:
+            check_divisible(name, weights)
         factors = {module: change for module, change in weights.items() if isinstance(change, AdapterFactors)}
         changes = {module: change for module, change in weights.items() if isinstance(change, VocabularyChange)}
-        if self._table.is_shard and (changes or any(change.is_affine for change in factors.values())):
-            raise CheckpointError(
-                f"adapter {name!r}: DoRA, trained biases, embeddings and output layers work on one GPU only"
-                " (engine.tensor_parallel_size: 1)"
-            )
         self._table.check(name, factors)
         self._vocabulary.check(name, changes)
         return factors, changes
