@@ -9,7 +9,7 @@ from nf4_kernels.huge_pages import zero_bytes
 
 _MOST_CODE = 127
 _UP = 1.0001
-"""Norms are computed in float32, and made larger by more than that rounds."""
+"""Norms are made larger by more than they are rounded."""
 _CHUNK_ROWS = 4096
 
 
@@ -39,6 +39,9 @@ class Screening:
         near = codes * scales[:, None]
         # Sums of k products in float32 are off by less than k / 2^24 of both norms; exceptions are added one by one.
         rounding = 2 * weight.shape[1] * 2.0**-24
-        norms, rests = (torch.linalg.vector_norm(each, dim=1) * _UP for each in (near, weight - near))
+        # In float64, since squares of a row's numbers may be too small for float32, and the norm would be 0.
+        norms, rests = (
+            torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) * _UP for each in (near, weight - near)
+        )
         self._codes[rows], self._scales[rows], self._norms[rows] = codes.to(torch.int8), scales, norms
-        self._errors[rows] = rests + rounding * (norms + rests)
+        self._errors[rows] = (rests + rounding * (norms + rests)).float()

@@ -14,6 +14,10 @@ namespace {
 constexpr float kUp = 1.000001f;
 /* Larger results than this could overflow where bounds are computed. */
 constexpr float kMostResult = 1e30f;
+/* What is added to a norm, because smaller ones lose bits in float32. */
+constexpr float kLeastNorm = 0x1p-126f;
+/* Of more columns a sum of products could leave 32 bits: rounding adds up to half a step each to 2^24 steps. */
+constexpr int64_t kMostColumns = 1 << 18;
 
 /* x [m, k] in 16 bits, in memory of its own. */
 class InSixteenBits {
@@ -55,8 +59,8 @@ class InSixteenBits {
       }
     }
     steps_[i] = step;
-    steps_[m_ + i] = (float)sqrt(squares) * kUp;
-    steps_[2 * m_ + i] = (float)sqrt(rest) * kUp;
+    steps_[m_ + i] = (float)sqrt(squares) * kUp + kLeastNorm;
+    steps_[2 * m_ + i] = (float)sqrt(rest) * kUp + kLeastNorm;
   }
 
   int64_t m_, k_;
@@ -108,7 +112,7 @@ void compute_candidates(const CompactGemm& p, const Bounds& bounds, int id, int 
 /* False where it cannot be done for these numbers. */
 bool largest(CompactGemm p, const Screening* w, float most_norm, const float* from, int64_t m, int64_t k, int threads) {
   const Units units{p.n};
-  if (!p.kernels->screen_rows || m > kDotRows) return false;
+  if (!p.kernels->screen_rows || m > kDotRows || k > kMostColumns) return false;
   if (threads > units.count()) threads = (int)units.count();
   ThreadScratch& shared = ThreadScratch::mine();
   const InSixteenBits converted(from, m, k, shared.small);

@@ -27,6 +27,10 @@ struct ScreenedX {
 /* By how much a result in float32 can be off that has been rounded a few times. */
 constexpr float kRounding = 4.8e-7f;
 
+/* The same for products too small for float32: a step times a scale is off by 2^-150 at most, and is multiplied by less
+ * than 2^31. */
+constexpr float kUnderflow = 0x1p-118f;
+
 /* Sets screen_rows, with AVX2 also where there is more: codes of 8 bits come from memory about as fast as it multiplies. */
 void use_screening_avx2(Kernels* kernels);
 

@@ -38,9 +38,10 @@ inline void sums_of(const int8_t* const rows[kRows], const int16_t* x, int64_t k
   }
 }
 
+/* NaN does not count: a bias that is infinite makes one of a result's bounds NaN, and max_ps gives its second operand then. */
 inline float largest_of(const float* values) {
-  __m256 most = _mm256_load_ps(values);
-  for (int r = 8; r < kUnit; r += 8) most = _mm256_max_ps(most, _mm256_load_ps(values + r));
+  __m256 most = _mm256_set1_ps(kNone);
+  for (int r = 0; r < kUnit; r += 8) most = _mm256_max_ps(_mm256_load_ps(values + r), most);
   alignas(32) float each[8];
   _mm256_store_ps(each, most);
   for (int i = 1; i < 8; ++i) each[0] = each[i] > each[0] ? each[i] : each[0];
@@ -57,7 +58,7 @@ inline void bound(const Screening* w, const ScreenedX* x, int64_t i, const float
   for (int r = 0; r < rows; ++r) {
     const float value = (float)sums[r] * (step * scales[r]) + (bias ? bias[row0 + r] : 0.0f);
     const float magnitude = value < 0.0f ? -value : value;
-    const float error = norm * errors[r] + rest * norms[r] + kRounding * magnitude;
+    const float error = norm * errors[r] + rest * norms[r] + kRounding * magnitude + kUnderflow;
     out[r] = value;
     least[r] = value - error;
     most[r] = value + error;
