@@ -29,7 +29,7 @@ from server.checkpoint.sharding.sharded import load_shard
 from server.checkpoint.sharding.shards import Part, Shard, check_count, parts_of, possible_counts, shard_config
 from server.checkpoint.sharding.slices import cut_linear
 from server.engine.runtime.model.projections import NF4Linear
-from tests.checkpoint.layouts import change_json, change_tensors
+from tests.checkpoint.layouts import change_json, change_tensors, save_nf4
 from tests.engine.models import tiny_model
 from tests.nf4_kernels.cuda_weights import gpu
 from tests.nf4_kernels.weights import quantized
@@ -185,6 +185,12 @@ def test_random_shards_have_the_geometry_of_real_ones(tmp_path: Path) -> None:
     assert _dequantized(down).std() == pytest.approx(0.02, rel=0.3)
     assert layer.self_attn.q_proj.out_features == 192
     assert sharded.model.lm_head.weight.shape == (128, 192)
+
+
+def test_fp4_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save_nf4(tiny_model("llama", **SIZES), tmp_path / "model", bnb_4bit_quant_type="fp4")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.\S+\.weight in fp4 cannot be divided among GPUs yet"):
+        load_shard(folder, CPU, torch.float32, silent, Shard(0, 2))
 
 
 def test_layers_that_share_keys_are_refused_by_name() -> None:

@@ -17,7 +17,7 @@ from server.checkpoint.sharding.sharded import load_shard
 from server.checkpoint.sharding.shards import Shard
 from server.checkpoint.sharding.stored import StoredTensors, blocksizes_of, largest_blocks
 from tests.checkpoint.layouts import CPU, change_tensors, expanded, save_nf4, silent
-from tests.checkpoint.test_sharded import compare_shards
+from tests.checkpoint.sharding.test_sharded import compare_shards
 from tests.engine.models import tiny_model
 
 SIZES: dict[str, Any] = {
