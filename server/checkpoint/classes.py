@@ -11,13 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.utils import ModelOutput
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import CheckpointInfo
@@ -143,6 +150,23 @@ def keep_within_tables(model: PreTrainedModel) -> None:
     table = getattr(decoder, "embed_tokens_per_layer", None)
     if isinstance(table, nn.Embedding) and table.num_embeddings < decoder.get_input_embeddings().num_embeddings:
         table.register_forward_pre_hook(lambda own, args: (torch.where(args[0] < own.num_embeddings, args[0], 0),))
+
+
+def add_image_outputs(model: PreTrainedModel) -> None:
+    """Give the output of a text model within a multimodal class image_outputs, None, where it has no such field.
+
+    Llama4ForConditionalGeneration of transformers 5.24.0 reads them from the output of its language_model, whose class
+    (that of a causal language model) lacks them, so that every forward fails. In other versions nobody reads them.
+    """
+    text = getattr(model, "language_model", None)
+    # Other classes' text models are without a head, and the output comes from the multimodal class itself.
+    if isinstance(text, GenerationMixin):
+        text.register_forward_hook(_add_image_outputs)
+
+
+def _add_image_outputs(_: nn.Module, __: Any, output: Any) -> None:
+    if isinstance(output, ModelOutput) and not hasattr(output, "image_outputs"):
+        output.image_outputs = None
 
 
 def _cross_attention_layers(config: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from transformers import BitsAndBytesConfig, PreTrainedModel, core_model_loading
 
 from server.checkpoint.base import CheckpointError, Progress
-from server.checkpoint.classes import Loading, is_left_out, keep_within_tables, loading_of
+from server.checkpoint.classes import Loading, add_image_outputs, is_left_out, keep_within_tables, loading_of
 from server.checkpoint.diagnosis import check_finite, end_tokens, first_line, linear_layers
 from server.checkpoint.embedding import MODULES
 from server.checkpoint.experts.loading import ExpertsLoader
@@ -73,6 +73,7 @@ def load_model(
     _set_dtype(model, dtype)
     logger.info("%s: %s", folder.name, linear_layers(model))
     keep_within_tables(model)
+    add_image_outputs(model)
     check_finite(folder, model)
     return model.eval().requires_grad_(False)
 

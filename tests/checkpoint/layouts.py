@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from nf4_kernels import reference
 from nf4_kernels.format import Weight
+from server.checkpoint.classes import add_image_outputs
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig
 from server.engine.core import Engine
@@ -118,6 +119,7 @@ def reference_model(folder: Path, target: Path) -> PreTrainedModel:
     auto = AutoModelForImageTextToText if settings["model_type"] in WITH_IMAGES else AutoModelForCausalLM
     model, report = auto.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"], report
+    add_image_outputs(model)
     return model.eval()
 
 
