@@ -10,12 +10,22 @@ import torch
 from server.checkpoint.loading import load_model
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.preparation.assembly import build_runner
-from tests.checkpoint.families import COMMON, REFUSED, SERVED
-from tests.checkpoint.layouts import CONFIG, CPU, check_served, config_of, random_model, save_nf4, silent
+from tests.checkpoint.families import COMMON, NEWER, REFUSED, SERVED, skip_where_refused
+from tests.checkpoint.layouts import (
+    CONFIG,
+    CPU,
+    change_tensors,
+    check_served,
+    config_of,
+    random_model,
+    save_nf4,
+    silent,
+)
 
 
 @pytest.mark.parametrize("family", SERVED)
 def test_families_in_nf4(family: str, tmp_path: Path) -> None:
+    skip_where_refused(family)
     check_served(save_nf4(random_model(config_of(family, **{**COMMON, **SERVED[family]})), tmp_path / "model"))
 
 
@@ -25,3 +35,28 @@ def test_families_whose_attention_is_another(family: str, tmp_path: Path) -> Non
     save_nf4(random_model(config_of(family, **{**COMMON, **settings})), tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match=reason):
         build_runner(load_model(tmp_path / "model", CPU, torch.float32, silent), CONFIG)
+
+
+@pytest.mark.parametrize("family", NEWER)
+def test_an_older_transformers_is_told_which_one_serves_the_family(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_nf4(random_model(config_of(family, **{**COMMON, **SERVED[family]})), tmp_path / "model")
+    model = load_model(tmp_path / "model", CPU, torch.float32, silent)
+    if model._supports_attention_backend:
+        # Before 5.24 it logs that the class has no such interface, and leaves the attention as it is.
+        monkeypatch.setattr(type(model.get_decoder()), "set_attn_implementation", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=r"0 of 2 layers .*; it needs transformers 5\.24 or newer, "):
+        build_runner(model, CONFIG)
+
+
+@pytest.mark.parametrize(("family", "masks"), [("gptj", ("bias", "masked_bias")), ("codegen", ("causal_mask",))])
+def test_masks_in_the_files_of_other_versions(family: str, masks: tuple[str, ...], tmp_path: Path) -> None:
+    """GPT-J and CodeGen are published with their causal masks, as buffers of each layer."""
+    skip_where_refused(family)
+    folder = save_nf4(random_model(config_of(family, **{**COMMON, **SERVED[family]})), tmp_path / "model")
+    causal = torch.ones(1, 1, 256, 256).tril().bool()
+    buffers = {name: torch.tensor(-1e9) if name == "masked_bias" else causal for name in masks}
+    extra = {f"transformer.h.{i}.attn.{name}": mask.clone() for i in range(2) for name, mask in buffers.items()}
+    change_tensors(folder, lambda tensors: tensors | extra)
+    check_served(folder)

@@ -93,6 +93,8 @@ def test_a_damaged_kept_layer_is_compiled_anew(compilations: list[nn.Module], tm
     [
         ("llama", 1),
         pytest.param("gpt2", 1, marks=pytest.mark.slow),
+        pytest.param("gptj", 1, marks=pytest.mark.slow),
+        pytest.param("codegen", 1, marks=pytest.mark.slow),
         pytest.param("gemma3_text", 2, marks=pytest.mark.slow),
         pytest.param("gemma3n_text", 4, marks=pytest.mark.slow),
     ],

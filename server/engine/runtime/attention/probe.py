@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from server.checkpoint.classes import ATTENTION_KINDS
@@ -20,6 +22,12 @@ from server.engine.runtime.attention.base import (
 from server.engine.runtime.attention.masks import FARTHEST, MaskReader, UnknownMaskError
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.limits import own_limit
+
+_INTERFACE_SINCE = {"codegen": "5.24", "gptj": "5.24"}
+"""By model_type, the version of transformers from which on a family's code goes through its attention interface.
+
+Refusals name it; whether the installed version does so is found out by running the model.
+"""
 
 
 class _Probe(AttentionBackend):
@@ -89,7 +97,8 @@ def probe_layers(model: PreTrainedModel) -> Probed:
     try:
         model.get_decoder().set_attn_implementation(PROBED_IMPLEMENTATION)
     except (AttributeError, ValueError) as e:
-        raise UnsupportedModelError(f"{name} does not use transformers' attention interface: {e}") from e
+        reason = f"{name} does not use transformers' attention interface: {e}{_remedy(config)}"
+        raise UnsupportedModelError(reason) from e
     _leave_unscaled(model)
     probe = _Probe(own_limit(config) or FARTHEST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -98,6 +107,14 @@ def probe_layers(model: PreTrainedModel) -> Probed:
     model.get_decoder().set_attn_implementation(IMPLEMENTATION)
     expected = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(expected)):
-        raise UnsupportedModelError(f"{name}: {len(probe.shapes)} of {expected} layers use the attention interface")
+        found = f"{len(probe.shapes)} of {expected} layers use the attention interface"
+        raise UnsupportedModelError(f"{name}: {found}{_remedy(config)}")
     layers = range(expected)
     return [probe.shapes[i] for i in layers], [probe.options[i] for i in layers], probe.seen_sinks
+
+
+def _remedy(config: Any) -> str:
+    """The end of a refusal's message: which transformers serves the family, where a newer one than this does."""
+    since = _INTERFACE_SINCE.get(config.model_type)
+    installed = transformers.__version__
+    return "" if since is None else f"; it needs transformers {since} or newer, {installed} is installed"
