@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError, Progress
+from server.checkpoint.classes import add_image_outputs
 from server.checkpoint.diagnosis import check_finite, end_tokens, first_line
 from server.checkpoint.loading import check_memory
 from server.checkpoint.sharding.multimodal import initialize_buffers
@@ -61,6 +62,7 @@ def load_shard(
     if (ends := end_tokens(folder)) is not None:
         model.generation_config = ends
     check_finite(folder, model)
+    add_image_outputs(model)
     return ShardedModel(model.eval().requires_grad_(False), plan.empty.parts, plan.shard, plan.empty.norms)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.sharding.roles import plan_of, role_of
@@ -200,6 +201,12 @@ def parts_of(
             assert isinstance(theirs, nn.Linear)
             parts[name] = _part(name, module, theirs, role_of(name, plan), config, shard, folder)
             continue
+        if isinstance(module, Conv1D):
+            # GPT-2 has no size of a head: with fewer heads, shapes stay as they are.
+            raise CheckpointError(
+                f"{folder}: engine.tensor_parallel_size {shard.count}: {name} is a Conv1D, which is not divided;"
+                f" possible: 1"
+            )
         for key, parameter in module.named_parameters(recurse=False):
             if f"{name}.{key}" not in others and parameter.shape != getattr(own_modules[name], key).shape:
                 raise CheckpointError(

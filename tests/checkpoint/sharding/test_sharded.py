@@ -15,6 +15,7 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     Gemma4Config,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
@@ -159,6 +160,14 @@ def test_projections_of_unknown_names_are_refused() -> None:
         model.model.layers[0].mlp.mystery = model.model.layers[0].mlp.down_proj
         del model.model.layers[0].mlp.down_proj
     with pytest.raises(CheckpointError, match=r"no rule says how model\.layers\.0\.mlp\.mystery"):
+        parts_of(whole, own, config, Shard(0, 2), "folder")
+
+
+def test_layers_whose_shapes_do_not_say_how_heads_are_divided_are_refused() -> None:
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=64)
+    with torch.device("meta"):
+        whole, own = (AutoModelForCausalLM.from_config(c) for c in (config, shard_config(config, 2)))
+    with pytest.raises(CheckpointError, match=r"transformer\.h\.0\.attn\.c_attn is a Conv1D, which is not divided"):
         parts_of(whole, own, config, Shard(0, 2), "folder")
 
 
