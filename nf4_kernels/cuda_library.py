@@ -83,6 +83,7 @@ class Moe(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "experts", "bias", "routing", "out", "workspace")),
         ("tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("top_k", "num_experts", "x_of_choices", "dtype", "activation")),
+        ("follows_gated", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
     )
 

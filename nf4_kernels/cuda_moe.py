@@ -41,11 +41,12 @@ def run(
     routing: Tensor | None,
     activation: str | None,
     choice: MoePlan | None = None,
+    follows_gated: bool = False,
 ) -> Tensor:
     """nf4::moe_linear, or with an activation nf4::moe_gated_linear: see reference.moe_linear().
 
-    x is bfloat16 or float16, bias has x's dtype. choice: the launch to use instead of the plan's. Experts outside
-    [0, E) give zeros. ValueError names what does not fit; KernelError is raised as by cuda.linear().
+    x is bfloat16 or float16, bias has x's dtype. choice: the launch to use instead of the plan's. follows_gated: see moe.py.
+    Experts outside [0, E) give zeros. ValueError names what does not fit; KernelError is raised as by cuda.linear().
     """
     tokens, top_k, num_experts, n, k = _check(x, weight, experts, bias, routing, activation)
     columns = n if activation is None else n // 2
@@ -82,6 +83,7 @@ def run(
             x_of_choices=x.ndim == 3,
             dtype=DTYPES[x.dtype],
             activation=0 if activation is None else EXPERT_ACTIVATIONS[activation],
+            follows_gated=follows_gated,
             stream=torch.cuda.current_stream(device).cuda_stream,
         )
         loaded = usable()

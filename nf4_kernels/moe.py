@@ -3,6 +3,10 @@
 A weight is [experts, N, K] in one piece; every token brings its experts' ids. Shapes do not depend on which experts were
 chosen, and nothing on a device waits for the host, so that steps can be captured and compiled. Argument conventions:
 docs/architecture.md.
+
+follows_gated says that the latest moe_gated_linear on the stream was of the same experts, and that these and the weight have
+not been written since. Then a CUDA kernel reads them while launches in front still run. Where that is not so, results are
+undefined.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ _WEIGHT = "Tensor packed, SymInt[] shape, Tensor absmax, int blocksize"
 _NESTED = "Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None"
 _library = torch.library.Library("nf4", "FRAGMENT")
 _library.define(
-    f"moe_linear(Tensor x, {_WEIGHT}, Tensor experts, Tensor? bias=None, Tensor? routing_weights=None, {_NESTED}) -> Tensor"
+    f"moe_linear(Tensor x, {_WEIGHT}, Tensor experts, Tensor? bias=None, Tensor? routing_weights=None, {_NESTED}, "
+    "bool follows_gated=False) -> Tensor"
 )
 _library.define(
     f"moe_gated_linear(Tensor x, {_WEIGHT}, Tensor experts, str activation, Tensor? bias=None, {_NESTED}) -> Tensor"
@@ -58,6 +63,7 @@ def _moe_linear(
     absmax_8bit: Tensor | None = None,
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
+    follows_gated: bool = False,
 ) -> Tensor:
     weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
     _check(x, weight, experts, bias)
@@ -67,7 +73,7 @@ def _moe_linear(
         given = f"{routing_weights.dtype} {list(routing_weights.shape)}"
         raise ValueError(f"routing_weights must be float32 {list(experts.shape)}, got {given}")
     if cuda_moe.takes(x, shape, blocksize, experts.shape[1], gated=False):
-        out: Tensor = cuda_moe.run(x, weight, experts, bias, routing_weights, None)
+        out: Tensor = cuda_moe.run(x, weight, experts, bias, routing_weights, None, follows_gated=follows_gated)
     else:
         out = _library_of(x.device.type).moe_linear(x, weight, experts, bias, routing_weights)
     return out
@@ -114,6 +120,7 @@ def _(
     absmax_8bit: Tensor | None = None,
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
+    follows_gated: bool = False,
 ) -> Tensor:
     torch._check(x.shape[-1] == shape[2], lambda: f"x ends in {x.shape[-1]}, the weight is {list(shape)}")
     rows = experts.shape if routing_weights is None else experts.shape[:1]

@@ -145,7 +145,9 @@ enum { NF4_SWIGLU_OAI = 3 };
  * x is [tokens, k], or where x_of_choices [tokens, top_k, k]; x, bias and out are of dtype (16 bit), dense and 16-byte aligned.
  * bias [num_experts, n] may be null. out is [tokens, top_k, n]; with an activation (the rows of an expert are gates, and then
  * as many ups) [tokens, top_k, n / 2]; with routing weights [tokens, top_k] it is [tokens, n], the sum over a token's choices
- * of routing * result. workspace: as many bytes as the plan says (nf4_kernels/plan/moe.py), 256-byte aligned. */
+ * of routing * result. workspace: as many bytes as the plan says (nf4_kernels/plan/moe.py), 256-byte aligned.
+ * follows_gated: a GEMM with an activation and the same experts is in front on the stream. Its launches let others start only
+ * when the experts are there, so these and the weight are read while launches in front still run. */
 typedef struct {
   Nf4Weight weight;
   const void* x;
@@ -160,6 +162,7 @@ typedef struct {
   int32_t x_of_choices;
   int32_t dtype;
   int32_t activation;
+  int32_t follows_gated;
   void* stream;
 } Nf4Moe;
 

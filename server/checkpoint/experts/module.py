@@ -81,7 +81,7 @@ class NF4Experts(nn.Module):
             hidden_states, *gate_up.codes, experts, self.activation, gate_up.bias, *gate_up.nested
         )
         out: torch.Tensor = torch.ops.nf4.moe_linear(
-            inner, *down.codes, experts, down.bias, top_k_weights.float(), *down.nested
+            inner, *down.codes, experts, down.bias, top_k_weights.float(), *down.nested, follows_gated=True
         )
         return out
 

@@ -62,6 +62,7 @@ MoeRowsArgs build_args(const Nf4Moe& moe, const MoeRowsPlan& plan) {
   args.tokens = static_cast<int>(moe.tokens);
   args.all_columns = !plan.sorted && args.choices <= plan.tiles * 8;
   args.adds = plan.adds;
+  args.follows_gated = moe.follows_gated && !plan.sorted;
   args.n = static_cast<int>(w.n);
   args.columns = static_cast<int>(moe.activation ? w.n / 2 : w.n);
   args.activation = moe.activation;

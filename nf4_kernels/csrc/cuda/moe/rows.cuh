@@ -147,8 +147,8 @@ __device__ __forceinline__ void run_moe_rows(const MoeRowsArgs& args, const void
   }
   clear_held(held);
   __syncthreads();
-  grid_dependency_wait();
-  launch_dependents();
+  if (!args.follows_gated) grid_dependency_wait();
+  if (!args.follows_gated) launch_dependents();
   constexpr int kFirstReducer = kWarps + 1, kFirstDecoder = kFirstReducer + Layout::kReducers;
   if (kNested && warp >= kFirstDecoder && warp < kFirstDecoder + 2) {
     int i = threadIdx.x - kFirstDecoder * 32;
@@ -158,6 +158,9 @@ __device__ __forceinline__ void run_moe_rows(const MoeRowsArgs& args, const void
   int groups = find_groups<kSize>(args, shared + Layout::kRing, held);
   __syncthreads();
   MoeRun run(args, groups);
+  // Activations are waited for here, and results are not written earlier.
+  if (args.follows_gated && (warp < kWarps || (warp > kWarps && warp < kFirstDecoder))) grid_dependency_wait();
+  if (args.follows_gated && warp == 0) launch_dependents();
   if (warp < kWarps) {
     consume_units<T, Layout, kBlocks, kTiles>(args, shared, run, held);
   } else if (warp == kWarps) {

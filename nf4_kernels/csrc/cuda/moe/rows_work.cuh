@@ -21,6 +21,7 @@ struct MoeRowsArgs {
   int x_choices;     // that share a row of x
   bool all_columns;  // all choices fit in the columns of a group: choice c has column c in every group, so x is loaded once
   bool adds;         // all choices of a row are a thread block's, which adds them up itself (needs all_columns)
+  bool follows_gated;  // see Nf4Moe; not where a launch in front lists the groups
   int n;             // rows of an expert
   int columns;       // of the output
   int activation;

@@ -28,6 +28,11 @@ __device__ __forceinline__ void add_choices(const MoeWarpsArgs& args, const floa
   }
 }
 
+__device__ __forceinline__ void wait_for_launches() {
+  grid_dependency_wait();
+  launch_dependents();
+}
+
 template <typename T, typename Layout>
 __device__ __forceinline__ void run_units(const MoeWarpsArgs& args, char* shared, int groups,
                                           const HeldGroups<Layout::kSize>& held, float* added) {
@@ -37,6 +42,7 @@ __device__ __forceinline__ void run_units(const MoeWarpsArgs& args, char* shared
   StepLoads<Layout> loads(args, shared_address(shared), unit, held.experts);
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loads.issue(args, stage);
+  if (args.follows_gated) wait_for_launches();
   const char* my_codes = shared + Layout::kRing + warp * Layout::kWarpBytes + g * 128;
   const float* code = reinterpret_cast<const float*>(shared + Layout::kCode);
   int offsets[kStepBlocks];
@@ -76,8 +82,7 @@ __global__ void __launch_bounds__(Layout::kThreads, 1) moe_warps(const __grid_co
     for (int i = threadIdx.x; i < count; i += Layout::kThreads) added[i] = 0.0f;
   }
   __syncthreads();
-  grid_dependency_wait();
-  launch_dependents();
+  if (!args.follows_gated) wait_for_launches();
   if (Layout::kNested && threadIdx.x < 64) {
     reinterpret_cast<float4*>(shared + Layout::kCode)[threadIdx.x] =
         __ldcg(reinterpret_cast<const float4*>(args.weight.absmax_code) + threadIdx.x);

@@ -25,6 +25,7 @@ struct MoeWarpsArgs {
   int row_groups;  // units of a group of choices
   int held_groups;
   bool adds;  // a thread block has some row groups of all groups, and adds up their choices itself
+  bool follows_gated;  // see Nf4Moe
 };
 
 // Dynamic shared memory: the table of linear_rows; the codes of nested scales; a ring of stages for each warp; the groups;

@@ -40,6 +40,7 @@ MoeWarpsArgs build_args(const Nf4Moe& moe, const MoeWarpsPlan& plan) {
   args.row_groups = (args.n + plan.row_tiles * 16 - 1) / (plan.row_tiles * 16);
   args.held_groups = plan.held_groups;
   args.adds = plan.adds;
+  args.follows_gated = moe.follows_gated;
   return args;
 }
 

@@ -5,6 +5,11 @@
 
 namespace nf4 {
 
+// As many of a thread's choices as are loaded together. No load is moved across a store, which it might alias; one by one, each
+// would be waited for.
+template <typename Traits>
+constexpr int kChoicesAtOnce = Traits::kTokens / 8 < 8 ? Traits::kTokens / 8 : 8;
+
 // Adds the bias, rounds once and writes a warpgroup's 64 rows x kTokens choices; row and column t are the thread's first ones.
 template <typename Traits>
 __device__ __forceinline__ void write_choices(const MoeWgmmaArgs& args, const MoeTiles& work, int row, int t,
@@ -17,15 +22,18 @@ __device__ __forceinline__ void write_choices(const MoeWgmmaArgs& args, const Mo
   float add0 = args.bias ? to_float(bias[0]) : 0.0f, add1 = args.bias && both ? to_float(bias[1]) : 0.0f;
   const int2* choices = reinterpret_cast<const int2*>(args.list.choices(work.group) + t);
   T* out = static_cast<T*>(args.out) + row;
+  constexpr int kAtOnce = kChoicesAtOnce<Traits>;
 #pragma unroll
-  for (int i = 0; i < Traits::kTokens / 2; i += 4) {
-    int2 two = __ldcg(choices + i);
+  for (int first = 0; first < Traits::kTokens / 8; first += kAtOnce) {
+    int2 held[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      int choice = j ? two.y : two.x;
+    for (int i = 0; i < kAtOnce; ++i) held[i] = load_fresh(choices + (first + i) * 4);
+#pragma unroll
+    for (int i = 0; i < kAtOnce * 2; ++i) {
+      int choice = i % 2 ? held[i / 2].y : held[i / 2].x, at = (first + i / 2) * 4 + i % 2;
       if (choice < 0) continue;
       T* to = out + int64_t{choice} * args.n;
-      float low = fmaf(sum[i + j], kScale, add0), high = fmaf(sum[i + j + 2], kScale, add1);
+      float low = fmaf(sum[at], kScale, add0), high = fmaf(sum[at + 2], kScale, add1);
       if (paired) {
         *reinterpret_cast<unsigned*>(to) = pack2<T>(low, high);
       } else {
@@ -51,16 +59,23 @@ __device__ __forceinline__ void write_gated_choices(const MoeWgmmaArgs& args, co
   bool odd = column % 2;
   const int* choices = args.list.choices(work.group) + t + odd;
   T* out = static_cast<T*>(args.out) + column - odd;
+  constexpr int kAtOnce = kChoicesAtOnce<Traits>;
 #pragma unroll
-  for (int i = 0; i < Traits::kTokens / 2; i += 4) {
-    int choice = load_fresh(choices + i * 2);
-    auto one = [&](int j) {
-      return gated_activation(args.activation, fmaf(sum[i + j], kScale, add0), fmaf(sum[i + j + 2], kScale, add1));
-    };
-    unsigned both = pack2<T>(one(0), one(1));
-    unsigned others = __shfl_xor_sync(~0u, both, 4);
-    unsigned word = __byte_perm(both, others, odd ? 0x3276 : 0x5410);
-    if (there && choice >= 0) *reinterpret_cast<unsigned*>(out + int64_t{choice} * args.gate.columns) = word;
+  for (int first = 0; first < Traits::kTokens / 8; first += kAtOnce) {
+    int held[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) held[i] = load_fresh(choices + (first + i) * 8);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int at = (first + i) * 4;
+      auto one = [&](int j) {
+        return gated_activation(args.activation, fmaf(sum[at + j], kScale, add0), fmaf(sum[at + j + 2], kScale, add1));
+      };
+      unsigned both = pack2<T>(one(0), one(1));
+      unsigned others = __shfl_xor_sync(~0u, both, 4);
+      unsigned word = __byte_perm(both, others, odd ? 0x3276 : 0x5410);
+      if (there && held[i] >= 0) *reinterpret_cast<unsigned*>(out + int64_t{held[i]} * args.gate.columns) = word;
+    }
   }
 }
 
@@ -90,7 +105,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   WgmmaLayout<Traits> layout{shared_address(shared)};
   if (layout.base != kTableBase) __trap();
-  launch_dependents();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, producer = warp - Traits::kConsumerWarps;
   if (producer == 0 && lane == 0) prefetch_map(&map);
   if (threadIdx.x == 0) layout.init_barriers();
@@ -114,6 +128,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     fill_table<Traits>(shared, warp);
     barrier_sync(kTableBarrier, Traits::kConsumers);
     grid_dependency_wait();
+    launch_dependents();  // not before the experts are there, see Nf4Moe
     consume_choices<Traits>(args, shared);
   }
 #endif
