@@ -64,19 +64,23 @@ class LaunchingRunner(AsyncRunner):
             self._sampler = sampler
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+def repeating_model(**sizes: Any) -> Any:
     """A model that says few tokens, most of them because of the one before: its answers often repeat themselves.
 
     Were all tokens nearly alike to it, rounding would choose among neighbours at a temperature.
     """
-    made = tiny_model("llama", vocab_size=VOCABULARY)
+    made = tiny_model("llama", **sizes, vocab_size=VOCABULARY)
     made.lm_head.weight[:24] *= 8
     made.lm_head.weight[24:] *= 0.05
     made.lm_head.weight[2] *= 0.5
     for layer in made.model.layers:
         layer.self_attn.o_proj.weight *= 0.05
     return made
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return repeating_model()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,13 +15,13 @@ from server.engine.parallel.start import load_ranks
 from server.engine.runtime import exchange
 from server.types import EngineStats, RequestOutput
 from tests.adapters import ALL_PROJECTIONS, save_adapter
-from tests.engine.models import tiny_model
 from tests.engine.test_speculation import (
     CHEAP,
     VOCABULARY,
     close,
     draft_model,
     joined,
+    repeating_model,
     run_wave,
     some_requests,
 )
@@ -30,28 +29,16 @@ from tests.parallel.test_families import SIZES
 from tests.parallel.test_workers import failed, silent
 
 RANKS = 2
+WIDE = {**SIZES, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 4}
 # So few KV blocks of 4 tokens that sequences are preempted; bytes of the keys and values of 4 layers and 8 heads.
 BLOCKS, BYTES_PER_BLOCK = 41, 4 * 2 * 4 * 8 * 64 * 4
-
-
-def _model() -> Any:
-    """A model that says few tokens, most of them because of the one before, as that of tests.engine.test_speculation."""
-    made = tiny_model(
-        "llama", **{**SIZES, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 4}, vocab_size=VOCABULARY
-    )
-    made.lm_head.weight[:24] *= 8
-    made.lm_head.weight[24:] *= 0.05
-    made.lm_head.weight[2] *= 0.5
-    for layer in made.model.layers:
-        layer.self_attn.o_proj.weight *= 0.05
-    return made
 
 
 @pytest.fixture(scope="module")
 def folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and in draft/ one that mostly agrees with it."""
     target = tmp_path_factory.mktemp("model")
-    model = _model()
+    model = repeating_model(**WIDE)
     for path, made in ((target, model), (target / "draft", draft_model(model))):
         made.save_pretrained(path)
         for file in embedded_folder.glob("*token*"):
@@ -62,7 +49,7 @@ def folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoraModule:
     path = tmp_path_factory.mktemp("adapters") / "a"
-    save_adapter(_model(), path, 0, 0.3, r=4, target_modules=ALL_PROJECTIONS)
+    save_adapter(repeating_model(**WIDE), path, 0, 0.3, r=4, target_modules=ALL_PROJECTIONS)
     return LoraModule(name="a", path=path)
 
 

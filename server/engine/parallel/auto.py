@@ -53,6 +53,7 @@ def fewest(
         return 1
     blocksize, _ = largest_blocks(info.without(lambda name: is_left_out(name, chosen.config)), chosen.config)
     possible = [count for count in possible_counts(chosen.config, blocksize) if 1 < count <= devices]
+    adapters = _refused_adapters(config, dtype)
     largest, reasons = None, []
     # Where no size can be, it is said why the number of all GPUs is none.
     for count in possible or [devices]:
@@ -60,8 +61,8 @@ def fewest(
             check_config(config, count)
             # Rank 0 has the image tower beside its part.
             plan = plan_shard(folder, device, dtype, Shard(0, count), towers)
-            for module in config.lora_modules:
-                check_divisible(module.name, read_adapter(module.path, dtype))
+            if adapters is not None:
+                raise adapters
         except (CheckpointError, EngineConfigError) as e:
             reasons.append(str(e).removeprefix(f"{folder}: "))
             continue
@@ -77,3 +78,13 @@ def fewest(
         )
     logger.warning("engine.tensor_parallel_size auto: one GPU, which leaves little for the KV cache: %s", reasons[0])
     return 1
+
+
+def _refused_adapters(config: EngineConfig, dtype: torch.dtype) -> CheckpointError | None:
+    """Why several GPUs do not serve the adapters that are loaded at the start; None where they do."""
+    try:
+        for module in config.lora_modules:
+            check_divisible(module.name, read_adapter(module.path, dtype))
+    except CheckpointError as e:
+        return e
+    return None
