@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.parallel.start import load_ranks
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.checkpoint.layouts import config_of, random_model, reference_model, save_nf4, silent
 from tests.checkpoint.multimodal import CLASSES
@@ -102,8 +103,13 @@ class Reference:
         return float((distance / logits.std(-1)).max())
 
 
-def check_images(name: str, budget: int, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Every token of the engine is the likeliest one, or nearly, of transformers' forward over prompt and answer."""
+def check_images(
+    name: str, budget: int, folder: Path, device: torch.device, dtype: torch.dtype, ranks: int = 1
+) -> None:
+    """Every token of the engine is the likeliest one, or nearly, of transformers' forward over prompt and answer.
+
+    With several ranks, the others are left running.
+    """
     changes, picture = FAMILIES[name]
     model = random_model(config_of(name, **merged(CLASSES[name], changes)), size=0.08)
     if name == "gemma3":
@@ -112,11 +118,15 @@ def check_images(name: str, budget: int, folder: Path, device: torch.device, dty
         for layer in model.get_decoder().layers:
             layer.self_attn.q_norm.weight.data += 2.0  # attend to few tokens rather than to all
     save_nf4(model, folder / "model")
-    model = load_model(folder / "model", device, dtype, silent, towers=True)
     config = EngineConfig(
-        device=device.type, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=512, kv_cache_bytes=2**24
-    )
-    runner = build_runner(model, config)
+        device=device.type, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=512, kv_cache_bytes=2**24,
+        tensor_parallel_size=ranks,
+    )  # fmt: skip
+    if ranks > 1:
+        (folder / "model" / "preprocessor_config.json").write_text("{}")
+        runner, _ = load_ranks(folder / "model", config, silent, print, [])
+    else:
+        runner = build_runner(load_model(folder / "model", device, dtype, silent, towers=True), config)
     engine = Engine(runner, config)
     reference = Reference(reference_model(folder / "model", folder / "reference").to(device, dtype))
     prompts = [

@@ -113,6 +113,8 @@ def check(
         nested = weight.absmax_8bit is not None
         routed = routing is not None
         plans = moe_candidates(tokens, top_k, count, n, k, arch, processors, nested, gated, routed, weight.blocksize)
+    # Rounding the weights to bfloat16 alone gives one in a thousand results of 40 values an error of 0.0067 and more.
+    tolerance = TOLERANCE[dtype] * (2 if wanted.numel() < 256 else 1)
     for plan in plans:
         sizes = (
             wanted.numel() * 2,
@@ -126,7 +128,7 @@ def check(
         assert found.dtype == dtype
         assert found.shape == wanted.shape
         if wanted.any():
-            assert relative_error(found, wanted) < TOLERANCE[dtype], str(plan)
+            assert relative_error(found, wanted) < tolerance, str(plan)
         assert torch.equal(found[wanted == 0], wanted[wanted == 0].to(dtype)), str(plan)
         assert torch.equal(found, poisoned(once, *sizes)), str(plan)
 

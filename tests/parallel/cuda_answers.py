@@ -1,4 +1,4 @@
-"""What an engine on some GPUs answers: `python -m tests.parallel.cuda_answers FOLDER RANKS EAGER FILE` writes it as JSON."""
+"""What an engine on some GPUs answers: `python -m tests.parallel.cuda_answers FOLDER RANKS STEPS FILE` writes it as JSON."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KINDS: dict[str, dict[str, Any]] = {
 TOKENS = 32
 
 
-def prompts(kind: str) -> list[list[int]]:
+def prompts(kind: str, vocabulary: int) -> list[list[int]]:
     """The prompts of a kind, the same in all processes."""
     rng = random.Random(kind)
-    return [[rng.randrange(3, 32000) for _ in range(length)] for length in PROMPTS]
+    return [[rng.randrange(3, vocabulary) for _ in range(length)] for length in PROMPTS]
 
 
 def _failed(reason: str, _fatal: bool) -> None:
@@ -40,19 +40,21 @@ def _failed(reason: str, _fatal: bool) -> None:
 
 
 def main() -> None:
-    """By kind and prompt: tokens, and log-probabilities of the prompt and the answer."""
-    folder, ranks, eager, file = sys.argv[1:]
+    """By kind and prompt: tokens, and log-probabilities of the prompt and the answer. STEPS: eager, graphs or lookup."""
+    folder, ranks, steps, file = sys.argv[1:]
     config = EngineConfig(
-        device="cuda", tensor_parallel_size=int(ranks), enforce_eager=eager == "eager", max_num_seqs=8,
+        device="cuda", tensor_parallel_size=int(ranks), enforce_eager=steps == "eager", max_num_seqs=8,
         max_model_len=2048, kv_cache_bytes=2**30, expanded_weights="off",
+        speculation="lookup" if steps == "lookup" else "off",
     )  # fmt: skip
     runner, workers = load_ranks(Path(folder), config, lambda *_: None, _failed, [])
     engine = Engine(runner, config)
+    vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     found = {}
     for kind, options in KINDS.items():
         requests = [
             make_request(prompt, f"{kind} {len(prompt)}", max_tokens=TOKENS, ignore_eos=True, **options)
-            for prompt in prompts(kind)
+            for prompt in prompts(kind, vocabulary)
         ]
         for name, outputs in run_together(engine, *requests).items():
             entries = [entry for o in outputs for entry in (*(o.prompt_logprobs or []), *(o.logprobs or []))]
@@ -61,7 +63,8 @@ def main() -> None:
                 "logprobs": [entry.logprob for entry in entries],
                 "errors": [o.error for o in outputs if o.error],
             }
-    Path(file).write_text(json.dumps(found))
+    accepted = sum(engine.stats().accepted_by_place)
+    Path(file).write_text(json.dumps({"answers": found, "accepted_guesses": accepted}))
     if workers is not None:
         workers.end()
     # NCCL's end would wait for ranks that have gone.

@@ -16,6 +16,7 @@ import torch
 from bench.e2e.fidelity import Scored, compare
 from server.checkpoint.loading import load_model
 from tests.engine.models import tiny_model
+from tests.engine.test_speculation import repeating_model
 from tests.parallel.cuda_answers import KINDS, PROMPTS, TOKENS, prompts
 
 pytestmark = [
@@ -35,7 +36,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 MIXTURE = {"moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4}
-CASES = (("llama", "eager"), ("qwen3", "graphs"), ("qwen3_moe", "graphs"))
+CASES = (("llama", "eager"), ("qwen3", "graphs"), ("qwen3_moe", "graphs"), ("repeating", "graphs"))
 Answers = dict[str, Any]
 
 
@@ -59,10 +60,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By family, a small random model in 16 bit."""
     root = tmp_path_factory.mktemp("models")
     for family, _ in CASES:
-        model = tiny_model(family, **SIZES, **(MIXTURE if family == "qwen3_moe" else {}))
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(0.4)
+        if family == "repeating":
+            model = repeating_model(**{name: size for name, size in SIZES.items() if name != "vocab_size"})
+        else:
+            model = tiny_model(family, **SIZES, **(MIXTURE if family == "qwen3_moe" else {}))
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(0.4)
         model.to(torch.bfloat16).save_pretrained(root / family)
     return {family: root / family for family, _ in CASES}
 
@@ -79,12 +83,17 @@ def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 # Without peer access NCCL sums everything, through the host's memory.
-@pytest.mark.parametrize(("family", "steps", "reach"), [*((*case, True) for case in CASES), (*CASES[1], False)])
+@pytest.mark.parametrize(
+    ("family", "steps", "reach"),
+    [*((*case, True) for case in CASES), (*CASES[1], False), ("repeating", "lookup", True)],
+)
 def test_two_gpus_answer_like_one(
     family: str, steps: str, reach: bool, folders: dict[str, Path], alone: dict[str, Answers], tmp_path: Path
 ) -> None:
     one, file = alone[family], tmp_path / "two"
     two = _answers(_answering(folders[family], 2, steps, file, NCCL_P2P_DISABLE=str(int(not reach))), file)
+    assert (two["accepted_guesses"] > 0) == (steps == "lookup")
+    one, two = one["answers"], two["answers"]
     assert not any(answer["errors"] for answer in two.values())
     for kind in KINDS:
         equal = []
@@ -107,8 +116,14 @@ def _error(folder: Path, found: Answers) -> float:
     """Root mean square error of the scored answers' log-probabilities, beside float32 on the same NF4 weights."""
     model = load_model(folder, torch.device("cuda", 0), torch.bfloat16, lambda *_: None)
     texts = []
-    for prompt in prompts("scored"):
+    for prompt in prompts("scored", model.config.vocab_size):
         answer = found[f"scored {len(prompt)}"]
         tokens = [*prompt, *answer["tokens"]]
         texts.append(Scored(tokens, len(tokens) - len(answer["logprobs"]), answer["logprobs"], 0))
     return compare(model, texts)["ours_rms"]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_images_on_two_gpus(name: str, tmp_path: Path) -> None:
+    """In bfloat16 the likeliest tokens, or nearly, of transformers' forward."""
+    subprocess.run([sys.executable, "-m", "tests.parallel.cuda_images", name, str(tmp_path)], check=True, timeout=300)
