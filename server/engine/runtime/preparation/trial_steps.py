@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.limits import ModelLimits
+from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.trials import relative_error
 
@@ -18,6 +20,11 @@ TRIAL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.0
 What is tried may differ by rounding only. A single token's logits can be so ill conditioned that rounding alone moves
 them by a thousandth.
 """
+_TOLERATED_LAYERS = 32
+"""The roundings of so many layers are tolerated; those of more layers add up like random numbers.
+
+Random weights of 80 layers are off by 0.11 in bfloat16 on two GPUs.
+"""
 
 
 class TrialSteps:
@@ -25,6 +32,10 @@ class TrialSteps:
 
     def __init__(self, paged: PagedModel) -> None:
         self._paged = paged
+        layers = len(decoder_layers(paged.model))
+        self._tolerance = TRIAL_TOLERANCES[paged.dtype] * math.sqrt(max(1.0, layers / _TOLERATED_LAYERS))
+        self.largest_error = 0.0
+        """The largest relative error that difference() has seen."""
 
     def run(self, count: int) -> torch.Tensor:
         """Logits [count, vocabulary] of a first chunk of count tokens."""
@@ -41,8 +52,8 @@ class TrialSteps:
     def difference(self, logits: torch.Tensor, expected: torch.Tensor, count: int) -> str | None:
         """Say how the logits of a step of count tokens differ from the expected ones by more than rounding."""
         error = relative_error(logits, expected)
-        within = error < TRIAL_TOLERANCES[self._paged.dtype]
-        return None if within else f"are off by {error:.1e} with {count} tokens"
+        self.largest_error = max(self.largest_error, error)
+        return None if error < self._tolerance else f"are off by {error:.1e} with {count} tokens"
 
 
 def mixed_trial_steps(first_chunk: Callable[[int], Batch], block_size: int, limits: ModelLimits) -> Iterator[Batch]:
