@@ -34,15 +34,6 @@ MOST_GATHERED = 32
 """Choices of the largest tiles whose activations the GEMM itself gathers, by one warp."""
 LEAST_TILED = 32
 """Choices of the smallest tiles that a launch in front of the GEMM gathers."""
-STEP_US = {
-    (16, False): 0.956, (32, False): 1.031,
-    (32, True): 0.702, (64, True): 0.964, (128, True): 1.618, (256, True): 2.706,
-}  # fmt: skip
-"""Microseconds of a k step of a tile, by its choices and whether they are tiled."""
-EPILOGUE_US = 8.38
-"""Microseconds of the epilogue of a tile of 128 choices."""
-TILING_US, TILED_PER_US = 25.2, 8.53e5
-"""What gathering into tiles costs: microseconds of the launches in front, and how many activations go in one microsecond."""
 MOST_OF_ROWS = 4.5
 """Choices of an expert, on average, up to which moe_rows is the faster one."""
 MOST_OF_BOXES = 6.5
@@ -53,7 +44,7 @@ SHORT_BLOCKS = 16
 """With up to this many 64-wide k blocks moe_rows has too little work for each group."""
 MOST_OF_WARPS = 5.5
 """Choices of an expert, on average, up to which moe_warps is the fastest one where k is short."""
-MOST_ADDED = 160
+MOST_ADDED = 256
 """Choices up to which moe_warps' thread blocks had better add them up than a launch behind."""
 LEAST_EVEN = 0.85
 """The share of the device's time that row groups have to fill for that."""
@@ -109,6 +100,39 @@ class MoeWgmma:
 MoePlan = MoeRows | MoeWarps | MoeWgmma
 
 
+@dataclass(frozen=True)
+class WgmmaCosts:
+    """What moe_wgmma's launches take on a GPU, in microseconds, as bench/fit_moe_plan.py fits it to measured launches."""
+
+    gathered_steps: tuple[float, ...]
+    """A k step of a tile of 16 and of 32 choices, whose activations the GEMM gathers."""
+    tiled_steps: tuple[float, ...]
+    """A k step of a tile of 32, 64, 128 and 256 choices that a launch in front has gathered."""
+    epilogue: float
+    """The epilogue of a tile of 128 choices."""
+    tiling: float
+    """The launches in front that gather."""
+    tiled_value: float
+    """One activation that they gather."""
+
+    def step(self, plan: MoeWgmma) -> float:
+        """A k step of a tile."""
+        steps, least = (self.tiled_steps, LEAST_TILED) if plan.tiled else (self.gathered_steps, 16)
+        return steps[(plan.tokens // least).bit_length() - 1]
+
+    def numbers(self) -> list[float]:
+        """All of them, as with_numbers() takes them."""
+        return [*self.gathered_steps, *self.tiled_steps, self.epilogue, self.tiling, self.tiled_value]
+
+    def with_numbers(self, numbers: list[float]) -> WgmmaCosts:
+        """The same with other numbers."""
+        first, second = numbers[: len(self.gathered_steps)], numbers[len(self.gathered_steps) : -3]
+        return WgmmaCosts(tuple(first), tuple(second), *numbers[-3:])
+
+
+H200_COSTS = WgmmaCosts((0.901, 1.093), (0.861, 1.206, 1.747, 2.738), 5.01, 12.9, 1.78e-6)
+
+
 def moe_warps_candidates(
     choices: int, experts: int, n: int, k: int, arch: int, multiprocessors: int, routed: bool
 ) -> list[MoeWarps]:
@@ -162,12 +186,17 @@ def _expected_tiles(each: float, size: int) -> float:
     return tiles
 
 
-def _wgmma_cost(plan: MoeWgmma, choices: int, chosen: float, n: int, k: int) -> float:
-    """Microseconds on an H200; the constants are fitted so that the choices, more than the times, are right."""
+def expected_experts(choices: int, experts: int) -> float:
+    """How many experts so many random choices are of, on average."""
+    return experts * (1 - (1 - 1 / experts) ** choices)
+
+
+def wgmma_cost(plan: MoeWgmma, choices: int, chosen: float, n: int, k: int, costs: WgmmaCosts = H200_COSTS) -> float:
+    """Microseconds of a launch for choices of `chosen` experts; costs are fitted so that the choice of a launch is right."""
     tiles = chosen * _expected_tiles(choices / chosen, plan.tokens) * -(-n // (plan.groups * 64))
-    each = -(-k // K_STEP) * STEP_US[plan.tokens, plan.tiled] + EPILOGUE_US * plan.tokens / 128
+    each = -(-k // K_STEP) * costs.step(plan) + costs.epilogue * plan.tokens / 128
     cost = tiles / plan.grid * each
-    return cost + (TILING_US + choices * k / TILED_PER_US if plan.tiled else 0.0)
+    return cost + (costs.tiling + choices * k * costs.tiled_value if plan.tiled else 0.0)
 
 
 def plan_moe(
@@ -191,7 +220,7 @@ def plan_moe(
         return None
     candidates = moe_candidates(tokens, top_k, experts, n, k, arch, multiprocessors, nested, gated, routed, blocksize)
     choices = tokens * top_k
-    chosen = experts * (1 - (1 - 1 / experts) ** choices)
+    chosen = expected_experts(choices, experts)
     each = choices / chosen
     wgmma: list[MoeWgmma] = [c for c in candidates if isinstance(c, MoeWgmma)]
     rows = [c for c in candidates if isinstance(c, MoeRows)]
@@ -210,7 +239,7 @@ def plan_moe(
     if wgmma and (each > MOST_OF_ROWS or choices > MOST_UNSORTED or not rows or (short and choices > GROUP_ROWS)):
         if each < LEAST_OF_TILES:
             wgmma = [c for c in wgmma if not c.tiled]
-        return min(wgmma, key=lambda plan: _wgmma_cost(plan, choices, chosen, n, k))
+        return min(wgmma, key=lambda plan: wgmma_cost(plan, choices, chosen, n, k))
     tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
     if short and choices <= GROUP_ROWS:
         rows.sort(key=lambda c: (not c.adds, c.blocks, c.tiles))

@@ -1,0 +1,40 @@
+"""Fitting the costs of moe_wgmma's launches: times that follow other costs are followed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import fit_moe_plan
+from bench.fit_moe_plan import Gemm, fit, gemms
+from nf4_kernels.plan.moe import H200_COSTS, MOE_WGMMA_INSTANCES, MoeWgmma, WgmmaCosts, wgmma_cost
+
+OTHER = WgmmaCosts((1.2, 1.5), (0.6, 1.4, 2.4, 4.4), 3.0, 20.0, 1e-6)
+
+
+def measured(costs: WgmmaCosts) -> list[Gemm]:
+    plans = [MoeWgmma(*size, 132, tiled) for size in MOE_WGMMA_INSTANCES for tiled in (False, True)]
+    plans = [plan for plan in plans if plan.tokens >= 32 or not plan.tiled]
+    plans = [plan for plan in plans if plan.tokens <= 32 or plan.tiled]
+    found = []
+    for choices, chosen, n, k in ((512, 100.0, 768, 2048), (4096, 32.0, 2880, 2880), (16384, 8.0, 4096, 14336)):
+        times = [(plan, wgmma_cost(plan, choices, chosen, n, k, costs)) for plan in plans]
+        found.append(Gemm(choices, chosen, n, k, times))
+    return found
+
+
+def test_other_costs_are_found() -> None:
+    given = measured(OTHER)
+    before, after = ([gemm.loss(costs) for gemm in given] for costs in (H200_COSTS, fit(given, rounds=1500)))
+    assert sum(error for _, error in after) < sum(error for _, error in before) / 10
+    assert max(slower for slower, _ in after) < 0.01
+
+
+def test_the_library_has_the_costs_of_the_measured_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = gemms(json.loads((fit_moe_plan.RESULTS / "moe-nvidia-h200.json").read_text()))
+    assert len(rows) > 20
+    slower = [gemm.loss(H200_COSTS)[0] for gemm in rows]
+    assert sum(slower) / len(slower) < 0.01
+    assert fit_moe_plan.main() == 0
+    assert "fitted: chosen launches of" in capsys.readouterr().out
