@@ -1,4 +1,4 @@
-"""Fits the costs of moe_wgmma's launches, nf4_kernels/plan/moe.py's constants, to measured ones: python -m bench.fit_moe_plan.
+"""Fits the costs of moe_wgmma's launches, nf4_kernels/plan/moe.py's H200_COSTS: python -m bench.fit_moe_plan.
 
 It reads bench/results/moe-nvidia-h200.json, in which `bench.kernels.moe` wrote every launch's time. A random search changes
 constants a little and keeps what lowers a loss of two parts: by how much the launches that the costs choose are slower than
@@ -87,9 +87,10 @@ def main() -> int:
     for name, costs in (("before", moe.H200_COSTS), ("fitted", fit(measured))):
         losses = [gemm.loss(costs) for gemm in measured]
         slower, errors = [loss for loss, _ in losses], [error for _, error in losses]
+        mean, rms = sum(slower) / len(slower), math.sqrt(sum(errors) / len(errors))
         print(
-            f"{name}: chosen launches of {len(measured)} GEMMs are slower than the best by {sum(slower) / len(slower):.1%}, at most "
-            f"{max(slower):.1%}; relative errors of the costs {math.sqrt(sum(errors) / len(errors)):.1%}\n{costs}"
+            f"{name}: chosen launches of {len(measured)} GEMMs are slower than the best by {mean:.1%}, at most "
+            f"{max(slower):.1%}; relative errors of the costs {rms:.1%}\n{costs}"
         )
     return 0
 

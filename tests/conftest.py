@@ -61,7 +61,7 @@ def reference(embedded_folder: Path) -> Reference:
 def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server process with the embedded model on a free port, ready to answer."""
     log = tmp_path_factory.mktemp("server") / "log"
-    with start_server(log) as running:
+    with start_server(log, eager=False) as running:
         yield running
 
 
@@ -70,17 +70,21 @@ class start_server:  # noqa: N801 - used as a function
 
     Without a process that stands by for the engine: its imports are seconds of a core. tests/engine/test_client.py has one.
     With one thread: two files of tests run side by side, and threads of several servers on two cores wait for one another.
+    eager: with nothing compiled or traced, which is most of a start. The server that most tests share is not.
     """
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, *arguments: str, eager: bool = True) -> None:
         self._log = log
         self._arguments = arguments
+        self._eager = eager
 
     def __enter__(self) -> RunningServer:
         port = free_port()
         command = [sys.executable, "-m", "server", "--port", str(port), *self._arguments]
         with self._log.open("wb") as output:
             environment = {"NF4_ENGINE__STANDBY": "false", "NF4_ENGINE__THREADS": "1", **os.environ}
+            if self._eager:
+                environment["NF4_ENGINE__ENFORCE_EAGER"] = "true"
             environment["PYTHONUNBUFFERED"] = "1"
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         base_url = f"http://127.0.0.1:{port}"

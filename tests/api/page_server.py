@@ -82,5 +82,5 @@ def write_settings(model: Path, folder: Path, *, compiled: bool) -> Path:
 def serve_pages(model: Path, folder: Path, *, compiled: bool = False) -> Iterator[RunningServer]:
     """A server for the pages; its settings and its log are in folder. compiled: as fast as users have it."""
     config = write_settings(model, folder, compiled=compiled)
-    with start_server(folder / "log", "--config", str(config)) as running:
+    with start_server(folder / "log", "--config", str(config), eager=not compiled) as running:
         yield running

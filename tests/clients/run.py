@@ -148,7 +148,7 @@ def main() -> int:
         for model, arguments in (("embedded", []), ("random", random)):
             names = [name for name in chosen if CLIENTS[name].model == model]
             if names:
-                with start_server(work / f"{model}.log", *arguments) as server:
+                with start_server(work / f"{model}.log", *arguments, eager=False) as server:
                     failed += run(names, folders, work, server.base_url, checkpoint)
     return 1 if failed else 0
 

@@ -33,7 +33,7 @@ def servers(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     logs = tmp_path_factory.mktemp("servers")
     with contextlib.ExitStack() as stack:
         arguments = ("--kv-cache-bytes", str(1 << 28), "--threads", "1")
-        yield [stack.enter_context(start_server(logs / str(i), *arguments)) for i in range(2)]
+        yield [stack.enter_context(start_server(logs / str(i), *arguments, eager=False)) for i in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.runtime.attention.paged_cpu import paged_cpu_error
 from server.engine.runtime.compile.compiled_layer import CompiledLayer
+from server.engine.runtime.graphs import recorded
 from server.engine.runtime.graphs.recorded import MOST_TOKENS
 from server.engine.runtime.graphs.traced import TracedSteps, greedy_step
 from server.engine.runtime.model.cpu_linear import COMPACT, CompactLinear
@@ -54,10 +55,19 @@ def _logits(runner: ModelRunner, greedy: bool = False) -> list[torch.Tensor]:
     return found
 
 
-def test_a_traced_step_leaves_adapters_to_the_models_class(embedded_folder: Path, tmp_path: Path) -> None:
+def _trace_up_to(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of up to so many tokens; each takes seconds to trace."""
+    for module in (recording, recorded):
+        monkeypatch.setattr(module, "MOST_TOKENS", most)
+
+
+def test_a_traced_step_leaves_adapters_to_the_models_class(
+    embedded_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of the output layer alone does not keep the decoder layers from being recorded."""
     if (reason := paged_cpu_error()) is not None:
         pytest.skip(reason)
+    _trace_up_to(2, monkeypatch)
     model = AutoModelForCausalLM.from_pretrained(embedded_folder)
     save_adapter(model, tmp_path / "head", 3, 0.9, target_modules=["lm_head"], r=4)
     answers = []
@@ -79,26 +89,28 @@ def test_a_traced_step_leaves_adapters_to_the_models_class(embedded_folder: Path
     assert answers[0][0] != answers[0][1]
 
 
-def test_recorded_steps_give_the_same_bits(embedded_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [2, pytest.param(MOST_TOKENS, marks=pytest.mark.slow)])
+def test_recorded_steps_give_the_same_bits(embedded_folder: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := paged_cpu_error()) is not None:
         pytest.skip(reason)
     config = EngineConfig(device="cpu", kv_cache_bytes=50 << 20)
     monkeypatch.setattr(recording, "TRACING_SECONDS", 600.0)
-    recorded = load_runner(embedded_folder, config, lambda *_: None)
-    traced = recorded._paged.small_steps
+    _trace_up_to(most, monkeypatch)
+    ours = load_runner(embedded_folder, config, lambda *_: None)
+    traced = ours._paged.small_steps
     assert isinstance(traced, TracedSteps)
-    assert sorted(traced._steps) == list(range(1, MOST_TOKENS + 1))
-    layers = decoder_layers(recorded._paged.model)
+    assert sorted(traced._steps) == list(range(1, most + 1))
+    layers = decoder_layers(ours._paged.model)
     assert not any(isinstance(layer.forward, CompiledLayer) for layer in layers)
     monkeypatch.setattr(assembly, "record_with_trials", lambda *_: False)
     plain = load_runner(embedded_folder, config, lambda *_: None)
     assert plain._paged.small_steps is None
     assert all(isinstance(layer.forward, CompiledLayer) for layer in decoder_layers(plain._paged.model))
     expected = _logits(plain)
-    assert all(map(torch.equal, _logits(recorded), expected))
+    assert all(map(torch.equal, _logits(ours), expected))
     assert sorted(traced._greedy) == (sorted(traced._steps) if cpu.isa() in COMPACT else [])
     screened = 0
-    for found, logits in zip(_logits(recorded, greedy=True), expected, strict=True):
+    for found, logits in zip(_logits(ours, greedy=True), expected, strict=True):
         assert all(map(torch.equal, found.max(-1), logits.max(-1)))
         assert bool((found <= logits.amax(-1, keepdim=True)).all())
         screened += not torch.equal(found, logits)

@@ -74,6 +74,7 @@ def test_the_wheel_needs_torch_only(wheel: Path) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_installed_wheel_compiles_its_kernels_at_first_use(wheel: Path, tmp_path: Path) -> None:
     installed, home = tmp_path / "installed", tmp_path / "home"

@@ -59,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     }
     config = root / "config.json"  # YAML has JSON in it
     config.write_text(json.dumps({"engine": engine}))
-    with start_server(root / "log", "--config", str(config), "--model", str(folder)) as running:
+    with start_server(root / "log", "--config", str(config), "--model", str(folder), eager=False) as running:
         yield running
         until_ready(running)
         rank = _rank(running)

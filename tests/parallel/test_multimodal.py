@@ -87,6 +87,7 @@ def save_mixture(folder: Path, in_nf4: bool) -> Path:
     return change_tensors(folder, change) if in_nf4 else folder
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_with_an_image_tower(tmp_path: Path) -> None:
     folders = [save_mixture(tmp_path / name, in_nf4=name == "nf4") for name in ("16 bit", "nf4")]
     ranks = answers_of_ranks(folders, 2, tmp_path / "store")

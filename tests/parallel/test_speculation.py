@@ -83,7 +83,7 @@ def expected(folder: Path, adapter: LoraModule) -> dict[str, RequestOutput]:
     return answers(folder, adapter, RANKS, "off")[0]
 
 
-@pytest.mark.parametrize("speculation", ["lookup", "draft"])
+@pytest.mark.parametrize("speculation", ["lookup", pytest.param("draft", marks=pytest.mark.slow)])
 def test_answers_are_those_without_speculation(
     speculation: str, folder: Path, adapter: LoraModule, expected: dict[str, RequestOutput]
 ) -> None:
