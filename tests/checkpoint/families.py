@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 COMMON: dict[str, Any] = {
@@ -85,10 +85,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def skip_where_refused(family: str) -> None:
-    """Skip a test of a family that the installed transformers is too old for: one of NEWER.
+    """Skip a test of a family that the installed transformers is too old for: it lacks it, or the family is one of NEWER.
 
-    That such families are refused has a test of its own, which runs with every version.
+    That families of NEWER are refused has a test of its own, which runs with every version.
     """
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have {family}")
     if family in NEWER:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(family))]
         if not model_class._supports_attention_backend:

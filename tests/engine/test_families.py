@@ -48,6 +48,7 @@ def test_chunked_and_mixed_batches_give_transformers_logits(
         monkeypatch.setattr(cache, "create_backend", _reference_backend)
     model = tiny_model(family)
     reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")  # in 5.17 transformers' sdpa computes Gemma 2 without its caps
     runner = build_runner(model, CONFIG)
     rng = random.Random(family)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 5, 41, 17, 30, 2, 9)]
