@@ -182,9 +182,10 @@ let lastTop = 0;
 log.addEventListener(
   "scroll",
   () => {
-    const atEnd = log.scrollHeight - log.clientHeight - log.scrollTop < 32;
-    if (atEnd) following = true;
-    else if (log.scrollTop < lastTop) following = false;
+    const below = log.scrollHeight - log.clientHeight - log.scrollTop;
+    // A wheel's scrolling begins with a few pixels. Where a conversation gets shorter, the end itself comes up.
+    if (log.scrollTop < lastTop && below >= 1) following = false;
+    else if (below < 32) following = true;
     lastTop = log.scrollTop;
     at("to-end").hidden = following;
   },
@@ -192,15 +193,20 @@ log.addEventListener(
 );
 
 function keepUp() {
-  if (following) log.scrollTop = log.scrollHeight;
+  if (following) toEnd();
   else at("to-end").hidden = false;
+}
+
+function toEnd() {
+  log.scrollTop = log.scrollHeight;
+  lastTop = log.scrollTop;
 }
 
 /** Go to the end, and stay there. */
 export function followAgain() {
   following = true;
   at("to-end").hidden = true;
-  log.scrollTop = log.scrollHeight;
+  toEnd();
 }
 
 at("to-end").append(icon("down"));
