@@ -71,10 +71,12 @@ def test_several_processes_send_all_requests(server: RunningServer, load: dict[s
 def test_several_processes_keep_the_times_of_one(server: RunningServer) -> None:
     load = Load(server.base_url, MODEL, 6, rate=4.0, prompt_tokens=(5, 5), answer_tokens=(2, 2), poisson=False)
     sent = [answer.sent for answer in run_in_processes(load, 3)]
-    late = sorted(abs(at - sent[0] - 0.25 * index) for index, at in enumerate(sent))
+    # By the request that is sent most nearly in time: none is sent early.
+    planned = [at - 0.25 * index for index, at in enumerate(sent)]
+    late = sorted(at - min(planned) for at in planned)
     # Processes that each counted from their own start would be a quarter of a second off and more. A process that gets no
     # core for a moment sends one request later.
-    assert late[3] < 0.1
+    assert late[3] < 0.15
     assert late[-1] < 0.6
 
 
