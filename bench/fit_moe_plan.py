@@ -12,15 +12,17 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from bench.kernels.moe import MODELS, RESULTS
 from nf4_kernels.plan import moe
-from nf4_kernels.plan.moe import MOE_WGMMA_INSTANCES, MoeWgmma, WgmmaCosts, wgmma_cost
+from nf4_kernels.plan.moe import MoeWgmma, MoeWgmmaCosts, moe_candidates, moe_wgmma_cost
 
 LEAST_CHOICES = 4
 """Choices of an expert, on average, from which moe_wgmma may be the fastest kernel."""
 ROUNDS, STEP = 5000, 0.08
+MULTIPROCESSORS = 132
+"""Those of an H200."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Gemm:
     k: int
     launches: list[tuple[MoeWgmma, float]]
 
-    def loss(self, costs: WgmmaCosts) -> tuple[float, float]:
+    def loss(self, costs: MoeWgmmaCosts) -> tuple[float, float]:
         """How much slower the chosen launch is than the best one; the mean square of the costs' relative errors."""
-        found = [wgmma_cost(plan, self.choices, self.chosen, self.n, self.k, costs) for plan, _ in self.launches]
+        found = [moe_wgmma_cost(plan, self.choices, self.chosen, self.n, self.k, costs) for plan, _ in self.launches]
         taken = [us for _, us in self.launches]
         errors = [math.log(cost / us) ** 2 for cost, us in zip(found, taken, strict=True)]
         return taken[found.index(min(found))] / min(taken) - 1, sum(errors) / len(errors)
@@ -51,20 +53,20 @@ def gemms(report: dict[str, list[dict[str, object]]]) -> list[Gemm]:
         choices = tokens * mixture.top_k
         chosen = moe.expected_experts(choices, mixture.experts)
         n, k = mixture.hidden, mixture.intermediate
-        if row["gemm"] == "gate_up":
+        if gated := row["gemm"] == "gate_up":
             n, k = 2 * k, n
-        plans = [MoeWgmma(*size, 132, tiled) for size in MOE_WGMMA_INSTANCES for tiled in (False, True)]
-        launches = [(plan, times[str(plan)]) for plan in plans if str(plan) in times]
+        plans = moe_candidates(tokens, mixture.top_k, mixture.experts, n, k, 90, MULTIPROCESSORS, True, gated)
+        launches = [(plan, times[str(plan)]) for plan in plans if isinstance(plan, MoeWgmma) and str(plan) in times]
         if choices / chosen >= LEAST_CHOICES and len(launches) > 1:
             found.append(Gemm(choices, chosen, n, k, launches))
     return found
 
 
-def fit(measured: Sequence[Gemm], seed: int = 0, rounds: int = ROUNDS) -> WgmmaCosts:
+def fit(measured: Sequence[Gemm], seed: int = 0, rounds: int = ROUNDS) -> MoeWgmmaCosts:
     """The constants with the smallest loss that the search finds, beginning with those of the library."""
     chance = random.Random(seed)
 
-    def total(costs: WgmmaCosts) -> float:
+    def total(costs: MoeWgmmaCosts) -> float:
         losses = [gemm.loss(costs) for gemm in measured]
         worst = max(slower for slower, _ in losses)
         return 5 * sum(slower for slower, _ in losses) + 2 * worst + 4 * sum(error for _, error in losses) / len(losses)
@@ -72,10 +74,10 @@ def fit(measured: Sequence[Gemm], seed: int = 0, rounds: int = ROUNDS) -> WgmmaC
     best = moe.H200_COSTS
     least = total(best)
     for _ in range(rounds):
-        numbers = best.numbers()
+        numbers = list(astuple(best))
         for place in chance.sample(range(len(numbers)), chance.choice((1, 2, 3))):
             numbers[place] *= math.exp(chance.gauss(0, STEP))
-        tried = best.with_numbers(numbers)
+        tried = MoeWgmmaCosts(*numbers)
         if (loss := total(tried)) < least:
             best, least = tried, loss
     return best

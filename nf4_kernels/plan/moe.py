@@ -101,13 +101,19 @@ MoePlan = MoeRows | MoeWarps | MoeWgmma
 
 
 @dataclass(frozen=True)
-class WgmmaCosts:
-    """What moe_wgmma's launches take on a GPU, in microseconds, as bench/fit_moe_plan.py fits it to measured launches."""
+class MoeWgmmaCosts:
+    """What moe_wgmma's launches take on a GPU, in microseconds, as bench/fit_moe_plan.py fits it to measured launches.
 
-    gathered_steps: tuple[float, ...]
-    """A k step of a tile of 16 and of 32 choices, whose activations the GEMM gathers."""
-    tiled_steps: tuple[float, ...]
-    """A k step of a tile of 32, 64, 128 and 256 choices that a launch in front has gathered."""
+    The first two are a k step of a tile of so many choices whose activations the GEMM gathers, the next four one of a tile
+    that a launch in front has gathered.
+    """
+
+    gathered_16: float
+    gathered_32: float
+    tiled_32: float
+    tiled_64: float
+    tiled_128: float
+    tiled_256: float
     epilogue: float
     """The epilogue of a tile of 128 choices."""
     tiling: float
@@ -117,20 +123,11 @@ class WgmmaCosts:
 
     def step(self, plan: MoeWgmma) -> float:
         """A k step of a tile."""
-        steps, least = (self.tiled_steps, LEAST_TILED) if plan.tiled else (self.gathered_steps, 16)
-        return steps[(plan.tokens // least).bit_length() - 1]
-
-    def numbers(self) -> list[float]:
-        """All of them, as with_numbers() takes them."""
-        return [*self.gathered_steps, *self.tiled_steps, self.epilogue, self.tiling, self.tiled_value]
-
-    def with_numbers(self, numbers: list[float]) -> WgmmaCosts:
-        """The same with other numbers."""
-        first, second = numbers[: len(self.gathered_steps)], numbers[len(self.gathered_steps) : -3]
-        return WgmmaCosts(tuple(first), tuple(second), *numbers[-3:])
+        found: float = getattr(self, f"{'tiled' if plan.tiled else 'gathered'}_{plan.tokens}")
+        return found
 
 
-H200_COSTS = WgmmaCosts((0.901, 1.093), (0.861, 1.206, 1.747, 2.738), 5.01, 12.9, 1.78e-6)
+H200_COSTS = MoeWgmmaCosts(0.901, 1.093, 0.861, 1.206, 1.747, 2.738, 5.01, 12.9, 1.78e-6)
 
 
 def moe_warps_candidates(
@@ -191,7 +188,9 @@ def expected_experts(choices: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** choices)
 
 
-def wgmma_cost(plan: MoeWgmma, choices: int, chosen: float, n: int, k: int, costs: WgmmaCosts = H200_COSTS) -> float:
+def moe_wgmma_cost(
+    plan: MoeWgmma, choices: int, chosen: float, n: int, k: int, costs: MoeWgmmaCosts = H200_COSTS
+) -> float:
     """Microseconds of a launch for choices of `chosen` experts; costs are fitted so that the choice of a launch is right."""
     tiles = chosen * _expected_tiles(choices / chosen, plan.tokens) * -(-n // (plan.groups * 64))
     each = -(-k // K_STEP) * costs.step(plan) + costs.epilogue * plan.tokens / 128
@@ -239,7 +238,7 @@ def plan_moe(
     if wgmma and (each > MOST_OF_ROWS or choices > MOST_UNSORTED or not rows or (short and choices > GROUP_ROWS)):
         if each < LEAST_OF_TILES:
             wgmma = [c for c in wgmma if not c.tiled]
-        return min(wgmma, key=lambda plan: wgmma_cost(plan, choices, chosen, n, k))
+        return min(wgmma, key=lambda plan: moe_wgmma_cost(plan, choices, chosen, n, k))
     tiles = 1 if each <= 5 or choices <= 8 else 2 if each <= 10 else 4
     if short and choices <= GROUP_ROWS:
         rows.sort(key=lambda c: (not c.adds, c.blocks, c.tiles))

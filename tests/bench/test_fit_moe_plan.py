@@ -8,18 +8,16 @@ import pytest
 
 from bench import fit_moe_plan
 from bench.fit_moe_plan import Gemm, fit, gemms
-from nf4_kernels.plan.moe import H200_COSTS, MOE_WGMMA_INSTANCES, MoeWgmma, WgmmaCosts, wgmma_cost
+from nf4_kernels.plan.moe import H200_COSTS, MoeWgmma, MoeWgmmaCosts, moe_candidates, moe_wgmma_cost
 
-OTHER = WgmmaCosts((1.2, 1.5), (0.6, 1.4, 2.4, 4.4), 3.0, 20.0, 1e-6)
+OTHER = MoeWgmmaCosts(1.2, 1.5, 0.6, 1.4, 2.4, 4.4, 3.0, 20.0, 1e-6)
 
 
-def measured(costs: WgmmaCosts) -> list[Gemm]:
-    plans = [MoeWgmma(*size, 132, tiled) for size in MOE_WGMMA_INSTANCES for tiled in (False, True)]
-    plans = [plan for plan in plans if plan.tokens >= 32 or not plan.tiled]
-    plans = [plan for plan in plans if plan.tokens <= 32 or plan.tiled]
+def measured(costs: MoeWgmmaCosts) -> list[Gemm]:
     found = []
     for choices, chosen, n, k in ((512, 100.0, 768, 2048), (4096, 32.0, 2880, 2880), (16384, 8.0, 4096, 14336)):
-        times = [(plan, wgmma_cost(plan, choices, chosen, n, k, costs)) for plan in plans]
+        plans = moe_candidates(choices, 1, 128, n, k, 90, 132, nested=True, gated=True)
+        times = [(p, moe_wgmma_cost(p, choices, chosen, n, k, costs)) for p in plans if isinstance(p, MoeWgmma)]
         found.append(Gemm(choices, chosen, n, k, times))
     return found
 
