@@ -53,7 +53,7 @@ def write_words_model(folder: Path, embedded_folder: Path) -> None:
             (folder / file.name).symlink_to(file)
 
 
-def write_settings(model: Path, folder: Path, *, compiled: bool) -> Path:
+def write_settings(model: Path, folder: Path) -> Path:
     """A configuration for a model with a key, an adapter, and a template that thinks when it is asked to."""
     served = folder / "model"
     served.mkdir()
@@ -71,7 +71,7 @@ def write_settings(model: Path, folder: Path, *, compiled: bool) -> Path:
         "model": str(served),
         "served_model_name": MODEL,
         "http": {"api_keys": [KEY]},
-        "engine": {"enforce_eager": not compiled, "lora_modules": [{"name": ADAPTER, "path": str(folder / "adapter")}]},
+        "engine": {"lora_modules": [{"name": ADAPTER, "path": str(folder / "adapter")}]},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(settings))
@@ -81,6 +81,6 @@ def write_settings(model: Path, folder: Path, *, compiled: bool) -> Path:
 @contextlib.contextmanager
 def serve_pages(model: Path, folder: Path, *, compiled: bool = False) -> Iterator[RunningServer]:
     """A server for the pages; its settings and its log are in folder. compiled: as fast as users have it."""
-    config = write_settings(model, folder, compiled=compiled)
+    config = write_settings(model, folder)
     with start_server(folder / "log", "--config", str(config), eager=not compiled) as running:
         yield running

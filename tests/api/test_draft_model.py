@@ -30,7 +30,7 @@ def draft_folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory
 
 def configuration(folder: Path, draft: Path) -> tuple[str, str]:
     path = folder / "config.yaml"
-    path.write_text(f"engine: {{speculation: draft, draft_model: {draft}, enforce_eager: true}}\n")
+    path.write_text(f"engine: {{speculation: draft, draft_model: {draft}}}\n")
     return "--config", str(path)
 
 

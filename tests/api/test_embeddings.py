@@ -68,7 +68,7 @@ def folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def embedder(folder: Path) -> Iterator[RunningServer]:
-    engine = {"enforce_eager": True, "kv_cache_bytes": 100_000_000, "max_model_len": 1000}
+    engine = {"kv_cache_bytes": 100_000_000, "max_model_len": 1000}
     settings = {"model": str(folder), "served_model_name": MODEL, "engine": engine, "http": {"max_queue": 8}}
     (folder / "serve.yaml").write_text(json.dumps(settings))
     with start_server(folder / "log", "--config", str(folder / "serve.yaml")) as running:

@@ -65,7 +65,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "model": str(model),
         "served_model_name": MODEL,
         "http": {"max_images": 3, "max_image_pixels": 1_000_000, "max_image_bytes": 200_000},
-        "engine": {"enforce_eager": True, "kv_cache_bytes": 4_000_000, "max_model_len": 512, "threads": 1},
+        "engine": {"kv_cache_bytes": 4_000_000, "max_model_len": 512, "threads": 1},
     }
     (folder / "serve.yaml").write_text(json.dumps(settings))
     with start_server(folder / "log", "--config", str(folder / "serve.yaml")) as server:

@@ -24,7 +24,7 @@ from server.engine.speculation.speculator import Speculator
 from server.engine.speculation.suffixes import END, IndexReader, SuffixIndex
 from server.types import GenerateRequest, SamplingParams
 from tests.adapters import save_adapter
-from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.factories import fix_costs, make_request, run_together, tokens
 from tests.engine.models import tiny_model
 
 CHEAP = StepCosts({size: 1 + size / 1000 for size in range(1, 17)})
@@ -204,9 +204,7 @@ def make_engine(
     engine = Engine(build_runner(copy.deepcopy(model), config), config)
     speculator = engine._speculator
     assert speculator is not None
-    speculator.costs = CHEAP
-    # What steps take here would change the plan.
-    speculator.note_time = lambda *_: None  # type: ignore[method-assign]
+    fix_costs(engine, CHEAP)
     return engine, speculator
 
 

@@ -26,7 +26,7 @@ from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
 from tests.adapters import ALL_PROJECTIONS, save_adapter
-from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.factories import fix_costs, make_request, run_together, tokens
 from tests.engine.models import tiny_model
 from tests.engine.test_async_scheduling import AsyncRunner
 
@@ -121,9 +121,7 @@ def make_engine(
             setattr(runner, name, value)
     engine = Engine(runner, config, Grammars(folder, VOCABULARY, 2))
     if engine._speculator is not None:
-        engine._speculator.costs = CHEAP if kind is ModelRunner else DEAR_DRAFTS if drafts else DEAR
-        # What steps take here would change the plan.
-        engine._speculator.note_time = lambda *_: None  # type: ignore[method-assign]
+        fix_costs(engine, CHEAP if kind is ModelRunner else DEAR_DRAFTS if drafts else DEAR)
     return engine
 
 

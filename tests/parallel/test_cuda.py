@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from bench.e2e.fidelity import Scored, compare
 from server.checkpoint.loading import load_model
@@ -133,9 +133,8 @@ def _behind(model: PreTrainedModel, prompt: list[int], answer: list[int], penalt
     assert len(answer) == TOKENS
     ids = torch.tensor([prompt + answer], device=model.device)
     logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    for place, row in enumerate(logits):
-        seen = ids[0, : len(prompt) + place].unique()
-        row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    penalize = RepetitionPenaltyLogitsProcessor(penalty)
+    logits = torch.cat([penalize(ids[:, : len(prompt) + place], row[None]) for place, row in enumerate(logits)])
     return logits.amax(-1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 

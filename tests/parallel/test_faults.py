@@ -24,8 +24,7 @@ def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     root = tmp_path_factory.mktemp("server")
     config = root / "config.yaml"
     config.write_text(
-        f"engine: {{device: cpu, tensor_parallel_size: {RANKS}, enforce_eager: true, kv_cache_bytes: 33554432,"
-        " standby: false}\n"
+        f"engine: {{device: cpu, tensor_parallel_size: {RANKS}, kv_cache_bytes: 33554432, standby: false}}\n"
     )
     with start_server(root / "log", "--config", str(config)) as running:
         yield running

@@ -15,6 +15,7 @@ from server.engine.parallel.start import load_ranks
 from server.engine.runtime import exchange
 from server.types import EngineStats, RequestOutput
 from tests.adapters import ALL_PROJECTIONS, save_adapter
+from tests.engine.factories import fix_costs
 from tests.engine.test_speculation import (
     CHEAP,
     VOCABULARY,
@@ -68,8 +69,7 @@ def answers(
     try:
         engine = Engine(runner, config, Grammars(folder, VOCABULARY, 2))
         if engine._speculator is not None:
-            engine._speculator.costs = CHEAP
-            engine._speculator.note_time = lambda *_: None  # type: ignore[method-assign]
+            fix_costs(engine, CHEAP)
         outputs, _ = run_wave(engine, some_requests(random.Random(3), 0, []), None)
         return {name: joined(own) for name, own in outputs.items()}, engine.stats()
     finally:
