@@ -32,7 +32,7 @@ import torch
 
 from bench.speculation.results import Row, default_path, write
 from server.config import EngineConfig
-from server.engine import core
+from server.engine import accounting
 from server.engine.core import Engine
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
@@ -94,7 +94,7 @@ def drafting(engine: Engine, right: float, guesses: int | None = None) -> Iterat
     speculator = engine._speculator
     assert speculator is not None
     if isinstance(speculator, DraftSpeculator):
-        with patch.object(core, "accepted", partial(_drawn, right)):
+        with patch.object(accounting, "accepted", partial(_drawn, right)):
             yield
         return
     costs, plan = speculator.costs, speculator.plan
@@ -107,7 +107,7 @@ def drafting(engine: Engine, right: float, guesses: int | None = None) -> Iterat
                 chunk.sequence.guesser = Drafter(right)
         return plan(step)
 
-    with patch.object(speculator, "plan", planned), patch.object(core, "accepted", partial(_drawn, right)):
+    with patch.object(speculator, "plan", planned), patch.object(accounting, "accepted", partial(_drawn, right)):
         yield
     speculator.costs = costs
 

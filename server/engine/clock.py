@@ -56,16 +56,13 @@ class StepClock:
         self._read = read
         self.started = 0.0
         self.stopped = 0.0
+        self.seconds = 0.0
+        """Length of the last step that has ended."""
         self.kernels = KernelTimes()
         """Since the process began, at the end of the last step."""
         self._before = KernelTimes()
         self._dequant = 0.0
         self._linear = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Length of the last step."""
-        return self.stopped - self.started
 
     def start(self) -> None:
         """Note that a step begins."""
@@ -75,6 +72,7 @@ class StepClock:
     def stop(self) -> None:
         """Note that the step has ended; its results are on the host."""
         self.stopped = time.perf_counter()
+        self.seconds = self.stopped - self.started
         self.kernels = self._read()
         self._dequant = self.kernels.dequant - self._before.dequant
         self._linear = self.kernels.linear - self._before.linear

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from server.config import EngineConfig
+from server.engine.accounting import Accounting, Checked
 from server.engine.execution import execute
 from server.engine.grammar import Grammars
 from server.engine.outputs import OutputBuilder
@@ -15,8 +16,6 @@ from server.engine.requests import check_request
 from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.limits import sequence_limit, token_budget
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.runtime.verification import accepted
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.prompt_images import PromptImages
@@ -26,7 +25,6 @@ from server.engine.scheduling.step import Step
 from server.engine.speculation.drafts import DraftSpeculator
 from server.engine.speculation.shared_store import SharedStore
 from server.engine.speculation.speculator import Speculator
-from server.logs import concerning
 from server.types import (
     AdapterResult,
     EngineStats,
@@ -71,6 +69,7 @@ class Engine:
         self._pending: LaunchedStep | None = None
         self._random = random.SystemRandom()
         self._speculator = self._make_speculator(config)
+        self._accounting = Accounting(self._scheduler, self._outputs, self._pace, self._speculator)
         if self._speculator is not None and self._speculator.store is not None:
             self._scheduler.on_end = self._speculator.note_end
 
@@ -150,22 +149,29 @@ class Engine:
         begun = time.perf_counter()
         # Async scheduling: where the runner can, this step is launched before the last one's tokens are read.
         pending, self._pending = self._pending, None
+        checked: Checked | None = None
+        if pending is not None and pending.step.guesses:
+            # What is next depends on which guesses were right. What the requests got is said while the device goes on.
+            checked, pending = self._read_guesses(pending), None
         step = self._scheduler.schedule()
         # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
         guessing = self._speculator is not None and self._speculator.plan(step)
         launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
-        if pending is None:
+        if pending is None and checked is None:
             self._step_clock.start()
         self._outputs.schedule(step.admitted)
         ran = step
         if pending is not None:
             ran = pending.step
-            outputs += self._account(ran, pending.read(), {})
+            outputs += self._accounting.account(ran, pending.read(), {})
             self._step_clock.start()
         if launched is None:
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
-            if guessing and not self._has_guesses(step, planned=pending is None):
-                launched = self._runner.execute_async(step, None) if step.chunks else None
+            if guessing:
+                launched = self._launch_guesses(step, planned=pending is None)
+        if checked is not None:
+            ran = checked.step
+            outputs += self._accounting.say(checked)
         # Sampling under grammars had to wait for the tokens of the last step.
         if launched is not None and not launched.complete():
             launched = None
@@ -175,9 +181,10 @@ class Engine:
             self._pending = launched
         elif step.chunks:
             outputs += self._compute(step)
-        if self._speculator is not None and (pending is None) == (launched is None):
-            self._speculator.note_time(step, time.perf_counter() - begun)
         if self._speculator is not None:
+            launches_guesses = launched is not None and bool(step.guesses)
+            if checked is None and (pending is None) == (launched is None) and not launches_guesses:
+                self._speculator.note_time(step, time.perf_counter() - begun)
             self._speculator.catch_up(step)
         return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
 
@@ -223,14 +230,22 @@ class Engine:
         results, failures = execute(self._runner, step)
         self._scheduler.advance(step)
         if step.guesses:
-            return self._account_guesses(step, results)
-        return self._account(step, results, failures)
+            return self._accounting.say(self._accounting.settle_guesses(step, results))
+        return self._accounting.account(step, results, failures)
+
+    def _launch_guesses(self, step: Step, planned: bool) -> LaunchedStep | None:
+        """Launch a step whose tokens are all known, with guesses or, where it has none in the end, without.
+
+        planned: whether the tokens were known already when the step was planned. None where it has to be executed.
+        """
+        if not step.chunks:
+            return None
+        if not self._has_guesses(step, planned):
+            return self._runner.execute_async(step, None)
+        return self._runner.launch_guesses(step)
 
     def _has_guesses(self, step: Step, planned: bool) -> bool:
-        """Whether a step whose tokens are all known has guesses for which there are KV blocks, which are taken.
-
-        planned: whether the tokens were known already when the step was planned.
-        """
+        """Whether a step whose tokens are all known has guesses for which there are KV blocks, which are taken."""
         speculator = self._speculator
         if speculator is not None and (planned or speculator.plan(step)):
             self._scheduler.reserve(step)
@@ -238,48 +253,12 @@ class Engine:
                 speculator.draft(step)
         return bool(step.guesses)
 
-    def _account_guesses(self, step: Step, results: list[Sampled]) -> list[RequestOutput]:
-        """_account() of a step with guesses, none of whose sequences failed as a whole."""
-        speculator = self._speculator
-        assert speculator is not None
-        firsts, others = accepted(step, results)
-        outputs = {output.request_id: output for output in self._account(step, firsts, {})}
-        for chunk in step.chunks:
-            request_id = chunk.sequence.request_id
-            found = others.get(request_id)
-            if found is None:
-                continue
-            added = self._scheduler.follow(chunk.sequence, [result.token for result in found])
-            checked = len(step.guesses[request_id])
-            speculator.note_guesses(chunk.sequence, checked, added)
-            self._outputs.note_guesses(request_id, checked, added)  # ignored if its first token ended it
-            if added:
-                more = self._outputs.tokens(chunk.sequence, found[:added])
-                outputs[request_id] = outputs[request_id].followed_by(more)
-        return list(outputs.values())
-
-    def _account(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
-        """Say what each request got from a step that advance() was called for; those that ended meanwhile get nothing."""
-        self._step_clock.stop()
-        if self._pace is not None:
-            self._pace.note(sum([c.length for c in step.chunks if not c.is_decode]), self._step_clock.seconds)
-        alive = [chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED]
-        if len(alive) < len(step.chunks):
-            results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
-            step = Step(alive)
-        self._outputs.share(alive)
-        sampled = step.sampled
-        wrong = [(c.sequence, r.error) for c, r in zip(sampled, results, strict=True) if r.error is not None]
-        failures.update((sequence.request_id, error) for sequence, error in wrong)
-        for request_id in failures:
-            self._scheduler.finish(request_id, "error")
-        for chunk in step.chunks if failures else ():
-            if reason := failures.get(chunk.sequence.request_id):
-                origin = concerning(chunk.sequence.http_request_id)
-                logger.error("%s failed: %s", chunk.sequence.request_id, reason, extra=origin)
-        self._scheduler.resolve(step, [result.token for result in results])
-        outputs = [self._outputs.error(request_id, reason) for request_id, reason in failures.items()]
-        for chunk, result in zip(sampled, results, strict=True):
-            if not failures or chunk.sequence.request_id not in failures:
-                outputs.append(self._outputs.token(chunk.sequence, result))
-        return outputs
+    def _read_guesses(self, launched: LaunchedStep) -> Checked:
+        """Wait for a step with guesses, and account for it."""
+        results = launched.read()
+        launched.step.read_guesses()
+        checked = self._accounting.settle_guesses(launched.step, results)
+        assert self._speculator is not None
+        self._speculator.note_time(launched.step, self._step_clock.seconds)
+        self._step_clock.start()
+        return checked

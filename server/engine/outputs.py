@@ -45,11 +45,10 @@ class OutputBuilder:
         self.step_clock.share([(clocks[c.sequence.request_id], c.length, c.is_decode) for c in chunks])
 
     def note_guesses(self, request_id: str, checked: int, accepted: int) -> None:
-        """Count a request's guesses of one step; a request that has ended is ignored."""
-        clock = self._clocks.get(request_id)
-        if clock is not None:
-            clock.draft_tokens += checked
-            clock.accepted_tokens += accepted
+        """Count a request's guesses of one step, before it is told of the step."""
+        clock = self._clocks[request_id]
+        clock.draft_tokens += checked
+        clock.accepted_tokens += accepted
 
     def error(self, request_id: str, reason: str) -> RequestOutput:
         """The last output of a request that failed."""

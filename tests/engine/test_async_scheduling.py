@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,19 @@ def test_options_stay_within_async_scheduling(blocks: int | None, seen: bool, ca
     assert engine.stats().kv_blocks_used == 0
     assert runner.launched > 50
     assert not caplog.records
+
+
+def test_the_time_of_a_step_is_that_until_its_tokens_are_read() -> None:
+    """Also where the next step has been launched meanwhile."""
+    engine, runner = make_engine(AsyncRunner)
+    engine.add(make_request(9, max_tokens=20))
+    begun, seconds = time.perf_counter(), []
+    while engine.has_work:
+        stats = engine.step().stats
+        seconds += [stats.step_seconds] if stats.step_tokens else []
+    assert runner.launched > 10
+    assert min(seconds) > 0
+    assert 0.5 * (time.perf_counter() - begun) < sum(seconds) < time.perf_counter() - begun
 
 
 def test_options_survive_aborts_beside_them() -> None:

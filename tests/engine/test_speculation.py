@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import os
 import random
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -49,12 +51,35 @@ GRAMMAR = '{"grammars": [{"lark_grammar": "start: /[a-c ]{4,40}/"}]}'
 BYTES_PER_TOKEN = 768
 
 
+@dataclass(frozen=True)
+class ReadLater:
+    """Stands for a step with guesses that has been launched."""
+
+    step: Step
+    results: list[Sampled]
+
+    def complete(self) -> bool:
+        return True
+
+    def read(self) -> list[Sampled]:
+        return self.results
+
+
 class LaunchingRunner(AsyncRunner):
-    """Launches decode steps of raw logits, and executes others, as a GPU's runner does with speculation."""
+    """Launches steps of raw logits, with guesses and without, and executes others, as a GPU's runner does."""
+
+    launched_guesses = 0
 
     def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
         plain = all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks)
         return super().execute_async(step, previous) if plain else None
+
+    def launch_guesses(self, step: Step) -> LaunchedStep | None:
+        if not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
+            return None
+        self.launched_guesses += 1
+        # As on a GPU, what happens until the tokens are read changes nothing that the step computes.
+        return cast(LaunchedStep, ReadLater(step, self.execute(step)))
 
     def execute(self, step: Step) -> list[Sampled]:
         sampler, self._sampler = self._sampler, None
@@ -172,6 +197,13 @@ def some_requests(chance: random.Random, wave: int, others: list[list[int]]) -> 
     return found
 
 
+def sampled_on_a_gpu(request: GenerateRequest) -> GenerateRequest:
+    """The request with only those options with which a GPU's graph samples."""
+    names = ("max_tokens", "temperature", "seed", "ignore_eos", "top_p", "top_k", "stop_token_ids", "speculation")
+    given: dict[str, Any] = {name: getattr(request.sampling, name) for name in names}
+    return msgspec.structs.replace(request, sampling=SamplingParams(**given))
+
+
 def run_wave(
     engine: Engine, requests: list[GenerateRequest], chance: random.Random | None
 ) -> tuple[dict[str, list[RequestOutput]], set[str]]:
@@ -285,7 +317,41 @@ def test_answers_are_the_same_with_and_without(
     assert stats.draft_tokens > sum(stats.accepted_by_place)
     assert (stats.preemptions > 0) == (blocks < 240)
     runner = guessing._runner
-    assert not isinstance(runner, LaunchingRunner) or runner.launched > count // 2
+    if isinstance(runner, LaunchingRunner):
+        assert runner.launched > count // 2
+        assert runner.launched_guesses > count // 10
+
+
+@pytest.mark.parametrize("method", ["lookup", "draft"])
+def test_steps_with_guesses_that_are_read_after_the_next_message(
+    method: str, model: Any, adapter: LoraModule, embedded_folder: Path
+) -> None:
+    """As on a GPU a step with guesses is launched, and requests come and go before its tokens are read."""
+    chance = random.Random(method)
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, LaunchingRunner, 60, **METHODS[method])
+    unfinished = 0
+    for wave in range(3):
+        requests = [sampled_on_a_gpu(request) for request in some_requests(chance, wave, [])]
+        expected, _ = run_wave(plain, requests, None)
+        got, cancelled = run_wave(guessing, requests, chance)
+        for request in requests:
+            wanted, found = joined(expected[request.request_id]), got[request.request_id]
+            if not (found and found[-1].finish_reason):
+                assert request.request_id in cancelled
+                assert tokens(found) == wanted.new_token_ids[: len(tokens(found))]
+                unfinished += 1
+            elif not is_at_a_boundary(model, request, tokens(found), wanted.new_token_ids):
+                whole = joined(found)
+                assert whole.new_token_ids == wanted.new_token_ids, request
+                assert (whole.finish_reason, whole.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
+        assert guessing.stats().kv_blocks_used == 0
+    stats, runner = guessing.stats(), guessing._runner
+    assert isinstance(runner, LaunchingRunner)
+    assert runner.launched_guesses > 15
+    assert 0 < unfinished < 30
+    assert stats.preemptions > 0
+    assert stats.draft_tokens > sum(stats.accepted_by_place) > 20
 
 
 def test_a_step_brings_several_tokens_and_says_how_guesses_fared(

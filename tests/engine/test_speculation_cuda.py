@@ -14,12 +14,11 @@ from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.verify import SIZES
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import relative_error
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
@@ -131,19 +130,19 @@ def test_tokens_that_a_graph_samples_are_those_of_its_logits(tmp_path: Path, mon
     runner, config = runner_of("qwen3-8b", tmp_path)
     assert runner._graphs.verify is not None
     sampled: list[int] = []
-    sample = runner._graphs.verify.sample
+    run_async = runner._graphs.verify.run_async
 
-    def noted(step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> list[Sampled]:
+    def noted(step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> AsyncStep:
         sampled.append(len(step.chunks))
-        return sample(step, batch, launch, guesses)
+        return run_async(step, batch, launch, guesses)
 
-    monkeypatch.setattr(runner._graphs.verify, "sample", noted)
+    monkeypatch.setattr(runner._graphs.verify, "run_async", noted)
     found = []
     for options in ({}, {"temperature": 0.7, "seed": 3}, {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5}):
         asked = [make_request([5 + i, 9, 7] * 10, max_tokens=60, **options) for i in range(3)]
         found.append((asked, answers(runner, config, "lookup", asked)[0]))
     assert sampled
-    monkeypatch.setattr(runner, "_check_guesses", lambda step: None)
+    monkeypatch.setattr(runner, "_graph_input", lambda step: None)
     for asked, tokens_found in found:
         assert answers(runner, config, "lookup", asked)[0] == tokens_found
 

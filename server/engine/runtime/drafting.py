@@ -57,6 +57,13 @@ class LaunchedGuesses:
         """int64, on the device: all columns, one after another."""
         self._sequences = sequences
         self._lengths = [len(column) for column in columns]
+        # Copied at once, so that they are on the host when the step that checks them has ended.
+        self._copied, self._done = self.tokens, None
+        if self.tokens.is_cuda:
+            self._copied = torch.empty_like(self.tokens, device="cpu", pin_memory=True)
+            self._copied.copy_(self.tokens, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
 
     def source(self, step: Step) -> list[int]:
         """For each token of a step, the place in tokens of the guess that it is, or 0."""
@@ -73,7 +80,9 @@ class LaunchedGuesses:
     def read(self) -> dict[str, list[int]]:
         """Wait for the guesses, by request id."""
         found: list[list[int]] = [[] for _ in self._sequences]
-        tokens = iter(self.tokens.tolist())
+        if self._done is not None:
+            self._done.synchronize()
+        tokens = iter(self._copied.tolist())
         for length in self._lengths:
             for own in found[:length]:
                 own.append(next(tokens))

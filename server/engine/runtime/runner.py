@@ -15,7 +15,7 @@ from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
 from server.engine.runtime.drafting import DraftModel, LaunchedGuesses
 from server.engine.runtime.followers import Followers, followed
-from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
@@ -180,6 +180,34 @@ class ModelRunner:
 
     def _check_guesses(self, step: Step) -> list[Sampled] | None:
         """execute() of a step with guesses whose tokens a CUDA graph finds; None where it needs more than that."""
+        given = self._graph_input(step)
+        if given is None:
+            return None
+        if self._followers is None:
+            return self._launch_check(step, given).read()
+        # The other ranks replay the same graph. This one alone samples, because it alone reads the tokens.
+        with followed(given, self._followers):
+            return self._launch_check(step, given).read()
+
+    @torch.inference_mode()
+    def launch_guesses(self, step: Step) -> LaunchedStep | None:
+        """Launch a step with guesses without waiting for its tokens, or None where that cannot be: it needs execute() then.
+
+        read() of what is launched gives a result for each token of the step.
+        """
+        given = None if self._followers is not None else self._graph_input(step)
+        if given is None:
+            return None
+        try:
+            return self._launch_check(step, given)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception:
+            logger.exception("launching a step of %d sequences with guesses failed", len(step.chunks))
+            return None  # execute() finds the one that is at fault
+
+    def _graph_input(self, step: Step) -> StepInput | None:
+        """The columns of a step with guesses whose tokens a CUDA graph finds; None where it needs more than that."""
         verify = self._graphs.verify
         # The number of tokens is asked before a batch is made, because forward() makes one of its own.
         if verify is None or step.num_tokens > verify.sizes[-1]:
@@ -187,23 +215,20 @@ class ModelRunner:
         if not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
             return None
         given = step_input(step)
-        if given.images is not None:
-            return None
-        batch = self._batch(given.in_single_tokens())
-        drafted = step.drafted
+        return None if given.images is not None else given
+
+    def _launch_check(self, step: Step, given: StepInput) -> AsyncStep:
+        verify, drafted = self._graphs.verify, step.drafted
+        assert verify is not None
 
         def table() -> npt.NDArray[np.float64] | None:
             return sampling_table(sampled_sequences(step), self.limits.vocab_size)
 
-        if drafted is not None:
-            assert isinstance(drafted, LaunchedGuesses)
-            return verify.sample(step, batch, Launch(True, drafted.source(step), table), drafted.tokens)
-        known = Launch(False, None, table)
-        if self._followers is None:
-            return verify.sample(step, batch, known, None)
-        # The other ranks replay the same graph. This one alone samples, because it alone reads the tokens.
-        with followed(given, self._followers):
-            return verify.sample(step, batch, known, None)
+        batch = self._batch(given.in_single_tokens())
+        if drafted is None:
+            return verify.run_async(step, batch, Launch(False, None, table), None)
+        assert isinstance(drafted, LaunchedGuesses)
+        return verify.run_async(step, batch, Launch(True, drafted.source(step), table), drafted.tokens)
 
     def _execute_with_embeddings(self, step: Step) -> list[Sampled]:
         """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""

@@ -8,12 +8,9 @@ from transformers import PreTrainedModel
 from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.pool import GraphPool
-from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.step import Step
 
 SIZES = (2, 4, 8, 16, 32, 64)
 """Tokens of a step, guesses and all. GEMMs cost the same for one token as for eight, and little more for 16."""
@@ -48,12 +45,3 @@ class VerifyGraphs(DecodeGraphs):
         """Logits [tokens, vocabulary] of a batch that fits(), valid until the next run."""
         _, singles = next(in_groups(batch, self._block_size, self._largest))
         return super().run(singles)
-
-    def sample(self, step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> list[Sampled]:
-        """Sample each token of a step from the model's raw logits; launch has the table of their parameters.
-
-        batch: the step's tokens in single tokens, no more than the largest graph has. The host waits for the device once:
-        the tokens of sequences without a temperature are the graph's own. guesses: int64, on the device, where the host
-        does not know them; launch.source says which of them is each token's.
-        """
-        return self.run_async(step, batch, launch, guesses).read()
