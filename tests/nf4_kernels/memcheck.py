@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 
+import nf4_kernels.routing  # noqa: F401 (its import registers the ops of routers)
 from nf4_kernels import Weight, cuda, cuda_launches, cuda_moe, reference
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Dequantize, Plan, rows_candidates
 from nf4_kernels.plan.moe import moe_candidates

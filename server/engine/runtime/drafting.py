@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from server.engine.runtime.batch import Batch, StepInput, batch_of
@@ -21,7 +22,7 @@ from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
-from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion, sampling_table
+from server.engine.runtime.sampling.inverse_cdf import sample_by_table, sampling_table
 from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
@@ -168,10 +169,7 @@ class DraftModel:
     def _following(self, sequences: list[Sequence], place: int, newest: torch.Tensor) -> torch.Tensor:
         """int64 [sequences]: the guess behind place guesses of each; newest: the guesses before, as of _next()."""
         if self._graphs is not None and self._is_laid_out:
-            table = None
-            if any(s.sampling.temperature > 0 for s in sequences):
-                table = sampling_table([SequenceAhead(s, place) for s in sequences], self._paged.vocab_size)
-            found = self._graphs.decode.launch_next(newest[: len(sequences)], table)
+            found = self._graphs.decode.launch_next(newest[: len(sequences)], self._table(sequences, place))
             if found is not None:
                 return found
         return self._next([_Part(s, len(s.tokens) + place - 1, [PLACEHOLDER]) for s in sequences], place, newest)
@@ -182,20 +180,28 @@ class DraftModel:
         newest: the guesses before, of these sequences and perhaps of others behind them, which stand for the parts' ids.
         """
         count, graphs = len(parts), self._graphs
-        ahead: list[Sequence] = [SequenceAhead(part.sequence, place) for part in parts]
+        sequences = [part.sequence for part in parts]
         batch = self._batch(parts)
         self._is_laid_out = graphs is not None and graphs.decode.fits(batch)
         if graphs is not None and self._is_laid_out:
             source = None if newest is None or len(newest) == count else list(range(count))
-            launch = Launch(newest is not None, source, partial(sampling_table, ahead, self._paged.vocab_size))
+            launch = Launch(newest is not None, source, partial(self._table, sequences, place))
             return graphs.decode.launch(batch, launch, newest)[1]
         if newest is not None:
             batch = replace(batch, ids=newest[:count])
         if graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
-            logits = graphs.verify.run(batch)[batch.sampled_rows]
+            logits, tokens = graphs.verify.run_greedy(batch)
         else:
             logits = self._paged.run(batch)
-        return sample_by_inversion(logits, ahead, logits.argmax(dim=-1))
+            tokens = logits.argmax(dim=-1)
+        table = self._table(sequences, place)
+        return tokens if table is None else sample_by_table(logits, table, tokens)
+
+    def _table(self, sequences: list[Sequence], place: int) -> npt.NDArray[np.float64] | None:
+        """sampling_table() of the token behind place guesses of each sequence."""
+        if all(sequence.sampling.temperature == 0 for sequence in sequences):
+            return None
+        return sampling_table([SequenceAhead(sequence, place) for sequence in sequences], self._paged.vocab_size)
 
     def _batch(self, parts: list[_Part]) -> Batch:
         """Make the batch of the parts' tokens; the logits of each part's last one are wanted, in the order of parts."""

@@ -222,6 +222,8 @@ class ModelRunner:
         assert verify is not None
 
         def table() -> npt.NDArray[np.float64] | None:
+            if all(chunk.sequence.sampling.temperature == 0 for chunk in step.chunks):
+                return None
             return sampling_table(sampled_sequences(step), self.limits.vocab_size)
 
         batch = self._batch(given.in_single_tokens())

@@ -68,6 +68,8 @@ class DraftSpeculator(Speculator):
         self._token_budget = token_budget
         self._rate = _FIRST_RATE
         self._steps_until_asked = 0
+        # For a next step with as many sequences, of which these may have guesses: those of the guesses, an entry each.
+        self._prepared: tuple[int, list[Sequence], list[Sequence]] | None = None
 
     def plan(self, step: Step) -> bool:
         """Plan as Speculator does; step.guesses gets places for guesses, which draft() fills."""
@@ -76,10 +78,16 @@ class DraftSpeculator(Speculator):
         if not self.may_have_guesses(step):
             return False
         rates = [found for found in self._rates(step) if _lag(found[2]) <= SHORT_LAG]
-        chosen = self._chosen(len(chunks), rates)
+        sequences, self._prepared, prepared = [sequence for *_, sequence in rates], None, self._prepared
+        if prepared is not None and prepared[:2] == (len(chunks), sequences):
+            chosen = prepared[2]
+        else:
+            chosen = self._chosen(len(chunks), rates)
+        most = {sequence.request_id: own for _, own, sequence in rates}
         for sequence in chosen:
             guesses = step.guesses.setdefault(sequence.request_id, [])
-            guesses.append(PLACEHOLDER)
+            if len(guesses) < most[sequence.request_id]:
+                guesses.append(PLACEHOLDER)
         for rate, _, sequence in rates:
             sequence.acceptance = rate if sequence.request_id in step.guesses else _drifted(rate)
         if not chosen:
@@ -135,12 +143,16 @@ class DraftSpeculator(Speculator):
             self._name({sequence: before})
 
     def catch_up(self, step: Step) -> None:
-        """Have known tokens computed of sequences of a step that has run, where guesses are expected to pay.
+        """Have known tokens computed of a step's sequences, where guesses are expected to pay, and plan the next step.
 
-        They are as many as a step may have, so that prompts are computed in chunks here, too.
+        The tokens are as many as a step may have, so that prompts are computed in chunks here, too.
         """
         if not self.may_have_guesses(step):
             return
+        if step.guesses:
+            # Now, while the device has work. The rates are those before this step's guesses.
+            rates = self._rates(step)
+            self._prepared = len(step.chunks), [s for *_, s in rates], self._chosen(len(step.chunks), rates)
         running = (chunk.sequence for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING)
         behind = [sequence for sequence in running if _lag(sequence) > SHORT_LAG and self._may_go_on(sequence)]
         if not behind or not self._pays(step, behind):

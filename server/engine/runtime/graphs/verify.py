@@ -43,5 +43,14 @@ class VerifyGraphs(DecodeGraphs):
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [tokens, vocabulary] of a batch that fits(), valid until the next run."""
+        return super().run(self._singles(batch))
+
+    def run_greedy(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of batch.sampled_rows and the best token of each, int64. A graph is large enough for batch."""
+        captured = self._replay(self._singles(batch), batch.ids)
+        rows = batch.sampled_rows
+        return captured.logits[rows], captured.greedy[1, rows].long()
+
+    def _singles(self, batch: Batch) -> Batch:
         _, singles = next(in_groups(batch, self._block_size, self._largest))
-        return super().run(singles)
+        return singles

@@ -9,6 +9,8 @@ import torch
 from server.engine.runtime.batch import Spans, to_device
 from server.engine.scheduling.block_tables import BlockTables
 
+_NOTHING = np.zeros((2, 0), np.int64)
+
 
 class DeviceTables:
     """int32 [rows + 1, width] in memory that never moves; the last row is padding's, one scratch block."""
@@ -44,8 +46,10 @@ class DeviceTables:
             self._source = tables
             self._counts[:] = 0
         rows = spans.rows
-        held = self._holders[rows] == tables.holders[rows]
-        had, has = np.where(held, self._counts[rows], 0), tables.counts[rows]
+        held, has = self._holders[rows] == tables.holders[rows], tables.counts[rows]
+        had = np.where(held, self._counts[rows], 0)
+        if (had == has).all():
+            return _NOTHING
         changed = np.flatnonzero(has > had)
         self._holders[rows], self._counts[rows] = tables.holders[rows], has
         width, places, blocks = self.blocks.shape[1], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
