@@ -2,8 +2,8 @@
 
 Each launch's result is compared with the others' first. Times are those of clock.py (in CUDA graphs, cold L2), beside the
 floor and beside torch: dequantizing as many experts as are chosen, and torch's grouped GEMM of tokens that are sorted
-already, without activation or sum. The JSON is bench/results/moe-DEVICE.json, to which the constants of
-nf4_kernels/plan/moe.py are fitted.
+already, without activation or sum; and with all of it, by the operations of transformers' grouped_mm experts. The JSON is
+bench/results/moe-DEVICE.json, to which the constants of nf4_kernels/plan/moe.py are fitted.
 """
 
 from __future__ import annotations
@@ -128,6 +128,49 @@ def torch_us(bench: Bench, call: Call) -> float:
     return bench.time(both)[0]
 
 
+def torch_layer_us(bench: Bench, call: Call) -> float:
+    """Microseconds of the same result by dequantizing and by the operations of transformers' grouped_mm_experts_forward().
+
+    As there, gate and up sort and gather tokens and leave their results sorted, and down brings the sums into the tokens'
+    order. Which experts are chosen is known before.
+    """
+    _, n, k = call.weight.shape
+    chosen, ids = call.experts.unique(return_inverse=True)
+    count, top_k = len(chosen), call.experts.shape[1]
+    weight = Weight(call.weight.packed, (count * n, k), call.weight.absmax, BLOCKSIZE, *call.weight.nested)
+    bias = None if call.bias is None else call.bias[:count]
+    routing = None if call.routing is None else call.routing.flatten()
+    order = ids.flatten().argsort()
+    back, given = order.argsort(), call.x.view(-1, k)
+
+    def layer() -> Tensor:
+        sorting = order if routing is not None else ids.flatten().argsort()
+        own = ids.flatten()[sorting]
+        ends = torch.histc(own.int(), count, 0, count - 1).cumsum(0).int()
+        rows = given if routing is not None else given[sorting // top_k]
+        dense = cuda.dequantize(weight, torch.bfloat16).view(count, n, k)
+        out: Tensor = functional.grouped_mm(rows, dense.transpose(1, 2), offs=ends)
+        if bias is not None:
+            out = out + bias[own]
+        if call.activation is not None:
+            out = activated(call.activation, out)
+        if routing is None:
+            return out
+        out = out * routing[sorting, None].to(out.dtype)
+        return out[back].view(-1, top_k, n).sum(1)
+
+    return bench.time(layer)[0]
+
+
+def activated(activation: str, sums: Tensor) -> Tensor:
+    """The activation of gates and ups, as transformers computes it."""
+    gate, up = sums.chunk(2, -1)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 def measure_call(bench: Bench, call: Call, tokens: int) -> dict[str, Any]:
     """Times of every sensible launch of one GEMM. RuntimeError where two results differ."""
     (count, n, k), top_k = call.weight.shape, call.experts.shape[1]
@@ -147,6 +190,7 @@ def measure_call(bench: Bench, call: Call, tokens: int) -> dict[str, Any]:
     return {
         "floor_us": call.floor(bench),
         "torch_us": torch_us(bench, call),
+        "torch_layer_us": torch_layer_us(bench, call),
         "chosen": str(chosen),
         "us": {str(plan): us for plan, us in zip(plans, times, strict=True)},
     }
@@ -171,7 +215,8 @@ def measure(models: Sequence[str], tokens: Sequence[int], repeats: int) -> dict[
                 best = min(row["us"], key=row["us"].__getitem__)
                 print(
                     f"{model} {name} {count}: {row['us'][row['chosen']]:.1f} us by {row['chosen']}, best "
-                    f"{row['us'][best]:.1f} by {best}, floor {row['floor_us']:.1f}, torch {row['torch_us']:.1f}",
+                    f"{row['us'][best]:.1f} by {best}, floor {row['floor_us']:.1f}, torch {row['torch_us']:.1f}, "
+                    f"with the rest of it {row['torch_layer_us']:.1f}",
                     flush=True,
                 )
                 rows.append(row)
