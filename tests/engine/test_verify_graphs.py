@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,12 +19,11 @@ from server.engine.runtime.batch import Batch, StepInput, batch_of
 from server.engine.runtime.drafting import LaunchedGuesses
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs import decode
-from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
-from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Chunk, Step
@@ -85,11 +86,13 @@ class UncapturedGraphs(VerifyGraphs):
         self._largest = 4
         self.sampled = 0
 
-    def sample(self, step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> list[Sampled]:
+    def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
         assert launch.table() is None
         self.sampled += 1
-        batch = replace(batch, ids=decode._ids(batch, launch, guesses))
-        return [Sampled(token) for token in self._paged.run(batch).argmax(-1).tolist()]
+        batch = replace(batch, ids=decode._ids(batch, launch, newest))
+        best, tokens = self._paged.run(batch).float().max(-1)
+        happened = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
+        return AsyncStep(step, tokens, torch.stack((best, tokens.float())), None, happened)
 
 
 @pytest.mark.parametrize(("guesses", "fits"), [([7, 8], True), ([7, 8, 9], True), ([7, 8, 9, 10], False)])
@@ -138,7 +141,11 @@ def test_guesses_that_only_the_device_knows_are_those_of_their_sequences(fits: b
     step = Step(chunks, guesses=unknown, drafted=LaunchedGuesses([sequences[2], sequences[1]], columns))
     graphs._graphs = dict.fromkeys((2, 4, 6))  # type: ignore[assignment]
     graphs._graphs = graphs._graphs if fits else dict.fromkeys((2, 4))  # type: ignore[assignment]
-    assert runner.execute(step) == expected
+    launched = runner.launch_guesses(step)
+    assert (launched is not None) == fits
+    found = runner.execute(step) if launched is None else launched.read()
+    assert found == expected
+    step.read_guesses()
     assert graphs.sampled == fits
     assert step.guesses == guesses
     assert step.drafted is None
@@ -211,10 +218,10 @@ def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch
     sequence.tables = BlockTables(1, 8)
     sequence.row = sequence.tables.take([0, 1, 2])
 
-    def broken(*_: object) -> list[Sampled]:
+    def broken(*_: object) -> AsyncStep:
         raise RuntimeError("no graph")
 
-    monkeypatch.setattr(graphs, "sample", broken)
+    monkeypatch.setattr(graphs, "run_async", broken)
     with pytest.raises(ExchangeError, match="rank 0 failed in a step: RuntimeError: no graph"):
         runner.execute(Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: [7]}))
 
