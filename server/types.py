@@ -228,10 +228,12 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True):
-    """Engine to API: everything one step produced."""
+    """Engine to API: everything one step produced, or two that ended one behind the other."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    before: EngineStats | None = None
+    """Behind the first of two steps."""
 
 
 class ClientOutputs(msgspec.Struct, frozen=True):

@@ -74,7 +74,7 @@ class Channel:
                 del self._owners[output.request_id]
         for client, outputs in others.items():
             self._clients[client].send(self._encoder.encode(ClientOutputs(outputs)), zmq.DONTWAIT)
-        self.send(StepOutputs(own, step.stats))
+        self.send(StepOutputs(own, step.stats, step.before))
 
     def receive(self, wait_ms: int) -> list[ToEngine]:
         """All messages that are there; waits up to wait_ms for the first."""

@@ -160,7 +160,8 @@ class Engine:
         if pending is None and checked is None:
             self._step_clock.start()
         self._outputs.schedule(step.admitted)
-        ran = step
+        ran: Step | None = None
+        before: EngineStats | None = None
         if pending is not None:
             ran = pending.step
             outputs += self._accounting.account(ran, pending.read(), {})
@@ -180,13 +181,15 @@ class Engine:
             self._scheduler.advance(step)
             self._pending = launched
         elif step.chunks:
+            before = None if ran is None else self.stats(ran)
             outputs += self._compute(step)
+            ran = step
         if self._speculator is not None:
             launches_guesses = launched is not None and bool(step.guesses)
             if checked is None and (pending is None) == (launched is None) and not launches_guesses:
                 self._speculator.note_time(step, time.perf_counter() - begun)
             self._speculator.catch_up(step)
-        return StepOutputs(outputs, self.stats(ran if ran.chunks else None))
+        return StepOutputs(outputs, self.stats(ran), before)
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""

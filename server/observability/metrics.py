@@ -176,12 +176,13 @@ class Metrics:
         self._state = state
 
     def step_done(self, step: StepOutputs) -> None:
-        """Count one engine step."""
-        stats = self._stats = step.stats
-        if stats.step_batch:
-            self._step_seconds.observe(stats.step_seconds)
-            self._step_batch.observe(stats.step_batch)
-            self._step_tokens.observe(stats.step_tokens)
+        """Count one engine step, or two."""
+        self._stats = step.stats
+        for stats in (step.before, step.stats):
+            if stats is not None and stats.step_batch:
+                self._step_seconds.observe(stats.step_seconds)
+                self._step_batch.observe(stats.step_batch)
+                self._step_tokens.observe(stats.step_tokens)
 
     def engine_ready(self, ready: EngineReady, *, prefix_caching: bool) -> None:
         """Note the configuration of a new engine's KV cache."""

@@ -177,11 +177,19 @@ def test_the_time_of_a_step_is_that_until_its_tokens_are_read() -> None:
     """Also where the next step has been launched meanwhile."""
     engine, runner = make_engine(AsyncRunner)
     engine.add(make_request(9, max_tokens=20))
-    begun, seconds = time.perf_counter(), []
+    begun, seconds, computed, steps = time.perf_counter(), list[float](), 0, 0
     while engine.has_work:
-        stats = engine.step().stats
-        seconds += [stats.step_seconds] if stats.step_tokens else []
+        outputs, steps = engine.step(), steps + 1
+        if steps == 5:
+            # Its prompt is computed behind a step that has been launched, and both end in one call.
+            engine.add(make_request(17, max_tokens=4))
+        for stats in (outputs.before, outputs.stats):
+            if stats is not None and stats.step_tokens:
+                seconds.append(stats.step_seconds)
+                computed += stats.step_tokens
     assert runner.launched > 10
+    # Two KV blocks of the second prompt are the first one's.
+    assert computed == 9 + 19 + (17 - 8) + 3
     assert min(seconds) > 0
     assert 0.5 * (time.perf_counter() - begun) < sum(seconds) < time.perf_counter() - begun
 

@@ -18,6 +18,16 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, MODEL | labels)
 
 
+def test_two_steps_that_end_together_count_twice() -> None:
+    metrics = Metrics("m")
+    steps = [EngineStats(step_batch=batch, step_tokens=tokens, step_seconds=0.5) for batch, tokens in ((2, 2), (3, 40))]
+    metrics.step_done(StepOutputs([], steps[1], before=steps[0]))
+    metrics.step_done(StepOutputs([], EngineStats()))
+    assert value(metrics, "nf4_engine_step_seconds_count") == 2
+    assert value(metrics, "nf4_engine_step_seconds_sum") == 1.0
+    assert value(metrics, "nf4_engine_step_batch_size_sum") == 5
+
+
 def test_engine_state_is_read_when_scraped() -> None:
     metrics = Metrics("m")
     assert value(metrics, "nf4_engine_up") == 0
