@@ -233,7 +233,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True):
     outputs: list[RequestOutput]
     stats: EngineStats
     before: EngineStats | None = None
-    """Behind the first of two steps."""
+    """The state after the first step, where two ended in one call of the engine."""
 
 
 class ClientOutputs(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ class Checked:
     """A step with guesses whose sequences have got their tokens; its requests have not been told."""
 
     step: Step
-    """The part of it whose sequences had not ended before."""
+    """Its chunks of sequences that had not ended when it was read."""
     found: list[tuple[Sequence, list[Sampled], int]]
     """Those that got tokens, with their tokens and how many guesses were checked."""
     failures: dict[str, str]
@@ -32,7 +32,10 @@ class Checked:
 
 
 class Accounting:
-    """Accounts for steps for which Scheduler.advance() has been called; sequences that ended meanwhile get nothing."""
+    """Accounts for steps for which Scheduler.advance() has been called.
+
+    Sequences that ended between a step's launch and its reading get nothing of it.
+    """
 
     def __init__(
         self, scheduler: Scheduler, outputs: OutputBuilder, pace: PrefillPace | None, speculator: Speculator | None
@@ -56,7 +59,7 @@ class Accounting:
         return outputs
 
     def settle_guesses(self, step: Step, results: list[Sampled]) -> Checked:
-        """Account for a step with guesses that has ended now, one result for each of its tokens; say() has to follow."""
+        """Account for a step with guesses that has ended now, one result for each of its tokens; tell() has to follow."""
         self._outputs.step_clock.stop()
         speculator = self._speculator
         assert speculator is not None
@@ -77,7 +80,7 @@ class Accounting:
             found.append((sequence, own, guesses))
         return Checked(settled, found, failures)
 
-    def say(self, checked: Checked) -> list[RequestOutput]:
+    def tell(self, checked: Checked) -> list[RequestOutput]:
         """What each request is told of a step with guesses."""
         outputs = self._begin_outputs(checked.step, checked.failures)
         for sequence, results, guesses in checked.found:
@@ -90,7 +93,7 @@ class Accounting:
         return [self._outputs.error(request_id, reason) for request_id, reason in failures.items()]
 
     def _settle(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> tuple[Step, list[Sampled]]:
-        """Give sequences their tokens; the part of the step whose sequences had not ended before, and its results.
+        """Give sequences their tokens; the chunks of those that had not ended, as a step, and their results.
 
         Results that are errors are added to failures.
         """

@@ -144,15 +144,21 @@ class Engine:
             self._outputs.close(request_id)
 
     def step(self) -> StepOutputs:
-        """Run one step. A sequence whose computation fails ends with finish_reason "error"; the others go on."""
+        """Read the step that was launched before, if there is one, and launch or run the next one.
+
+        A sequence whose computation fails ends with finish_reason "error"; the others go on.
+        """
         outputs, self._rejected = self._rejected, []
         begun = time.perf_counter()
         # Async scheduling: where the runner can, this step is launched before the last one's tokens are read.
         pending, self._pending = self._pending, None
+        ran: Step | None = None
+        before: EngineStats | None = None
         checked: Checked | None = None
         if pending is not None and pending.step.guesses:
-            # What is next depends on which guesses were right. What the requests got is said while the device goes on.
-            checked, pending = self._read_guesses(pending), None
+            # What is next depends on which guesses were right. The requests are told while the device goes on.
+            ran = pending.step
+            checked, pending = self._read_check(pending), None
         step = self._scheduler.schedule()
         # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
         guessing = self._speculator is not None and self._speculator.plan(step)
@@ -160,8 +166,6 @@ class Engine:
         if pending is None and checked is None:
             self._step_clock.start()
         self._outputs.schedule(step.admitted)
-        ran: Step | None = None
-        before: EngineStats | None = None
         if pending is not None:
             ran = pending.step
             outputs += self._accounting.account(ran, pending.read(), {})
@@ -169,10 +173,9 @@ class Engine:
         if launched is None:
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
             if guessing:
-                launched = self._launch_guesses(step, planned=pending is None)
+                launched = self._launch_check(step, planned=pending is None)
         if checked is not None:
-            ran = checked.step
-            outputs += self._accounting.say(checked)
+            outputs += self._accounting.tell(checked)
         # Sampling under grammars had to wait for the tokens of the last step.
         if launched is not None and not launched.complete():
             launched = None
@@ -233,22 +236,24 @@ class Engine:
         results, failures = execute(self._runner, step)
         self._scheduler.advance(step)
         if step.guesses:
-            return self._accounting.say(self._accounting.settle_guesses(step, results))
+            return self._accounting.tell(self._accounting.settle_guesses(step, results))
         return self._accounting.account(step, results, failures)
 
-    def _launch_guesses(self, step: Step, planned: bool) -> LaunchedStep | None:
-        """Launch a step whose tokens are all known, with guesses or, where it has none in the end, without.
+    def _launch_check(self, step: Step, planned: bool) -> LaunchedStep | None:
+        """Launch a step that was to have guesses, all of whose tokens are known now; None where it has to be executed.
 
-        planned: whether the tokens were known already when the step was planned. None where it has to be executed.
+        planned: whether they were known already when the guesses were planned. Without KV blocks for guesses, or where the
+        known tokens promise none, the step has none.
         """
         if not step.chunks:
+            step.guesses = {}
             return None
         if not self._has_guesses(step, planned):
             return self._runner.execute_async(step, None)
-        return self._runner.launch_guesses(step)
+        return self._runner.launch_check(step)
 
     def _has_guesses(self, step: Step, planned: bool) -> bool:
-        """Whether a step whose tokens are all known has guesses for which there are KV blocks, which are taken."""
+        """Make the guesses of a step and take their KV blocks; whether there are any. planned: see _launch_check()."""
         speculator = self._speculator
         if speculator is not None and (planned or speculator.plan(step)):
             self._scheduler.reserve(step)
@@ -256,8 +261,8 @@ class Engine:
                 speculator.draft(step)
         return bool(step.guesses)
 
-    def _read_guesses(self, launched: LaunchedStep) -> Checked:
-        """Wait for a step with guesses, and account for it."""
+    def _read_check(self, launched: LaunchedStep) -> Checked:
+        """Wait for a launched step with guesses, and account for it."""
         results = launched.read()
         launched.step.read_guesses()
         checked = self._accounting.settle_guesses(launched.step, results)

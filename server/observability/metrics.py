@@ -176,7 +176,7 @@ class Metrics:
         self._state = state
 
     def step_done(self, step: StepOutputs) -> None:
-        """Count one engine step, or two."""
+        """Count the step, or the two steps, that ended in one call of the engine."""
         self._stats = step.stats
         for stats in (step.before, step.stats):
             if stats is not None and stats.step_batch:

@@ -191,7 +191,7 @@ def test_the_time_of_a_step_is_that_until_its_tokens_are_read() -> None:
     # Two KV blocks of the second prompt are the first one's.
     assert computed == 9 + 19 + (17 - 8) + 3
     assert min(seconds) > 0
-    assert 0.5 * (time.perf_counter() - begun) < sum(seconds) < time.perf_counter() - begun
+    assert 0.2 * (time.perf_counter() - begun) < sum(seconds) < time.perf_counter() - begun
 
 
 def test_options_survive_aborts_beside_them() -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from peft import PeftModel
 
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
@@ -74,7 +75,7 @@ class LaunchingRunner(AsyncRunner):
         plain = all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks)
         return super().execute_async(step, previous) if plain else None
 
-    def launch_guesses(self, step: Step) -> LaunchedStep | None:
+    def launch_check(self, step: Step) -> LaunchedStep | None:
         if not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
             return None
         self.launched_guesses += 1
@@ -239,24 +240,32 @@ def joined(outputs: list[RequestOutput]) -> RequestOutput:
 
 
 @torch.inference_mode()
-def is_at_a_boundary(model: Any, request: GenerateRequest, one: list[int], other: list[int]) -> bool:
+def is_at_a_boundary(
+    model: Any, adapter: LoraModule, request: GenerateRequest, one: list[int], other: list[int]
+) -> bool:
     """Whether two answers part where the uniform number is as near to the boundary of both tokens as float32's rounding.
 
-    Of requests whose distribution is found here in float64: without an adapter, filters and penalties but presence_penalty.
+    Of requests with a temperature and no filters, whose distribution is found here in float64.
     """
     sampling = request.sampling
-    plain = SamplingParams(
-        max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=sampling.seed,
-        presence_penalty=sampling.presence_penalty, logit_bias=sampling.logit_bias, ignore_eos=sampling.ignore_eos,
-    )  # fmt: skip
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    if place is None or sampling != plain or not sampling.temperature or request.adapter is not None:
+    filtered = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or sampling.grammar is not None
+    if place is None or filtered or not sampling.temperature:
         return False
-    ids = request.prompt_token_ids + one[:place]
-    logits = copy.deepcopy(model).double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].clone()
-    logits[list(set(one[:place]))] -= sampling.presence_penalty
+    answer, ids = torch.tensor(one[:place], dtype=torch.int64), request.prompt_token_ids + one[:place]
+    exact = copy.deepcopy(model)
+    if request.adapter is not None:
+        exact = PeftModel.from_pretrained(exact, adapter.path)
+    logits = exact.double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].clone()
+    had, counts = torch.tensor(ids).unique(), torch.bincount(answer, minlength=len(logits))
+    by = sampling.repetition_penalty
+    logits[had] = torch.where(logits[had] < 0, logits[had] * by, logits[had] / by)
+    logits -= sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
+    if place < sampling.min_tokens:
+        ends = [*sampling.stop_token_ids, *([] if sampling.ignore_eos else [model.config.eos_token_id])]
+        logits[ends] = -torch.inf
     below = torch.softmax(logits / sampling.temperature, -1).cumsum(0)
     lower, upper = sorted((one[place], other[place]))
     assert sampling.seed is not None
@@ -301,7 +310,7 @@ def test_answers_are_the_same_with_and_without(
                 assert begun == wanted.new_token_ids[: len(begun)], request
                 continue
             found = joined(got[name])
-            if is_at_a_boundary(model, request, found.new_token_ids, wanted.new_token_ids):
+            if is_at_a_boundary(model, adapter, request, found.new_token_ids, wanted.new_token_ids):
                 print(f"{name}: another token at a boundary of the distribution: {request}")
                 continue
             assert found.new_token_ids == wanted.new_token_ids, request
@@ -341,7 +350,7 @@ def test_steps_with_guesses_that_are_read_after_the_next_message(
                 assert request.request_id in cancelled
                 assert tokens(found) == wanted.new_token_ids[: len(tokens(found))]
                 unfinished += 1
-            elif not is_at_a_boundary(model, request, tokens(found), wanted.new_token_ids):
+            elif not is_at_a_boundary(model, adapter, request, tokens(found), wanted.new_token_ids):
                 whole = joined(found)
                 assert whole.new_token_ids == wanted.new_token_ids, request
                 assert (whole.finish_reason, whole.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)

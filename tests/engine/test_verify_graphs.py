@@ -141,7 +141,7 @@ def test_guesses_that_only_the_device_knows_are_those_of_their_sequences(fits: b
     step = Step(chunks, guesses=unknown, drafted=LaunchedGuesses([sequences[2], sequences[1]], columns))
     graphs._graphs = dict.fromkeys((2, 4, 6))  # type: ignore[assignment]
     graphs._graphs = graphs._graphs if fits else dict.fromkeys((2, 4))  # type: ignore[assignment]
-    launched = runner.launch_guesses(step)
+    launched = runner.launch_check(step)
     assert (launched is not None) == fits
     found = runner.execute(step) if launched is None else launched.read()
     assert found == expected

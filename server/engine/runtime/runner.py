@@ -184,22 +184,22 @@ class ModelRunner:
         if given is None:
             return None
         if self._followers is None:
-            return self._launch_check(step, given).read()
+            return self._replay_check(step, given).read()
         # The other ranks replay the same graph. This one alone samples, because it alone reads the tokens.
         with followed(given, self._followers):
-            return self._launch_check(step, given).read()
+            return self._replay_check(step, given).read()
 
     @torch.inference_mode()
-    def launch_guesses(self, step: Step) -> LaunchedStep | None:
-        """Launch a step with guesses without waiting for its tokens, or None where that cannot be: it needs execute() then.
+    def launch_check(self, step: Step) -> LaunchedStep | None:
+        """Launch a step with guesses without waiting for its tokens; None where it has to be executed.
 
         read() of what is launched gives a result for each token of the step.
         """
-        given = None if self._followers is not None else self._graph_input(step)
-        if given is None:
+        if self._followers is not None:
             return None
         try:
-            return self._launch_check(step, given)
+            given = self._graph_input(step)
+            return None if given is None else self._replay_check(step, given)
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception:
@@ -217,7 +217,7 @@ class ModelRunner:
         given = step_input(step)
         return None if given.images is not None else given
 
-    def _launch_check(self, step: Step, given: StepInput) -> AsyncStep:
+    def _replay_check(self, step: Step, given: StepInput) -> AsyncStep:
         verify, drafted = self._graphs.verify, step.drafted
         assert verify is not None
 

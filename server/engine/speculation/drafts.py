@@ -68,18 +68,17 @@ class DraftSpeculator(Speculator):
         self._token_budget = token_budget
         self._rate = _FIRST_RATE
         self._steps_until_asked = 0
-        # For a next step with as many sequences, of which these may have guesses: those of the guesses, an entry each.
+        # A plan made in advance: the sequences of a step, those that may have guesses, and what _chosen() gives for them.
         self._prepared: tuple[int, list[Sequence], list[Sequence]] | None = None
 
     def plan(self, step: Step) -> bool:
         """Plan as Speculator does; step.guesses gets places for guesses, which draft() fills."""
-        step.guesses = {}
+        step.guesses, prepared, self._prepared = {}, self._prepared, None
         chunks = step.chunks
         if not self.may_have_guesses(step):
             return False
         rates = [found for found in self._rates(step) if _lag(found[2]) <= SHORT_LAG]
-        sequences, self._prepared, prepared = [sequence for *_, sequence in rates], None, self._prepared
-        if prepared is not None and prepared[:2] == (len(chunks), sequences):
+        if prepared is not None and prepared[:2] == (len(chunks), [sequence for *_, sequence in rates]):
             chosen = prepared[2]
         else:
             chosen = self._chosen(len(chunks), rates)
@@ -150,7 +149,7 @@ class DraftSpeculator(Speculator):
         if not self.may_have_guesses(step):
             return
         if step.guesses:
-            # Now, while the device has work. The rates are those before this step's guesses.
+            # Where the step has been launched, the device works meanwhile, and the rates are those before its guesses.
             rates = self._rates(step)
             self._prepared = len(step.chunks), [s for *_, s in rates], self._chosen(len(step.chunks), rates)
         running = (chunk.sequence for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING)

@@ -94,7 +94,7 @@ def _part_length(seen: _Numbers, room: Room) -> int:
         # Only a sequence that is much longer than the others is worth being split.
         return max(SMALLEST_PART, _rounded(-(-total // room.spare)))
     if int(_parts(seen, SMALLEST_PART)[0].sum()) <= min(room.wave, count + room.spare):
-        return SMALLEST_PART  # as in most steps of few sequences: no other length is found faster, or better
+        return SMALLEST_PART  # parts cannot be shorter, and all of them are in one wave
     best, least, before = SMALLEST_PART, math.inf, 0
     for waves in range(1, _MOST_WAVES + 1):
         limit = min(waves * room.wave, count + room.spare)
