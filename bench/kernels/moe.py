@@ -25,7 +25,7 @@ from torch.nn import functional
 from bench.kernels.clock import Bench
 from bench.kernels.measure import BLOCKSIZE, random_weight
 from bench.machine import current_commit
-from nf4_kernels import Weight, cuda, cuda_moe
+from nf4_kernels import Weight, cuda, cuda_moe, reference
 from nf4_kernels.plan.moe import GROUP, MoePlan, MoeWarps, MoeWgmma, moe_candidates
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -69,6 +69,11 @@ class Call:
     def run(self, plan: MoePlan) -> Tensor:
         """The GEMM by that launch."""
         return cuda_moe.run(self.x, self.weight, self.experts, self.bias, self.routing, self.activation, plan)
+
+    def flat(self, count: int) -> Weight:
+        """The weights of the first `count` experts as one matrix, rows below rows."""
+        _, n, k = self.weight.shape
+        return Weight(self.weight.packed, (count * n, k), self.weight.absmax, BLOCKSIZE, *self.weight.nested)
 
     def floor(self, bench: Bench) -> float:
         """Microseconds: codes and scales of the chosen experts, activations and results; or the arithmetic."""
@@ -114,7 +119,7 @@ def torch_us(bench: Bench, call: Call) -> float:
     """Microseconds of dequantizing as many experts as are chosen and of torch's grouped GEMM."""
     _, n, k = call.weight.shape
     chosen, choices = int(call.experts.unique().numel()), call.experts.numel()
-    weight = Weight(call.weight.packed, (chosen * n, k), call.weight.absmax, BLOCKSIZE, *call.weight.nested)
+    weight = call.flat(chosen)
     ends = torch.tensor(
         [choices * (i + 1) // chosen for i in range(chosen)], dtype=torch.int32, device=call.experts.device
     )
@@ -137,7 +142,7 @@ def torch_layer_us(bench: Bench, call: Call) -> float:
     _, n, k = call.weight.shape
     chosen, ids = call.experts.unique(return_inverse=True)
     count, top_k = len(chosen), call.experts.shape[1]
-    weight = Weight(call.weight.packed, (count * n, k), call.weight.absmax, BLOCKSIZE, *call.weight.nested)
+    weight = call.flat(count)
     bias = None if call.bias is None else call.bias[:count]
     routing = None if call.routing is None else call.routing.flatten()
     order = ids.flatten().argsort()
@@ -153,22 +158,13 @@ def torch_layer_us(bench: Bench, call: Call) -> float:
         if bias is not None:
             out = out + bias[own]
         if call.activation is not None:
-            out = activated(call.activation, out)
+            out = reference.gated(out, call.activation)
         if routing is None:
             return out
         out = out * routing[sorting, None].to(out.dtype)
         return out[back].view(-1, top_k, n).sum(1)
 
     return bench.time(layer)[0]
-
-
-def activated(activation: str, sums: Tensor) -> Tensor:
-    """The activation of gates and ups, as transformers computes it."""
-    gate, up = sums.chunk(2, -1)
-    if activation == "silu":
-        return functional.silu(gate) * up
-    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def measure_call(bench: Bench, call: Call, tokens: int) -> dict[str, Any]:

@@ -245,21 +245,15 @@ class Engine:
         planned: whether they were known already when the guesses were planned. Without KV blocks for guesses, or where the
         known tokens promise none, the step has none.
         """
-        if not step.chunks:
-            step.guesses = {}
-            return None
-        if not self._has_guesses(step, planned):
-            return self._runner.execute_async(step, None)
-        return self._runner.launch_check(step)
-
-    def _has_guesses(self, step: Step, planned: bool) -> bool:
-        """Make the guesses of a step and take their KV blocks; whether there are any. planned: see _launch_check()."""
         speculator = self._speculator
-        if speculator is not None and (planned or speculator.plan(step)):
+        assert speculator is not None
+        if planned or speculator.plan(step):
             self._scheduler.reserve(step)
-            if step.guesses:
-                speculator.draft(step)
-        return bool(step.guesses)
+        if step.guesses:
+            speculator.draft(step)
+        if step.guesses:
+            return self._runner.launch_check(step)
+        return self._runner.execute_async(step, None) if step.chunks else None
 
     def _read_check(self, launched: LaunchedStep) -> Checked:
         """Wait for a launched step with guesses, and account for it."""

@@ -13,7 +13,7 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.parallel.start import load_ranks
 from tests.engine.factories import fix_costs, make_request, run_together
-from tests.engine.test_speculation import CHEAP
+from tests.engine.guessing import CHEAP
 
 # Decode alone, mixed steps in graphs, and prompts that are too long for those.
 PROMPTS = (5, 40, 200, 700, 1500, 17)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from bench.e2e.fidelity import Scored, compare
 from server.checkpoint.loading import load_model
+from tests.engine.guessing import repeating_model
 from tests.engine.models import tiny_model
-from tests.engine.test_speculation import repeating_model
 from tests.parallel.cuda_answers import KINDS, TOKENS, prompts
 
 pytestmark = [
