@@ -105,8 +105,8 @@ def table(report: dict[str, Any], op: str, model: str | None) -> str:
 def experts_rows(report: dict[str, Any]) -> str:
     """Markdown: the launches that the plan chooses for experts' GEMMs, beside the floor and torch."""
     lines = [
-        "| model | GEMM | tokens | ours, us | times the floor | torch / ours | commit |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model | GEMM | tokens | ours, us | times the floor | torch / ours | its GEMM alone | commit |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in report["rows"]:
         us = row["us"][row["chosen"]]
@@ -117,7 +117,8 @@ def experts_rows(report: dict[str, Any]) -> str:
             row["tokens"],
             f"{us:.1f}",
             f"{us / row['floor_us']:.1f}",
-            f"{row['torch_us'] / us:.1f}",
+            f"{row['torch_layer_us'] / us:.2f}",
+            f"{row['torch_us'] / us:.2f}",
         )
         lines.append(f"| {' | '.join(map(str, cells))} | {row['commit']} |")
     return "\n".join(lines)

@@ -35,19 +35,14 @@ def add_up(  # type: ignore[no-untyped-def]
     real = line < group
     step: tl.constexpr = instance.cache.kv_heads * group
     acc, best, weight = _part(sums, weights, 0, 0, real, step, dim)
-    for part in tl.range(0, parts, 8):
-        # Eight loads are in flight at once.
-        part_0 = _part(sums, weights, part, parts, real, step, dim)
-        part_1 = _part(sums, weights, part + 1, parts, real, step, dim)
-        part_2 = _part(sums, weights, part + 2, parts, real, step, dim)
-        part_3 = _part(sums, weights, part + 3, parts, real, step, dim)
-        part_4 = _part(sums, weights, part + 4, parts, real, step, dim)
-        part_5 = _part(sums, weights, part + 5, parts, real, step, dim)
-        part_6 = _part(sums, weights, part + 6, parts, real, step, dim)
-        part_7 = _part(sums, weights, part + 7, parts, real, step, dim)
-        four = both(both(part_0, part_1), both(part_2, part_3))
-        eight = both(four, both(both(part_4, part_5), both(part_6, part_7)))
-        acc, best, weight = both((acc, best, weight), eight)
+    for part in tl.range(0, parts, instance.reduced):
+        # All loads of a turn are in flight at once.
+        loaded = _eight_parts(sums, weights, part, parts, real, step, dim)
+        if instance.reduced == 16:
+            more = _eight_parts(sums, weights, part + 8, parts, real, step, dim)
+            acc, best, weight = both((acc, best, weight), both(_eight_as_one(loaded), _eight_as_one(more)))
+        else:
+            acc, best, weight = both((acc, best, weight), _eight_as_one(loaded))
     put_result(out, acc / tl.where(real, weight, 1.0)[:, None], row, head, line, group, dim, instance.tile_rows)
 
 
@@ -130,3 +125,25 @@ def _part(sums, weights, part, parts, real, step: tl.constexpr, dim: tl.constexp
     best = tl.load(weights + part * step * 2, mask=real, other=-1e38, cache_modifier=".cg")
     weight = tl.load(weights + part * step * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
     return acc, best, weight
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _eight_parts(sums, weights, part, parts, real, step: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The partial sums of eight parts that follow one another."""
+    return (
+        _part(sums, weights, part, parts, real, step, dim),
+        _part(sums, weights, part + 1, parts, real, step, dim),
+        _part(sums, weights, part + 2, parts, real, step, dim),
+        _part(sums, weights, part + 3, parts, real, step, dim),
+        _part(sums, weights, part + 4, parts, real, step, dim),
+        _part(sums, weights, part + 5, parts, real, step, dim),
+        _part(sums, weights, part + 6, parts, real, step, dim),
+        _part(sums, weights, part + 7, parts, real, step, dim),
+    )
+
+
+@triton.jit
+def _eight_as_one(eight):  # type: ignore[no-untyped-def]
+    """What _eight_parts() has loaded, reduced."""
+    first = both(both(eight[0], eight[1]), both(eight[2], eight[3]))
+    return both(first, both(both(eight[4], eight[5]), both(eight[6], eight[7])))

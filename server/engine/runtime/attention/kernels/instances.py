@@ -17,6 +17,9 @@ _STAGES_LEAN, _REGISTERS_LEAN = 3, 128
 _STAGES_WIDE = 5
 # Where all warps take all keys of a tile, 64 in 8 bits would take 220 registers.
 _TILE_8_BITS, _STAGES_8_BITS = 32, 3
+# Of no more elements, of heads that are no longer, the sums of sixteen parts fit in 128 registers, as the rest of the kernel
+# does.
+_MOST_OF_SIXTEEN, _LONGEST_OF_SIXTEEN = 4 * 128, 128
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class DecodeInstance:
         return 1 << (self.group - 1).bit_length()
 
     @property
+    def reduced(self) -> int:
+        """How many parts' sums the thread block that ends last loads at a time: each turn takes the latency of L2."""
+        is_small = self.few * self.cache.dim <= _MOST_OF_SIXTEEN and self.cache.dim <= _LONGEST_OF_SIXTEEN
+        return 16 if is_small else 8
+
+    @property
     def splits_tiles(self) -> bool:
         """Whether a tile's keys are divided among the warps (warp_tiles.py); the sums of more queries would not fit."""
         return self.cache.limit != 0 and max(_DOT_COLUMNS, self.few) * self.cache.dim <= _MOST_SPLIT
@@ -88,9 +97,14 @@ class DecodeInstance:
         """Stages of the loop over tiles."""
         if not self.splits_tiles:
             return _STAGES if self.cache.limit == 0 else _STAGES_8_BITS
-        return _STAGES_LEAN if self.most_registers else _STAGES_WIDE
+        return _STAGES_LEAN if self._lean else _STAGES_WIDE
+
+    @property
+    def _lean(self) -> bool:
+        """Whether a thread of a warp that has keys of its own takes few registers."""
+        return self.splits_tiles and self.rows * self.cache.dim <= _MOST_LEAN
 
     @property
     def most_registers(self) -> int | None:
         """Registers of a thread that the compiler may use; None: as many as there are."""
-        return _REGISTERS_LEAN if self.splits_tiles and self.rows * self.cache.dim <= _MOST_LEAN else None
+        return _REGISTERS_LEAN if self._lean or self.reduced == 16 else None
