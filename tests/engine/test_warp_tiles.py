@@ -105,7 +105,7 @@ def stored(x, dtype):
     return (torch.floor(scaled + 0.5) if dtype == torch.int8 else scaled).to(dtype), largest / LIMITS[dtype]
 
 
-def check(dtype, cache_dtype, group, dim, lengths, window=None, cap=None, sinks=None, factors=(1, 1, 1)):
+def check(dtype, cache_dtype, group, dim, lengths, window=None, cap=None, sinks=None, factors=(1, 1, 1), room=6):
     torch.manual_seed(0)
     kv_heads, size = 2, 16
     options = AttentionOptions(0.3 / factors[0] / factors[1], window=window, softcap=cap)
@@ -144,7 +144,7 @@ def check(dtype, cache_dtype, group, dim, lengths, window=None, cap=None, sinks=
             scores = torch.cat((scores, sinks.double().view(kv_heads, group, 1)), -1)
         p = scores.softmax(-1)[..., :length]
         expected.append(torch.einsum("hgn,nhd->hgd", p, wide[1]).flatten(0, 1))
-    room = Room(6, 6)
+    room = Room(room, room)
     numbers = torch.from_numpy(layout(np.array(lengths), np.arange(len(lengths)), [window], [room]))
     items = (len(numbers) - HEADER) // FIELDS
     partials = Partials(items, kv_heads, kv_heads * group, dim, torch.device("cpu"))
@@ -209,6 +209,11 @@ check(torch.float16, torch.float8_e4m3fn, 12, 64, [90])
     "options": """
 check(torch.bfloat16, torch.int8, 3, 64, [5, 100, 250], window=70, cap=4.0)
 check(torch.bfloat16, torch.int8, 2, 64, [1, 150], sinks=torch.tensor([0.5, 3.0, -2.0, 1.0]))
+""",
+    # Groups of 16 parts and of 8, the last of them with one part and with several.
+    "many parts": """
+check(torch.float16, torch.int8, 4, 64, [2100, 70, 1080], room=80)
+check(torch.float16, torch.int8, 12, 64, [1080, 600], sinks=torch.arange(24) / 8 - 1, room=40)
 """,
     "many queries": """
 check(torch.float16, torch.int8, 20, 64, [1, 90])

@@ -15,38 +15,6 @@ def put_part(sums, weights, place, acc, best, weight, real, dim: tl.constexpr): 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_up(  # type: ignore[no-untyped-def]
-    out,
-    sums,
-    weights,
-    first,
-    parts,
-    row,
-    head,
-    instance: tl.constexpr,
-):
-    """Reduce the partial sums of all parts of a sequence's keys, in their order."""
-    group: tl.constexpr = instance.group
-    dim: tl.constexpr = instance.cache.dim
-    line = tl.arange(0, instance.few)
-    place = (first * instance.cache.kv_heads + head) * group + line
-    sums += place[:, None] * dim + tl.arange(0, dim)[None, :]
-    weights += place * 2
-    real = line < group
-    step: tl.constexpr = instance.cache.kv_heads * group
-    acc, best, weight = _part(sums, weights, 0, 0, real, step, dim)
-    for part in tl.range(0, parts, instance.reduced):
-        # All loads of a turn are in flight at once.
-        loaded = _eight_parts(sums, weights, part, parts, real, step, dim)
-        if instance.reduced == 16:
-            more = _eight_parts(sums, weights, part + 8, parts, real, step, dim)
-            acc, best, weight = both((acc, best, weight), both(_eight_as_one(loaded), _eight_as_one(more)))
-        else:
-            acc, best, weight = both((acc, best, weight), _eight_as_one(loaded))
-    put_result(out, acc / tl.where(real, weight, 1.0)[:, None], row, head, line, group, dim, instance.tile_rows)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def finish(  # type: ignore[no-untyped-def]
     out,
     sums,
@@ -64,20 +32,89 @@ def finish(  # type: ignore[no-untyped-def]
     head,
     instance: tl.constexpr,
 ):
-    """Write a sequence's result; of a sequence in parts leave this part's sums, which the last part to end reduces."""
+    """Write a sequence's result; of a sequence in parts leave this part's sums, which are reduced by what ends last.
+
+    As many parts as are loaded at a time are a group. The last part of a group to end reduces the group, and the last group
+    to end reduces the groups, in their order: one after another would take a turn for each group.
+    """
     kv_heads: tl.constexpr = instance.cache.kv_heads
     group: tl.constexpr = instance.group
     dim: tl.constexpr = instance.cache.dim
+    most: tl.constexpr = instance.reduced
     to_out = result_row(out, row, head, kv_heads, group, dim, instance.tile_rows)
     if parts == 1:
         put_result(to_out, acc / weight[:, None], row, head, line, group, dim, instance.tile_rows)
     else:
         put_part(sums, weights, (item * kv_heads + head) * group + line, acc, best, weight, real, dim)
         tl.debug_barrier()
-        counter = arrived + first * kv_heads + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-            tl.store(counter, 0)
-            add_up(to_out, sums, weights, first, parts, row, head, instance)
+        groups, step = parts, 1
+        begun = first + (item - first) // most * most
+        members = tl.minimum(most, first + parts - begun)
+        reaches = True
+        if parts > most:
+            groups, step = (parts + most - 1) // most, most
+            if members > 1:
+                # A sequence's own counter is at its first part; those of its groups are at their second parts.
+                reaches = _is_last(arrived + (begun + 1) * kv_heads + head, members)
+                if reaches:
+                    _reduce_group(sums, weights, begun, members, head, instance)
+                    tl.debug_barrier()
+        if reaches:
+            _end(to_out, sums, weights, arrived, first, groups, step, row, head, instance)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _end(  # type: ignore[no-untyped-def]
+    to_out, sums, weights, arrived, first, groups, step, row, head, instance: tl.constexpr
+):
+    """Reduce a sequence's groups where all others have ended, and write the result."""
+    group: tl.constexpr = instance.group
+    if _is_last(arrived + first * instance.cache.kv_heads + head, groups):
+        line = tl.arange(0, instance.few)
+        acc, _, weight = _reduced(sums, weights, first, groups, step, head, instance)
+        result = acc / tl.where(line < group, weight, 1.0)[:, None]
+        put_result(to_out, result, row, head, line, group, instance.cache.dim, instance.tile_rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_last(counter, count):  # type: ignore[no-untyped-def]
+    """Whether the thread block is the last of count to come here; then the counter is 0 again."""
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reduce_group(sums, weights, first, parts, head, instance: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Put the sums of parts that follow one another in the place of the first of them."""
+    line = tl.arange(0, instance.few)
+    acc, best, weight = _reduced(sums, weights, first, parts, 1, head, instance)
+    place = (first * instance.cache.kv_heads + head) * instance.group + line
+    put_part(sums, weights, place, acc, best, weight, line < instance.group, instance.cache.dim)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reduced(sums, weights, first, parts, step, head, instance: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums, greatest scores and sums of weights of every step-th part from first on together, in their order."""
+    group: tl.constexpr = instance.group
+    dim: tl.constexpr = instance.cache.dim
+    line = tl.arange(0, instance.few)
+    place = (first * instance.cache.kv_heads + head) * group + line
+    sums += place[:, None] * dim + tl.arange(0, dim)[None, :]
+    weights += place * 2
+    real = line < group
+    pitch = step * instance.cache.kv_heads * group
+    acc, best, weight = _part(sums, weights, 0, 0, real, pitch, dim)
+    for part in tl.range(0, parts, instance.reduced):
+        # All loads of a turn are in flight at once.
+        loaded = _eight_parts(sums, weights, part, parts, real, pitch, dim)
+        if instance.reduced == 16:
+            more = _eight_parts(sums, weights, part + 8, parts, real, pitch, dim)
+            acc, best, weight = both((acc, best, weight), both(_eight_as_one(loaded), _eight_as_one(more)))
+        else:
+            acc, best, weight = both((acc, best, weight), _eight_as_one(loaded))
+    return acc, best, weight
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -118,27 +155,27 @@ def both(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _part(sums, weights, part, parts, real, step: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part(sums, weights, part, parts, real, pitch, dim: tl.constexpr):  # type: ignore[no-untyped-def]
     """A part's partial sums; zeros beyond the last part."""
     real = real & (part < parts)
-    acc = tl.load(sums + part * step * dim, mask=real[:, None], other=0.0, cache_modifier=".cg")
-    best = tl.load(weights + part * step * 2, mask=real, other=-1e38, cache_modifier=".cg")
-    weight = tl.load(weights + part * step * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+    acc = tl.load(sums + part * pitch * dim, mask=real[:, None], other=0.0, cache_modifier=".cg")
+    best = tl.load(weights + part * pitch * 2, mask=real, other=-1e38, cache_modifier=".cg")
+    weight = tl.load(weights + part * pitch * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
     return acc, best, weight
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _eight_parts(sums, weights, part, parts, real, step: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+def _eight_parts(sums, weights, part, parts, real, pitch, dim: tl.constexpr):  # type: ignore[no-untyped-def]
     """The partial sums of eight parts that follow one another."""
     return (
-        _part(sums, weights, part, parts, real, step, dim),
-        _part(sums, weights, part + 1, parts, real, step, dim),
-        _part(sums, weights, part + 2, parts, real, step, dim),
-        _part(sums, weights, part + 3, parts, real, step, dim),
-        _part(sums, weights, part + 4, parts, real, step, dim),
-        _part(sums, weights, part + 5, parts, real, step, dim),
-        _part(sums, weights, part + 6, parts, real, step, dim),
-        _part(sums, weights, part + 7, parts, real, step, dim),
+        _part(sums, weights, part, parts, real, pitch, dim),
+        _part(sums, weights, part + 1, parts, real, pitch, dim),
+        _part(sums, weights, part + 2, parts, real, pitch, dim),
+        _part(sums, weights, part + 3, parts, real, pitch, dim),
+        _part(sums, weights, part + 4, parts, real, pitch, dim),
+        _part(sums, weights, part + 5, parts, real, pitch, dim),
+        _part(sums, weights, part + 6, parts, real, pitch, dim),
+        _part(sums, weights, part + 7, parts, real, pitch, dim),
     )
 
 
