@@ -28,6 +28,8 @@ MOE_WARPS_INSTANCES = ((16, 1), (8, 2))
 MOE_WGMMA_INSTANCES = ((16, 2), (32, 2), (64, 2), (128, 2), (256, 2))
 K_STEP = 256
 """k of a step: of moe_warps, and of a wgmma tile, to which activations are padded."""
+MOST_STEPS = 4
+"""k steps of a row of moe_warps."""
 GROUP = 8
 """Choices of a group of moe_warps."""
 MOST_GATHERED = 32
@@ -67,7 +69,7 @@ class MoeWarps:
     def shared_bytes(self, choices: int, n: int) -> int:
         """Shared memory of a thread block: MoeWarpsLayout of csrc/cuda/moe/warps/layout.cuh."""
         rows = self.row_tiles * 16
-        added = -(-n // rows // self.grid) * choices * rows * 4 if self.adds else 0
+        added = (1 + -(-n // rows // self.grid) * rows) * choices * 4 if self.adds else 0
         return 65536 + 1024 + self.warps * 4 * rows * 128 + self.held_groups * (GROUP + 1) * 4 + added
 
     def __str__(self) -> str:
@@ -133,9 +135,9 @@ H200_COSTS = MoeWgmmaCosts(0.901, 1.093, 0.861, 1.206, 1.747, 2.738, 5.01, 12.9,
 def moe_warps_candidates(
     choices: int, experts: int, n: int, k: int, arch: int, multiprocessors: int, routed: bool
 ) -> list[MoeWarps]:
-    """The moe_warps launches that a device can do, where each 64 weights have a scale: k has to be whole steps."""
+    """The moe_warps launches that a device can do, where each 64 weights have a scale: k has to be a few whole steps."""
     scratch = 128 + experts * 4 + (-(-choices // 32) * experts + 1) // 2 * 4
-    if k % K_STEP or choices > MOST_UNSORTED:
+    if k % K_STEP or k > MOST_STEPS * K_STEP or choices > MOST_UNSORTED:
         return []
     groups, found = capacity(choices, experts, GROUP), []
     for (warps, row_tiles), adds in itertools.product(MOE_WARPS_INSTANCES, (True, False) if routed else (False,)):

@@ -6,9 +6,9 @@
 namespace nf4 {
 
 struct SumArgs {
-  const void* results;  // [parts][choices][n], float32 (already times the routing weights) or of T (one part)
+  const void* results;  // [parts][choices][n], float32 or of T (one part)
   const int* experts;
-  const float* routing;  // for results of T
+  const float* routing;  // null where float32 results are times the routing weights already
   void* out;             // [tokens][n]
   int tokens, top_k, num_experts, parts, n;
   bool wide;  // n is a multiple of 4
@@ -63,7 +63,7 @@ __global__ void sum_choices(const __grid_constant__ SumArgs args) {
         if (!known[j]) continue;
         int choice = token * args.top_k + first + j;
         known[j] = static_cast<unsigned>(load_fresh(args.experts + choice)) < static_cast<unsigned>(args.num_experts);
-        by[j] = sizeof(Result) == 2 ? load_fresh(args.routing + choice) : 1.0f;
+        by[j] = sizeof(Result) == 2 || args.routing ? load_fresh(args.routing + choice) : 1.0f;
         values[j] = load_results(args, results + (int64_t{part} * choices + choice) * args.n + column, column);
       }
 #pragma unroll

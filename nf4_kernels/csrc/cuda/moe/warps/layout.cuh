@@ -8,6 +8,7 @@
 namespace nf4 {
 
 constexpr int kStepBlocks = 4;  // 64-wide k blocks of a step, whose codes are 128 bytes of a row
+constexpr int kMostSteps = 4;   // a row's four lanes have the scales of a step each
 
 struct MoeWarpsArgs {
   Nf4Weight weight;  // of one expert; those of the others lie behind it
@@ -16,7 +17,7 @@ struct MoeWarpsArgs {
   const void* bias;
   const float* routing;
   void* out;
-  float* partial;  // null, or [choices][n]: results times their routing weights, which a launch behind adds up
+  float* partial;  // null, or [choices][n]: results that a launch behind adds up, by their routing weights
   int choices, num_experts, top_k, tokens;
   int x_choices;  // that share a row of x
   int n;          // rows of an expert
@@ -29,7 +30,7 @@ struct MoeWarpsArgs {
 };
 
 // Dynamic shared memory: the table of linear_rows; the codes of nested scales; a ring of stages for each warp; the groups;
-// results that are added up.
+// routing weights and results that are added up.
 template <int kWarps_, int kRowTiles_, bool kNested_>
 struct MoeWarpsLayout {
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32, kStages = 4;

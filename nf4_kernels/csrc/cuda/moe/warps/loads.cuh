@@ -16,6 +16,11 @@ template <int kPending>
 __device__ __forceinline__ void wait_stages() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+__device__ __forceinline__ uint2 load_shared(unsigned address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+  return value;
+}
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -38,6 +43,7 @@ struct StepLoads {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 8;
     target = base + Layout::kRing + warp * Layout::kWarpBytes + row * 128 + ((lane % 8 ^ 2 * row) << 4);
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("" : "+r"(target));  // otherwise the compiler computes it again for each step
     if (unit.left > 0) begin_unit(args);
   }
   __device__ __forceinline__ void begin_unit(const MoeWarpsArgs& args) {
@@ -73,49 +79,40 @@ struct StepLoads {
   }
 };
 
-// The scales of one row of a unit. Of nested scales lane t of the row's four has every fourth word, which is the four k blocks
-// of a step; of plain ones it has those of k block t of each step.
+// The scales of one row of a unit: lane t of the row's four has those of step t, which lie in one group of 256.
 template <bool kNested>
 struct RowOfScales {
-  unsigned first;      // the row's first k block, of all experts'
-  unsigned now, then;  // words (or floats) of the current four steps (or step), and of the next
-  float2 outer;        // the second-level scale and its offset
-  int change;          // the step from which on there is another one
+  using Four = std::conditional_t<kNested, unsigned, float4>;
+  Four raw;
+  float2 outer;  // of nested scales: the second-level scale and its offset
+  float values[kStepBlocks];
 
-  __device__ __forceinline__ unsigned load(const MoeWarpsArgs& args, int step) const {
+  __device__ __forceinline__ void load(const MoeWarpsArgs& args, unsigned first_block) {
     int t = threadIdx.x % 4;
-    if (kNested) {
-      const uint8_t* from = args.weight.absmax_8bit + first + (step + t) * kStepBlocks;
-      return step + t < args.steps ? __ldg(reinterpret_cast<const unsigned*>(from)) : 0;
-    }
-    return step < args.steps ? __float_as_uint(__ldg(args.weight.absmax + first + step * kStepBlocks + t)) : 0;
-  }
-  __device__ __forceinline__ void begin(const MoeWarpsArgs& args, unsigned first_block) {
-    first = first_block;
-    if (kNested) {
-      outer = outer_scale(args.weight, first / 256);
-      change = static_cast<int>(256 - first % 256) / kStepBlocks;
-    }
-    now = load(args, 0);
-    then = load(args, kNested ? 4 : 1);
-  }
-  // The scale of k block t of a step. Steps come one after another.
-  __device__ __forceinline__ float of(const MoeWarpsArgs& args, const float* code, int step) {
-    float value;
+    if (t >= args.steps) return;
+    unsigned block = first_block + t * kStepBlocks;
     if constexpr (kNested) {
-      if (step == change) {
-        outer = outer_scale(args.weight, (first + step * kStepBlocks) / 256);
-        change += 256 / kStepBlocks;
-      }
-      unsigned word = __shfl_sync(~0u, now, threadIdx.x % 32 / 4 * 4 + step % 4);
-      value = nested_scale(code[word >> threadIdx.x % 4 * 8 & 255], outer.x, outer.y);
-      if (step % 4 < 3) return value;
+      raw = __ldg(reinterpret_cast<const unsigned*>(args.weight.absmax_8bit + block));
+      outer = outer_scale(args.weight, block / 256);
     } else {
-      value = __uint_as_float(now);
+      raw = __ldg(reinterpret_cast<const float4*>(args.weight.absmax + block));
     }
-    now = then;
-    then = load(args, step + (kNested ? 5 : 2));
-    return value;
+  }
+  // Lanes without a step decode what they last had.
+  __device__ __forceinline__ void decode(const float* code) {
+    if constexpr (kNested) {
+#pragma unroll
+      for (int j = 0; j < kStepBlocks; ++j) values[j] = nested_scale(code[raw >> (8 * j) & 255], outer.x, outer.y);
+    } else {
+      values[0] = raw.x;
+      values[1] = raw.y;
+      values[2] = raw.z;
+      values[3] = raw.w;
+    }
+  }
+  // That of k block j of a step.
+  __device__ __forceinline__ float of(int step, int j) const {
+    return __shfl_sync(~0u, values[j], threadIdx.x % 32 / 4 * 4 + step);
   }
 };
 

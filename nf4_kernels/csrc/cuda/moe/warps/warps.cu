@@ -9,7 +9,8 @@ namespace {
 // Whether the plan fits these operands and this device.
 cudaError_t validate(const Nf4Moe& moe, const MoeWarpsPlan& plan) {
   const Nf4Weight& w = moe.weight;
-  if (w.k % 256 || w.blocksize != 64 || moe.dtype == NF4_FLOAT32 || moe.num_experts < 1) return cudaErrorInvalidValue;
+  if (w.k % 256 || w.k > kMostSteps * 256 || w.blocksize != 64) return cudaErrorInvalidValue;
+  if (moe.dtype == NF4_FLOAT32 || moe.num_experts < 1) return cudaErrorInvalidValue;
   if (moe.activation || plan.held_groups % 2 || (plan.adds && !moe.routing)) return cudaErrorInvalidValue;
   // An expert's bytes, and k blocks of all experts, are counted with 32 bits.
   if (w.n * w.k >= int64_t{1} << 32 || moe.num_experts * w.n * (w.k / 64) >= int64_t{1} << 32) return cudaErrorInvalidValue;
@@ -49,7 +50,7 @@ cudaError_t launch(const MoeWarpsArgs& args, const Nf4Moe& moe, const MoeWarpsPl
   using Layout = MoeWarpsLayout<kWarps, kRowTiles, kNested>;
   if (group_scratch_bytes(args.choices, args.num_experts) > kWarps * Layout::kWarpBytes) return cudaErrorInvalidValue;
   int shared = Layout::kHeld + HeldGroups<Layout::kSize>::bytes(plan.held_groups);
-  if (plan.adds) shared += (args.row_groups + plan.grid - 1) / plan.grid * args.choices * Layout::kRows * 4;
+  if (plan.adds) shared += (1 + (args.row_groups + plan.grid - 1) / plan.grid * Layout::kRows) * args.choices * 4;
   return launch_dependent(moe_warps<T, Layout>, plan.grid, Layout::kThreads, shared, moe.stream, args);
 }
 
@@ -67,7 +68,7 @@ cudaError_t launch_all(const Nf4Moe& moe, const MoeWarpsPlan& plan) {
   cudaError_t status = moe.weight.absmax_8bit ? launch_instance<T, true>(args, moe, plan)
                                               : launch_instance<T, false>(args, moe, plan);
   if (status != cudaSuccess || !args.partial) return status;
-  SumArgs sums{args.partial, moe.experts, nullptr, moe.out, args.tokens, args.top_k, args.num_experts, 1, args.n,
+  SumArgs sums{args.partial, moe.experts, moe.routing, moe.out, args.tokens, args.top_k, args.num_experts, 1, args.n,
                args.n % 4 == 0};
   return launch_sums<T, float>(sums, moe.stream);
 }
