@@ -76,7 +76,7 @@ def _end(  # type: ignore[no-untyped-def]
         put_result(to_out, result, row, head, line, group, instance.cache.dim, instance.tile_rows)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _is_last(counter, count):  # type: ignore[no-untyped-def]
     """Whether the thread block is the last of count to come here; then the counter is 0 again."""
     last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
