@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from server.checkpoint.experts.module import NF4Experts
 from server.checkpoint.loading import load_model
 from server.engine.runtime.model.exchanged_experts import ReducedBlock, ReducedExperts, exchange_experts
+from server.engine.runtime.model.projections import replace_projections
 from tests.moe_checkpoints import save_moe, separate_experts, tiny_moe
 
 
@@ -21,7 +22,7 @@ class Normed(nn.Module):
     def __init__(self, block: nn.Module, hidden: int) -> None:
         super().__init__()
         self.experts, self.shared_experts, self.gate = block.experts, block.shared_experts, block.gate
-        self.norm = nn.RMSNorm(hidden)
+        self.norm = nn.RMSNorm(hidden, dtype=torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _, weights, chosen = self.gate(x)
@@ -33,7 +34,10 @@ class Normed(nn.Module):
 def loaded(folder: Path, family: str) -> PreTrainedModel:
     options = {"rename": separate_experts} if family == "llama4_text" else {}
     save_moe(folder, tiny_moe(family), **options)
-    return load_model(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
+    model = load_model(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
+    # As before every exchange; bitsandbytes' own layers repack what they multiply on CPUs with AVX512-BF16.
+    replace_projections(model)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_a_block_that_does_more_than_add_is_summed_part_by_part(
     caplog.set_level("INFO")
     model = loaded(tmp_path, "glm4_moe")
     layer = model.model.layers[1]
-    layer.mlp = Normed(layer.mlp, model.config.hidden_size).to(torch.bfloat16)
+    layer.mlp = Normed(layer.mlp, model.config.hidden_size)
     assert exchange_experts(model, ["model.layers.1.mlp.shared_experts.down_proj"]) == set()
     assert isinstance(layer.mlp, Normed)
     assert isinstance(layer.mlp.experts, ReducedExperts)
