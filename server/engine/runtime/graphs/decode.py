@@ -35,9 +35,9 @@ WARM_UPS = 2
 # for them takes less time than the start of the attention's launch, which that kernel hides
 # (docs/adr/0011-decode-attention.md).
 _ROTARY_FROM = 8
-# Of a step that is waited for, this part of the layers is a graph of its own: the device begins with it while the host
-# launches the rest.
-_FIRST_PART = 5
+# A step that is waited for is three graphs, which end behind these parts of the layers and the last one: the device computes
+# each while the host launches the next. So the device waits for the launch of a few layers only.
+_CUTS = (32, 6)
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -231,7 +231,7 @@ def _compiled_layers(
     """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation.
 
     applies_rotary: whether the attention computes queries' and keys' norms and rotary embeddings. shared: compile apart
-    from what has been compiled for graphs that are not shared. cut: called behind the first part of the layers.
+    from what has been compiled for graphs that are not shared. cut: called behind the parts of the layers that _CUTS has.
     """
     # Each size of the ladder and kind of layer is compiled once, and all of that code is kept.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
@@ -247,8 +247,9 @@ def _compiled_layers(
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
     if cut is not None:
-        behind = layers[-(-len(layers) // _FIRST_PART) % len(layers)]
-        behind.forward = partial(_after, cut, behind.forward)
+        for index in {-(-len(layers) // part) for part in _CUTS}:
+            if index < len(layers):
+                layers[index].forward = partial(_after, cut, layers[index].forward)
     try:
         with dependent_launches(), small_kernels_by_rule(), fused_operations(applies_rotary):
             yield
