@@ -95,7 +95,7 @@ class HostRunner:
         if not all(chunk.samples and chunk.length == 1 for chunk in step.chunks):
             return None
         with self.timed("batch"):
-            self.batch = batch_of(step_input(step), self.block_size, self.device)
+            self.batch = batch_of(step_input(step), self.block_size)
         with self.timed("layout"):
             self.tables.take_new(self.batch.spans)
             layout(self.batch.spans.ends, self.batch.spans.rows, [None], [ROOM])

@@ -84,6 +84,8 @@ class DeviceClock:
         self._kept = [0] * len(KINDS)
         self._next = [0] * len(KINDS)
         self._known = [[0] * TOTALS for _ in KINDS]
+        self.notes = 0
+        """How often totals have been noted."""
         self._decoding = {kind: DecodingShare() for kind in FUSED}
         self._fused = 0
         self.completion = self._measure_completion(device)
@@ -133,6 +135,7 @@ class DeviceClock:
                     *(new - old for new, old in zip(known[index], self._known[index], strict=True))
                 )
         self._known = known
+        self.notes += 1
 
     def seconds(self) -> dict[str, float]:
         """The launches' times as last noted, by kind."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from nf4_kernels import cpu
 from nf4_kernels.device_clock import DeviceClock
@@ -35,7 +36,8 @@ def read_cpu() -> KernelTimes:
 def reader_of(clock: DeviceClock) -> Callable[[], KernelTimes]:
     """A function that reads the totals that a device's clock noted last."""
 
-    def read() -> KernelTimes:
+    @lru_cache(maxsize=1)
+    def read_once(_notes: int) -> KernelTimes:
         seconds = clock.seconds()
         by_kernel = {f"cuda_{kind}": value for kind, value in seconds.items()}
         decoding = clock.decoding()
@@ -43,4 +45,4 @@ def reader_of(clock: DeviceClock) -> Callable[[], KernelTimes]:
         dequant = seconds["dequantize"] + sum(decoding.values())
         return KernelTimes(dequant, sum(seconds.values()) - seconds["dequantize"], by_kernel)
 
-    return read
+    return lambda: read_once(clock.notes)

@@ -46,7 +46,7 @@ class AsyncRunner(ModelRunner):
     def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
         if not all(c.samples and c.length == 1 for c in step.chunks):
             return None
-        batch = batch_of(step_input(step), self._paged.block_size, self.device)
+        batch = batch_of(step_input(step), self._paged.block_size)
         if previous is not None:
             tokens = {id(c.sequence): int(t) for c, t in zip(previous.step.sampled, previous.tokens, strict=True)}
             ids = [

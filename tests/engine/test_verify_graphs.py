@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -89,7 +88,8 @@ class UncapturedGraphs(VerifyGraphs):
     def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
         assert launch.table() is None
         self.sampled += 1
-        batch = replace(batch, ids=decode._ids(batch, launch, newest))
+        if newest is not None:
+            decode.put_newest(batch.ids, newest, launch.source)
         best, tokens = self._paged.run(batch).float().max(-1)
         happened = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
         return AsyncStep(step, tokens, torch.stack((best, tokens.float())), None, happened)
@@ -110,9 +110,9 @@ def test_a_step_with_guesses_makes_one_batch(guesses: list[int], fits: bool, mon
     expected = plain.execute(step)
     batches: list[int] = []
 
-    def counted(given: StepInput, block_size: int, device: torch.device) -> Batch:
+    def counted(given: StepInput, block_size: int) -> Batch:
         batches.append(len(given.ids))
-        return batch_of(given, block_size, device)
+        return batch_of(given, block_size)
 
     monkeypatch.setattr(runner_module, "batch_of", counted)
     assert runner.execute(step) == expected
@@ -226,9 +226,12 @@ def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch
         runner.execute(Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: [7]}))
 
 
-def test_a_step_that_is_waited_for_is_cut_behind_a_fifth_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layers", "behind"), [(1, []), (6, [1]), (35, [2, 6])])
+def test_a_step_that_is_waited_for_is_cut_behind_its_first_layers(
+    layers: int, behind: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
-    model = tiny_model("llama", num_hidden_layers=6)
+    model = tiny_model("llama", num_hidden_layers=layers)
     done: list[int] = []
     for index, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda *_, index=index: done.append(index))
@@ -239,4 +242,4 @@ def test_a_step_that_is_waited_for_is_cut_behind_a_fifth_of_its_layers(monkeypat
         done.clear()
         with decode._compiled_layers(model, False, True, lambda: cuts.append(list(done))):
             assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
-    assert cuts == [[0, 1]]
+    assert cuts == [list(range(count)) for count in behind]

@@ -19,7 +19,6 @@ from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_sequence
 
 BLOCK_SIZE, LONGEST, SEQUENCES = 4, 64, 4
-CPU = torch.device("cpu")
 
 
 def _through_bytes(message: ComputeStep) -> ComputeStep:
@@ -50,7 +49,7 @@ def test_a_worker_computes_the_same_batches_with_preemptions_and_shared_prefixes
         bytes_sent.append(len(message.blocks))
         read, launch = reader.read(_through_bytes(message))
         assert launch is None
-        expected, found = batch_of(given, BLOCK_SIZE, CPU), batch_of(read, BLOCK_SIZE, CPU)
+        expected, found = batch_of(given, BLOCK_SIZE), batch_of(read, BLOCK_SIZE)
         for name in ("ids", "positions", "slots", "sampled_rows"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         assert found.num_single == expected.num_single

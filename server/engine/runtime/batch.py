@@ -119,7 +119,8 @@ class Batch:
 
     ids, positions, slots: int64 [T]; a slot is block * block_size + offset. sampled_rows: int64, the rows whose logits
     are wanted: first those that tokens are sampled from, then those of prompt tokens that are scored. A token's position
-    is what its rotary embedding is made from: its place in the sequence, unless an image stands in front of it.
+    is what its rotary embedding is made from: its place in the sequence, unless an image stands in front of it. All four are
+    on one device, or in host memory, from which graphs copy them to where they read them.
     """
 
     ids: torch.Tensor
@@ -135,6 +136,16 @@ class Batch:
     def num_tokens(self) -> int:
         """T."""
         return self.ids.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on a device; the host does not wait for it."""
+        if self.ids.device.type == device.type:
+            return self
+        # One transfer for everything.
+        given = (self.ids, self.positions, self.slots, self.sampled_rows)
+        table = to_device(torch.cat(given).numpy(), device)
+        ids, positions, slots, rows = table.split([len(own) for own in given])
+        return replace(self, ids=ids, positions=positions, slots=slots, sampled_rows=rows)
 
 
 def to_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -218,8 +229,11 @@ def step_input(step: Step) -> StepInput:
     return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, guessed=guessed)
 
 
-def batch_of(given: StepInput, block_size: int, device: torch.device) -> Batch:
-    """The batch that computes a step; its chunks of one token come first, and all sequences hold a row of the tables."""
+def batch_of(given: StepInput, block_size: int) -> Batch:
+    """The batch that computes a step, in host memory; its chunks of one token come first.
+
+    All sequences hold a row of the tables.
+    """
     tables, table_rows, starts, lengths = given.tables, given.rows, given.starts, given.lengths
     counts = -(-(starts + lengths) // block_size)
     spans = Spans(tables, table_rows, starts, lengths, counts, given.adapters)
@@ -230,14 +244,6 @@ def batch_of(given: StepInput, block_size: int, device: torch.device) -> Batch:
         table_rows = np.repeat(table_rows, lengths)
     slots = tables.blocks[table_rows, places // block_size] * np.int64(block_size) + places % block_size
     positions = places if given.offsets is None else places + np.repeat(given.offsets, lengths)
-    # One transfer for everything.
-    table = to_device(np.concatenate((np.array(given.ids, np.int64), positions, slots, given.wanted)), device)
-    return Batch(
-        table[:count],
-        table[count : 2 * count],
-        table[2 * count : 3 * count],
-        table[3 * count :],
-        spans,
-        num_single,
-        given.images,
-    )
+    ids, rows = torch.from_numpy(np.array(given.ids, np.int64)), torch.from_numpy(given.wanted)
+    places_and_slots = torch.from_numpy(positions), torch.from_numpy(slots)
+    return Batch(ids, *places_and_slots, rows, spans, num_single, given.images)

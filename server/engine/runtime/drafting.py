@@ -188,7 +188,7 @@ class DraftModel:
             launch = Launch(newest is not None, source, partial(self._table, sequences, place))
             return graphs.decode.launch(batch, launch, newest)[1]
         if newest is not None:
-            batch = replace(batch, ids=newest[:count])
+            batch = replace(batch.to(self._paged.device), ids=newest[:count])
         if graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
             logits, tokens = graphs.verify.run_greedy(batch)
         else:
@@ -223,4 +223,4 @@ class DraftModel:
             last,
             [None] * len(parts),
         )
-        return batch_of(given, self._paged.block_size, self._paged.device)
+        return batch_of(given, self._paged.block_size)

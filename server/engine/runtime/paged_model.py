@@ -46,6 +46,8 @@ class PagedModel:
         tower: makes images' features, where the model's tower is loaded.
         """
         self.model = model
+        self.device: torch.device = model.device
+        """Where the model runs."""
         self.backend = backend
         self.block_size = block_size
         self.clock = clock
@@ -53,12 +55,6 @@ class PagedModel:
         self.tower = tower
         self.small_steps: SmallSteps | None = None
         """Computes the steps that it takes in place of the model's class."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        device: torch.device = self.model.device
-        return device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,17 +83,20 @@ class PagedModel:
         greedy: of each row only the largest is needed; the others may be smaller than it by any amount. Images in the batch
         must have their features, unless another rank has them. Call in inference mode.
         """
+        batch = batch.to(self.device)
         if self.small_steps is not None and self.small_steps.takes(batch):
             return self.small_steps.run(batch, greedy)
         return self.run_class(batch)
 
     def run_class(self, batch: Batch) -> torch.Tensor:
         """run() by the model's class."""
+        batch = batch.to(self.device)
         logits: torch.Tensor = self._call(self.model, batch, logits_to_keep=batch.sampled_rows).logits[0]
         return logits.float()
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """The final hidden states [batch.sampled_rows, hidden size] in float32, from which run() would compute logits."""
+        batch = batch.to(self.device)
         hidden: torch.Tensor = self._call(self.model.base_model, batch).last_hidden_state[0]
         return hidden[batch.sampled_rows].float()
 

@@ -150,7 +150,9 @@ class ModelRunner:
         if graphs.mixed is not None and graphs.mixed.fits(batch):
             return graphs.mixed.run(batch).float()
         if graphs.decode is not None and graphs.batch_invariant:
-            return run_in_groups(batch, graphs.decode.run, self._paged.block_size, self.limits.vocab_size)
+            return run_in_groups(
+                batch.to(self.device), graphs.decode.run, self._paged.block_size, self.limits.vocab_size
+            )
         return self._paged.run(batch, greedy)
 
     @torch.inference_mode()
@@ -288,7 +290,7 @@ class ModelRunner:
         _, self._newest = self._graphs.decode.launch(self._batch(given), launch, newest)
 
     def _batch(self, given: StepInput) -> Batch:
-        return batch_of(given, self._paged.block_size, self.device)
+        return batch_of(given, self._paged.block_size)
 
     def _launch_with_options(
         self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler

@@ -133,7 +133,8 @@ class GraphBackend(AttentionBackend):
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
         """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding.
 
-        For a graph that was captured as shared, spans may be tokens of one sequence that follow one another.
+        For a graph that was captured as shared, spans may be tokens of one sequence that follow one another. The copies to
+        the device of the plan before must be over.
         """
 
     def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:

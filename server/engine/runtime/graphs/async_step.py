@@ -50,7 +50,7 @@ class AsyncStep:
     tokens: torch.Tensor
     """int64, on the device: the token of each of step.sampled."""
     copied: torch.Tensor
-    """float32 [2, sequences] in host memory, valid once done has happened: the best logits, and the tokens."""
+    """float32 [2, any] in host memory, valid once done has happened: each of step.sampled's best logit, and its token."""
     times: tuple[DeviceClock, torch.Tensor] | None
     """The device's clock, and its totals, valid once done has happened."""
     done: torch.cuda.Event
@@ -68,7 +68,7 @@ class AsyncStep:
         if self.times is not None:
             clock, totals = self.times
             clock.note(totals)
-        best, tokens = self.copied.tolist()
+        best, tokens = self.copied[:, : len(self.tokens)].tolist()
         return [
             Sampled(int(token)) if math.isfinite(value) else Sampled(0, error="the model's logits are not numbers")
             for value, token in zip(best, tokens, strict=True)

@@ -27,6 +27,7 @@ from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table
+from server.engine.runtime.sampling.largest import largest_of_rows
 from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Step
 
@@ -59,7 +60,7 @@ class _Graph:
     """int64 [3, size]: token ids, positions, cache slots."""
     logits: torch.Tensor
     greedy: torch.Tensor
-    """float32 [2, size]: the best logit of each row, and which token has it (exact: vocabularies are below 2**24)."""
+    """float32 [2, size], of largest_of_rows()."""
     others: torch.Tensor | None
     """bool [size, slots]: which adapters are not each row's, in graphs that add adapters."""
 
@@ -118,13 +119,13 @@ class DecodeGraphs:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [sequences, vocabulary], valid until the next run."""
-        return self._replay(batch, batch.ids).logits[: len(batch.spans)]
+        return self._replay(batch).logits[: len(batch.spans)]
 
     def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
         """Launch a decode step; newest: as of launch()."""
-        best, tokens = self.launch(batch, launch, newest)
-        copied = torch.empty(2, len(tokens), dtype=torch.float32, pin_memory=True)
-        copied.copy_(torch.stack((best, tokens.float())), non_blocking=True)
+        found, tokens = self.launch(batch, launch, newest)
+        copied = torch.empty(found.shape, dtype=torch.float32, pin_memory=True)
+        copied.copy_(found, non_blocking=True)
         times = None
         if self._clock is not None:
             times = self._clock, torch.empty_like(self._clock.totals, device="cpu", pin_memory=True)
@@ -134,15 +135,18 @@ class DecodeGraphs:
         return AsyncStep(step, tokens, copied, times, done)
 
     def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each sequence's best logit and its sampled token, int64, on the device.
+        """What the step's sequences come to, on the device: found and their sampled tokens, int64.
 
-        newest: the tokens of the step launched before, where this one follows it; they take PLACEHOLDER ids' places.
+        found: float32 [2, any], in its first columns each sequence's best logit and its token, valid until the next
+        replay. newest: the tokens of the step launched before, where this one follows it; they take PLACEHOLDER ids' places.
         """
-        captured = self._replay(batch, _ids(batch, launch, newest))
+        captured = self._replay(batch, newest, launch.source)
         count = len(batch.spans)
-        best, tokens = captured.greedy[:, :count]
-        tokens, table = tokens.long(), launch.table()
-        return best, tokens if table is None else sample_by_table(captured.logits[:count], table, tokens)
+        tokens, table = captured.greedy[1, :count].long(), launch.table()
+        if table is None:
+            return captured.greedy, tokens
+        tokens = sample_by_table(captured.logits[:count], table, tokens)
+        return torch.stack((captured.greedy[0, :count], tokens.float())), tokens
 
     def launch_next(self, newest: torch.Tensor, table: npt.NDArray[np.float64] | None) -> torch.Tensor | None:
         """Launch the step behind the last one of these graphs, without another step between; its tokens, on the device.
@@ -153,12 +157,13 @@ class DecodeGraphs:
         last = self._last
         if last is None or not self._backend.advance_decode_graph(last.inputs, newest):
             return None
-        self.pool.replay_again(last.step)
+        self.pool.replay(last.step)
         count = len(newest)
         tokens = last.greedy[1, :count].long()
         return tokens if table is None else sample_by_table(last.logits[:count], table, tokens)
 
-    def _replay(self, batch: Batch, ids: torch.Tensor) -> _Graph:
+    def _replay(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> _Graph:
+        """Replay the graph that fits batch; newest and source: as of put_newest(), where there are such tokens."""
         count = len(batch.spans)
         size = min(s for s in self._graphs if s >= count)
         captured = self._last = (self._adapted if batch.spans.adapted else self._graphs)[size]
@@ -166,25 +171,26 @@ class DecodeGraphs:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True
         plan = partial(self._backend.plan_decode_graph, batch.spans, size)
-        self.pool.replay(captured.step, plan, captured.inputs, (ids, batch.positions, batch.slots))
+        self.pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots))
+        if newest is not None:
+            put_newest(captured.inputs[0, :count], newest, source)
+        self.pool.replay(captured.step)
         return captured
 
     def run_with_options(
         self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
     ) -> OptionsStep:
         """Launch a decode step as run_async() does, for sequences with any options: sampler samples their tokens."""
-        ids = batch.ids
+        newest, source = None, None
         if previous is not None:
             rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
-            source = [rows.get(id(chunk.sequence), 0) for chunk in step.chunks]
-            newest = previous.tokens
-            if source != list(range(len(newest))):
-                newest = newest[to_device(np.array(source, np.int64), ids.device)]
-            ids = torch.where(ids == PLACEHOLDER, newest, ids)
-        captured = self._replay(batch, ids)
+            source, newest = [rows.get(id(chunk.sequence), 0) for chunk in step.chunks], previous.tokens
+            if source == list(range(len(newest))):
+                source = None
+        captured = self._replay(batch, newest, source)
         count = len(batch.spans)
         best, tokens = captured.greedy[:, :count]
-        output = ModelOutput(captured.logits[:count], (best, tokens.long()), ids)
+        output = ModelOutput(captured.logits[:count], (best, tokens.long()), captured.inputs[0, :count])
         return OptionsStep(step, output, sampler, self._clock)
 
     def applies_rotary(self, size: int) -> bool:
@@ -203,8 +209,7 @@ class DecodeGraphs:
                 ).logits[0]
             if self._clock is not None:
                 self._clock.collect()
-            best, tokens = logits.float().max(dim=-1)
-            return logits, torch.stack((best, tokens.float()))
+            return logits, largest_of_rows(logits)
 
         cut = self.pool.cut if self._waited_for else None
         with _compiled_layers(self._model, self.applies_rotary(size), self.shared, cut):
@@ -214,14 +219,14 @@ class DecodeGraphs:
         return _Graph(captured, inputs, unowned(logits), unowned(greedy), others)
 
 
-def _ids(batch: Batch, launch: Launch, newest: torch.Tensor | None) -> torch.Tensor:
-    """The step's token ids; newest, the tokens of the step launched before, take the places of PLACEHOLDER."""
-    ids = batch.ids
-    if newest is not None:
-        if launch.source is not None:
-            newest = newest[to_device(np.array(launch.source, np.int64), ids.device)]
-        ids = torch.where(ids == PLACEHOLDER, newest, ids)
-    return ids
+def put_newest(ids: torch.Tensor, newest: torch.Tensor, source: list[int] | None) -> None:
+    """Put newest, the tokens of the step launched before, in the places of PLACEHOLDER in a step's ids.
+
+    source: which of newest is for each of ids; None: those in the same places.
+    """
+    if source is not None:
+        newest = newest[to_device(np.array(source, np.int64), ids.device)]
+    ids.copy_(torch.where(ids == PLACEHOLDER, newest, ids))
 
 
 @contextmanager

@@ -82,10 +82,12 @@ class MixedGraphs:
         """Logits [batch.sampled_rows, vocabulary] of a batch that fits(), valid until the next run."""
         size = self._size(batch)
         assert size is not None
+        batch = batch.to(self._model.device)
         captured, wanted = self._graphs[size], batch.sampled_rows.shape[0]
         captured.wanted[:wanted].copy_(batch.sampled_rows)
         plan = partial(self._backend.plan_mixed_graph, batch.spans, size, self._sequences(size))
-        self._pool.replay(captured.step, plan, captured.inputs, (batch.ids, batch.positions, batch.slots))
+        self._pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots))
+        self._pool.replay(captured.step)
         return captured.logits[:wanted]
 
     def _size(self, batch: Batch) -> int | None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from server.engine.runtime.exchange import is_alone
@@ -28,6 +30,8 @@ class CapturedStep:
 class GraphPool:
     """Graphs that share their memory: the results of a replay are valid until the next replay of any of them.
 
+    They are replayed on the stream that is the current one when this is made.
+
     A graph's inputs are int64 [3, size]: token ids, positions, cache slots. Columns that a step does not fill are
     padding, whose keys and values go to scratch_slot.
     """
@@ -35,7 +39,11 @@ class GraphPool:
     def __init__(self, device: torch.device, scratch_slot: int) -> None:
         self._device = device
         self._scratch_slot = scratch_slot
+        self._padding = np.array([[0], [0], [scratch_slot]])
+        self._pinned: dict[int, tuple[torch.Tensor, npt.NDArray[np.int64]]] = {}
         self._planned = torch.cuda.Event()
+        # Finding the current stream takes Python some microseconds, which the device waits for.
+        self._replaying = torch.cuda.current_stream(device)
         self.replays = 0
         """Graphs replayed so far."""
         # All captures share one stream, because cuBLAS keeps 32 MiB for each stream it has seen.
@@ -51,27 +59,43 @@ class GraphPool:
         inputs[2] = self._scratch_slot
         return inputs
 
-    def replay(
+    def fill(
         self,
-        captured: CapturedStep,
-        plan: Callable[[], object],
         inputs: torch.Tensor,
+        plan: Callable[[], object],
         values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Replay a step on values: the ids, positions and slots of a step's tokens; plan() lays out its attention."""
-        # The plan's host memory may be written again only when its copies to the device are over.
+        """Fill a graph's inputs with values: the ids, positions and slots of a step's tokens; plan() lays out its attention.
+
+        values are on the device, or in host memory.
+        """
+        # The plan's host memory and ours may be written again only when their copies to the device are over.
         self._planned.synchronize()
         plan()
         count = len(values[0])
-        for row, own in zip(inputs, values, strict=True):
-            row[:count].copy_(own)
-        if count < inputs.shape[1]:
-            inputs[2, count:] = self._scratch_slot
-        self._planned.record()
-        self.replay_again(captured)
+        if values[0].is_cuda:
+            for row, own in zip(inputs, values, strict=True):
+                row[:count].copy_(own)
+            if count < inputs.shape[1]:
+                inputs[2, count:] = self._scratch_slot
+        else:
+            pinned, numbers = self._pinned_of(inputs.shape[1])
+            for row, own in zip(numbers, values, strict=True):
+                row[:count] = own.numpy()
+            # What is left of another step may be no token of this model.
+            numbers[:, count:] = self._padding
+            inputs.copy_(pinned, non_blocking=True)
+        self._planned.record(self._replaying)
 
-    def replay_again(self, captured: CapturedStep) -> None:
-        """Replay a step whose inputs and layout are on the device already."""
+    def _pinned_of(self, size: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """Pinned memory for the inputs of graphs of a size, as a tensor and as an array."""
+        if size not in self._pinned:
+            tensor = torch.empty(3, size, dtype=torch.int64, pin_memory=True)
+            self._pinned[size] = tensor, tensor.numpy()
+        return self._pinned[size]
+
+    def replay(self, captured: CapturedStep) -> None:
+        """Replay a step whose inputs and layout are on the device."""
         captured.replay()
         self.replays += 1
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.attention.base import GraphBackend
-from server.engine.runtime.batch import Batch
+from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.pool import GraphPool
@@ -47,8 +47,10 @@ class VerifyGraphs(DecodeGraphs):
 
     def run_greedy(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of batch.sampled_rows and the best token of each, int64. A graph is large enough for batch."""
-        captured = self._replay(self._singles(batch), batch.ids)
-        rows = batch.sampled_rows
+        captured = self._replay(self._singles(batch))
+        rows = (
+            batch.sampled_rows if batch.ids.is_cuda else to_device(batch.sampled_rows.numpy(), captured.logits.device)
+        )
         return captured.logits[rows], captured.greedy[1, rows].long()
 
     def _singles(self, batch: Batch) -> Batch:

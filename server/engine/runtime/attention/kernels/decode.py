@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -83,16 +84,25 @@ def split_keys(lengths: _Numbers, room: Room, window: int | None) -> Items:
 
 
 def _part_length(seen: _Numbers, room: Room) -> int:
-    """The longest part that a sequence should have, a multiple of SMALLEST_PART; seen: the keys of each sequence.
-
-    All items together should fill whole waves of thread blocks. The time of a wave is that of its longest item.
-    """
-    count, total, longest = len(seen), int(seen.sum()), int(seen.max())
+    """The longest part that a sequence should have, a multiple of SMALLEST_PART; seen: the keys of each sequence."""
     if room.spare == 0:
-        return longest
-    if count > room.wave:
+        return int(seen.max())
+    if len(seen) > room.wave:
         # Only a sequence that is much longer than the others is worth being split.
-        return max(SMALLEST_PART, _rounded(-(-total // room.spare)))
+        return max(SMALLEST_PART, _rounded(-(-int(seen.sum()) // room.spare)))
+    return _filling_length((-(-seen // SMALLEST_PART)).tobytes(), room)
+
+
+# It takes longer than all else of a layout. For lengths in SMALLEST_PARTs, steps that follow one another mostly ask the same.
+@lru_cache(maxsize=64)
+def _filling_length(units: bytes, room: Room) -> int:
+    """The length of parts with which all items together fill whole waves of thread blocks.
+
+    units: int64 [sequences], the keys of each sequence in SMALLEST_PARTs, rounded up. The time of a wave is that of its
+    longest item.
+    """
+    seen = np.frombuffer(units, np.int64) * SMALLEST_PART
+    count, total, longest = len(seen), int(seen.sum()), int(seen.max())
     if int(_parts(seen, SMALLEST_PART)[0].sum()) <= min(room.wave, count + room.spare):
         return SMALLEST_PART  # parts cannot be shorter, and all of them are in one wave
     best, least, before = SMALLEST_PART, math.inf, 0
@@ -210,6 +220,7 @@ class DecodeAttention:
         sequences = max(largest, TRIAL_SEQUENCES)
         items = sequences + max(room.spare for room in self._rooms)
         self._numbers = torch.zeros(HEADER + len(self._windows) * items * FIELDS, dtype=torch.int32, device=device)
+        self._pinned = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
         self.tables = DeviceTables(sequences, max(most_blocks, TRIAL_BLOCKS), scratch_block, device)
         self._partials = Partials(
             items,
@@ -220,11 +231,17 @@ class DecodeAttention:
         )
 
     def plan(self, spans: Spans, size: int) -> None:
-        """Lay out a step for the graph of size sequences; those beyond spans are padding, a token each."""
+        """Lay out a step for the graph of size sequences; those beyond spans are padding, a token each.
+
+        The copies of the plan before must be over.
+        """
         padding = size - len(spans)
         lengths = np.append(spans.ends, np.ones(padding, np.int64))
         rows = np.append(spans.rows, np.full(padding, self.tables.padding_row))
-        self._write(layout(lengths, rows, self._windows, self._rooms))
+        numbers = layout(lengths, rows, self._windows, self._rooms)
+        count = len(numbers)
+        self._pinned.numpy()[:count] = numbers
+        self._numbers[:count].copy_(self._pinned[:count], non_blocking=True)
         self.tables.update(spans)
 
     def advance(self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int) -> bool:
@@ -237,13 +254,10 @@ class DecodeAttention:
 
     def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
         """Lay out a step's first `singles` spans, one token each, for a launch that has room for `sequences` sequences."""
-        self._write(layout(spans.ends[:singles], spans.rows[:singles], self._windows, self._rooms, sequences))
-        self.tables.update(spans)
-
-    def _write(self, numbers: npt.NDArray[np.int32]) -> None:
+        numbers = layout(spans.ends[:singles], spans.rows[:singles], self._windows, self._rooms, sequences)
         # A copy from memory that is not pinned would wait for the step that is running.
-        pinned = torch.from_numpy(numbers).pin_memory()
-        self._numbers[: len(pinned)].copy_(pinned, non_blocking=True)
+        self._numbers[: len(numbers)].copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
+        self.tables.update(spans)
 
     def attend(
         self,

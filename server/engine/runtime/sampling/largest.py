@@ -1,0 +1,56 @@
+"""The largest logit of each row and its token, by a kernel of our own where it has been tried."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from server.engine.runtime.trials import failure
+
+logger = logging.getLogger(__name__)
+
+_TRIAL_ROWS = 4
+
+
+class _Kernel:
+    """The kernel, once use_kernel() has tried it."""
+
+    largest_of_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+def largest_of_rows(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [2, rows]: the largest logit of each row, NaN where the row has one, and the first token that has it.
+
+    logits [rows, vocabulary]. Vocabularies are below 2**24, up to which float32 has all whole numbers.
+    """
+    if logits.is_cuda and _Kernel.largest_of_rows is not None and logits.stride(1) == 1:
+        return _Kernel.largest_of_rows(logits)
+    largest, tokens = logits.float().max(dim=-1)
+    return torch.stack((largest, tokens.float()))
+
+
+@functools.cache
+def use_kernel(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    """Find them on a CUDA device in one launch (largest_kernel.py), if it gives what torch's operations give."""
+    failed = failure(lambda: _load(device, dtype, vocabulary))
+    if failed is not None:
+        logger.warning("torch's operations find the likeliest tokens, more slowly: our kernel fails: %s", failed)
+
+
+def _load(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    from server.engine.runtime.sampling import largest_kernel
+
+    logits = torch.randn(_TRIAL_ROWS, vocabulary, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    logits[1, [vocabulary // 2, vocabulary - 1]] = 100.0
+    logits[2, vocabulary - 1] = torch.nan
+    largest, tokens = logits.float().max(dim=-1)
+    found = largest_kernel.largest_of_rows(logits)
+    is_number = [0, 1, 3]
+    if not torch.equal(found[0, is_number], largest[is_number]) or not found[0, 2].isnan():
+        raise ValueError(f"it gives logits {found[0].tolist()} instead of {largest.tolist()}")
+    if not torch.equal(found[1, is_number], tokens[is_number].float()):
+        raise ValueError(f"it gives tokens {found[1].tolist()} instead of {tokens.tolist()}")
+    _Kernel.largest_of_rows = largest_kernel.largest_of_rows
