@@ -157,8 +157,9 @@ class Engine:
         checked: Checked | None = None
         if pending is not None and pending.step.guesses:
             # What is next depends on which guesses were right. The requests are told while the device goes on.
-            ran = pending.step
-            checked, pending = self._read_check(pending), None
+            # What was launched gives its pinned memory back when this returns, not while the device waits.
+            read, pending, ran = pending, None, pending.step
+            checked = self._read_check(read)
         step = self._scheduler.schedule()
         # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
         guessing = self._speculator is not None and self._speculator.plan(step)

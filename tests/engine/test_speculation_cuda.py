@@ -142,7 +142,7 @@ def test_tokens_that_a_graph_samples_are_those_of_its_logits(tmp_path: Path, mon
         asked = [make_request([5 + i, 9, 7] * 10, max_tokens=60, **options) for i in range(3)]
         found.append((asked, answers(runner, config, "lookup", asked)[0]))
     assert sampled
-    monkeypatch.setattr(runner, "_graph_input", lambda step: None)
+    monkeypatch.setattr(runner, "_has_check", lambda step: False)
     for asked, tokens_found in found:
         assert answers(runner, config, "lookup", asked)[0] == tokens_found
 

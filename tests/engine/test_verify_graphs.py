@@ -226,7 +226,7 @@ def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch
         runner.execute(Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: [7]}))
 
 
-@pytest.mark.parametrize(("layers", "behind"), [(1, []), (6, [1]), (35, [2, 6])])
+@pytest.mark.parametrize(("layers", "behind"), [(1, []), (6, [1]), (35, [1, 6]), (65, [2, 11])])
 def test_a_step_that_is_waited_for_is_cut_behind_its_first_layers(
     layers: int, behind: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,19 +182,6 @@ class StepInput:
     guessed: bool = False
     """Whether the step checks guesses."""
 
-    def in_single_tokens(self) -> StepInput:
-        """The same tokens, each as a chunk of its own; without images."""
-        count, lengths = len(self.ids), self.lengths
-        of = np.repeat(np.arange(len(lengths)), lengths)
-        return replace(
-            self,
-            rows=self.rows[of],
-            starts=np.arange(count) + np.repeat(self.starts - lengths.cumsum() + lengths, lengths),
-            lengths=np.ones(count, np.int64),
-            adapters=[self.adapters[index] for index in of.tolist()],
-            offsets=None if self.offsets is None else self.offsets[of],
-        )
-
 
 def step_input(step: Step) -> StepInput:
     """The columns that compute a step, all of whose sequences hold a row of the block tables."""
@@ -227,6 +214,40 @@ def step_input(step: Step) -> StepInput:
         images = image_rows(chunks, starts, lengths)
     guessed = bool(step.guesses)
     return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, guessed=guessed)
+
+
+def single_tokens(step: Step) -> StepInput:
+    """The columns of a step with guesses, whose known tokens and guesses are each a chunk of its own.
+
+    The device waits for it, and there are few tokens, for which lists are faster than arrays.
+    """
+    tables = step.chunks[0].sequence.tables
+    assert tables is not None
+    ids: list[int] = []
+    rows: list[int | None] = []
+    starts: list[int] = []
+    offsets: list[int] = []
+    adapters: list[int | None] = []
+    for chunk in step.chunks:
+        sequence = chunk.sequence
+        own = [sequence.tokens[chunk.start], *step.guesses.get(sequence.request_id, ())]
+        count = len(own)
+        ids += own
+        rows += [sequence.row] * count
+        starts += range(chunk.start, chunk.start + count)
+        offsets += [0 if sequence.images is None else sequence.images.offset] * count
+        adapters += [sequence.adapter] * count
+    return StepInput(
+        tables,
+        np.array(rows, np.int64),
+        np.array(starts, np.int64),
+        np.ones(len(ids), np.int64),
+        ids,
+        np.arange(len(ids)),
+        adapters,
+        np.array(offsets, np.int64) if any(offsets) else None,
+        guessed=True,
+    )
 
 
 def batch_of(given: StepInput, block_size: int) -> Batch:

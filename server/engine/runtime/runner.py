@@ -12,7 +12,7 @@ import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
-from server.engine.runtime.batch import Batch, StepInput, batch_of, step_input
+from server.engine.runtime.batch import Batch, StepInput, batch_of, single_tokens, step_input
 from server.engine.runtime.drafting import DraftModel, LaunchedGuesses
 from server.engine.runtime.followers import Followers, followed
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
@@ -182,14 +182,13 @@ class ModelRunner:
 
     def _check_guesses(self, step: Step) -> list[Sampled] | None:
         """execute() of a step with guesses whose tokens a CUDA graph finds; None where it needs more than that."""
-        given = self._graph_input(step)
-        if given is None:
+        if not self._has_check(step):
             return None
         if self._followers is None:
-            return self._replay_check(step, given).read()
+            return self._replay_check(step).read()
         # The other ranks replay the same graph. This one alone samples, because it alone reads the tokens.
-        with followed(given, self._followers):
-            return self._replay_check(step, given).read()
+        with followed(step_input(step), self._followers):
+            return self._replay_check(step).read()
 
     @torch.inference_mode()
     def launch_check(self, step: Step) -> LaunchedStep | None:
@@ -200,26 +199,21 @@ class ModelRunner:
         if self._followers is not None:
             return None
         try:
-            given = self._graph_input(step)
-            return None if given is None else self._replay_check(step, given)
+            return self._replay_check(step) if self._has_check(step) else None
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception:
             logger.exception("launching a step of %d sequences with guesses failed", len(step.chunks))
             return None  # execute() finds the one that is at fault
 
-    def _graph_input(self, step: Step) -> StepInput | None:
-        """The columns of a step with guesses whose tokens a CUDA graph finds; None where it needs more than that."""
+    def _has_check(self, step: Step) -> bool:
+        """Whether a CUDA graph finds the tokens of a step with guesses. Such a step decodes, so no image is in its chunks."""
         verify = self._graphs.verify
-        # The number of tokens is asked before a batch is made, because forward() makes one of its own.
         if verify is None or step.num_tokens > verify.sizes[-1]:
-            return None
-        if not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
-            return None
-        given = step_input(step)
-        return None if given.images is not None else given
+            return False
+        return all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks)
 
-    def _replay_check(self, step: Step, given: StepInput) -> AsyncStep:
+    def _replay_check(self, step: Step) -> AsyncStep:
         verify, drafted = self._graphs.verify, step.drafted
         assert verify is not None
 
@@ -228,7 +222,7 @@ class ModelRunner:
                 return None
             return sampling_table(sampled_sequences(step), self.limits.vocab_size)
 
-        batch = self._batch(given.in_single_tokens())
+        batch = self._batch(single_tokens(step))
         if drafted is None:
             return verify.run_async(step, batch, Launch(False, None, table), None)
         assert isinstance(drafted, LaunchedGuesses)

@@ -68,8 +68,9 @@ class AsyncStep:
         if self.times is not None:
             clock, totals = self.times
             clock.note(totals)
-        best, tokens = self.copied[:, : len(self.tokens)].tolist()
+        count = len(self.tokens)
+        best, tokens = self.copied.tolist()
         return [
             Sampled(int(token)) if math.isfinite(value) else Sampled(0, error="the model's logits are not numbers")
-            for value, token in zip(best, tokens, strict=True)
+            for value, token in zip(best[:count], tokens[:count], strict=True)
         ]

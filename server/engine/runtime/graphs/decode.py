@@ -38,7 +38,7 @@ WARM_UPS = 2
 _ROTARY_FROM = 8
 # A step that is waited for is three graphs, which end behind these parts of the layers and the last one: the device computes
 # each while the host launches the next. So the device waits for the launch of a few layers only.
-_CUTS = (32, 6)
+_CUTS = (64, 6)
 
 
 def ladder(max_num_seqs: int) -> list[int]:

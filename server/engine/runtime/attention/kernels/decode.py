@@ -235,9 +235,10 @@ class DecodeAttention:
 
         The copies of the plan before must be over.
         """
-        padding = size - len(spans)
-        lengths = np.append(spans.ends, np.ones(padding, np.int64))
-        rows = np.append(spans.rows, np.full(padding, self.tables.padding_row))
+        padding, lengths, rows = size - len(spans), spans.ends, spans.rows
+        if padding:
+            lengths = np.append(lengths, np.ones(padding, np.int64))
+            rows = np.append(rows, np.full(padding, self.tables.padding_row))
         numbers = layout(lengths, rows, self._windows, self._rooms)
         count = len(numbers)
         self._pinned.numpy()[:count] = numbers
