@@ -158,7 +158,7 @@ class Engine:
         if pending is not None and pending.step.guesses:
             # What is next depends on which guesses were right. The requests are told while the device goes on.
             # What was launched gives its pinned memory back when this returns, not while the device waits.
-            read, pending, ran = pending, None, pending.step
+            ran, read, pending = pending.step, pending, None
             checked = self._read_check(read)
         step = self._scheduler.schedule()
         # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.

@@ -207,7 +207,7 @@ class ModelRunner:
             return None  # execute() finds the one that is at fault
 
     def _has_check(self, step: Step) -> bool:
-        """Whether a CUDA graph finds the tokens of a step with guesses. Such a step decodes, so no image is in its chunks."""
+        """Whether a CUDA graph finds the tokens of a step with guesses. It decodes only, so no image is in its chunks."""
         verify = self._graphs.verify
         if verify is None or step.num_tokens > verify.sizes[-1]:
             return False

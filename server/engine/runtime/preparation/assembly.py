@@ -36,8 +36,8 @@ from server.engine.runtime.preparation.graph_capture import (
 from server.engine.runtime.preparation.recording import record_with_trials
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.runner import ModelRunner, StepGraphs
-from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling import largest
+from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.sampling.option_trials import use_device_options
 from server.engine.runtime.trials import summary

@@ -31,7 +31,7 @@ def _largest(logits, stride, vocabulary, out, rows, width: tl.constexpr):  # typ
         value = tl.load(logits + row * stride + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
         token = tl.where(value > largest, at, token)
         largest = tl.maximum(largest, value)
-        is_number &= (value == value).to(tl.int32)
+        is_number &= (value == value).to(tl.int32)  # noqa: PLR0124 - NaN is unequal to itself
     best = tl.max(largest)
     first = tl.min(tl.where(largest == best, token, vocabulary))
     tl.store(out + row, tl.where(tl.min(is_number) == 1, best, float("nan")))

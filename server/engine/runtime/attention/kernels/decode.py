@@ -93,7 +93,7 @@ def _part_length(seen: _Numbers, room: Room) -> int:
     return _filling_length((-(-seen // SMALLEST_PART)).tobytes(), room)
 
 
-# It takes longer than all else of a layout. For lengths in SMALLEST_PARTs, steps that follow one another mostly ask the same.
+# Finding it takes longer than all else of a layout, and steps that follow one another mostly ask for the same.
 @lru_cache(maxsize=64)
 def _filling_length(units: bytes, room: Room) -> int:
     """The length of parts with which all items together fill whole waves of thread blocks.
