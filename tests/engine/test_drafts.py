@@ -246,3 +246,18 @@ def test_the_tokenizers_must_be_the_same(embedded_folder: Path, tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"its tokenizer is not that of .* 2 tokens differ") as caught:
         check_same_vocabulary(embedded_folder, tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_first_guesses_move_a_sequences_rate_further_than_later_ones(model: Any) -> None:
+    _, speculator = make_engine(model, model)
+    sequence = Sequence(make_request(5), 0)
+    sequence.acceptance = 0.7
+    moved = []
+    for _ in range(40):
+        before = sequence.acceptance
+        speculator.note_guesses(sequence, 1, 0)
+        moved.append(1 - sequence.acceptance / before)
+    assert sequence.num_judged == 40
+    assert moved == pytest.approx(sorted(moved, reverse=True))
+    assert moved[0] == pytest.approx(1 / 8)
+    assert moved[-1] == pytest.approx(1 / 24)

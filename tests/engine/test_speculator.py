@@ -149,3 +149,9 @@ def test_a_draft_model_and_its_method_belong_together() -> None:
         with pytest.raises(ConfigError, match=f"draft_model is set, and speculation is {speculation}"):
             load_config(None, {"engine.speculation": speculation, "engine.draft_model": "a/b"})
     assert load_config(None, {"engine.speculation": "draft", "engine.draft_model": "a/b"}).engine.draft_model == "a/b"
+
+
+def test_a_draft_models_guesses_need_not_promise_as_much() -> None:
+    flat = {1: 1.0, 2: 1.0}
+    assert [StepCosts(flat).best(1, [likely]) for likely in (0.08, 0.12)] == [0, 1]
+    assert [StepCosts(flat, drafting={1: 1e-9}).best(1, [likely]) for likely in (0.03, 0.08)] == [0, 1]

@@ -98,6 +98,9 @@ class Sequence:
     is sampled, so neither preemption nor neighbours change it.
     """
 
+    num_judged = 0
+    """The draft model's guesses that acceptance has been learned from."""
+
     def __init__(
         self,
         request: GenerateRequest,

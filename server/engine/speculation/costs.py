@@ -9,8 +9,8 @@ _LEARNING_RATE = 1 / 16
 # How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
 _FORGETTING_RATE = 1 / 256
 # Guesses are checked only where they promise this many times the tokens per second, because costs are not known more
-# precisely.
-_LEAST_GAIN = 1.1
+# precisely. A draft model checks guesses in most steps or in none, so their costs are learned from more steps.
+_LEAST_GAIN, _LEAST_GAIN_DRAFTED = 1.1, 1.05
 # Numbers of guesses for each sequence; if a draft model pays at all, it pays with one of these.
 _TRIED = (1, 3, 7)
 
@@ -107,7 +107,8 @@ class StepCosts:
         plain, checking = self._plain.of(sequences), self._checking
         if plain is None or not survivals:
             return 0, 0.0
-        best, most = 0, _LEAST_GAIN * sequences / plain
+        least_gain = _LEAST_GAIN if self._drafting is None else _LEAST_GAIN_DRAFTED
+        best, most = 0, least_gain * sequences / plain
         gained, taken = 0.0, 0
         for size, seconds in zip(checking.sizes, checking.seconds, strict=True):
             room = min(size - sequences, len(survivals))

@@ -17,11 +17,13 @@ MOST_DRAFTED = 8
 SHORT_LAG = 32
 """Tokens that the draft model may lack when it begins to guess; where it lacks more, it computes these first."""
 _FIRST_RATE = 0.7
-_LEARNING_RATE = 1 / 16
+# A sequence's rate is learned from its first guesses as if the rate that it begins with were that of eight before them, and
+# from later ones at the learning rate.
+_FIRST_GUESSES, _LEARNING_RATE = 8, 1 / 24
 # The rate of all sequences together, with which a new one begins.
 _COMMON_LEARNING_RATE = 1 / 32
 # Each step without guesses moves the rate back towards its initial value, so that guesses are tried again at some point.
-_FORGETTING_RATE = 1 / 512
+_FORGETTING_RATE = 1 / 1024
 # Steps after which it is asked again whether guesses would pay, where the draft model lags behind because they did not.
 _ASKED_EVERY = 32
 
@@ -133,7 +135,9 @@ class DraftSpeculator(Speculator):
         for place in range(min(accepted + 1, checked)):
             right = place < accepted
             if sequence.acceptance is not None:
-                sequence.acceptance += (right - sequence.acceptance) * _LEARNING_RATE
+                learned = max(_LEARNING_RATE, 1 / (_FIRST_GUESSES + sequence.num_judged))
+                sequence.acceptance += (right - sequence.acceptance) * learned
+                sequence.num_judged += 1
             self._rate += (right - self._rate) * _COMMON_LEARNING_RATE
         if sequence.phase is Phase.RUNNING:
             # The last guess has not been computed.
