@@ -1,0 +1,140 @@
+"""What a decode graph reads: a step's tokens, padding, and tokens of the step before that only the device knows.
+
+Without a GPU; what stands for a graph computes from its inputs when it is replayed, as a graph does.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.decode import DecodeGraphs, _Graph
+from server.engine.runtime.graphs.pool import CapturedStep, GraphPool
+from server.engine.scheduling.sequence import PLACEHOLDER
+
+VOCABULARY, SCRATCH = 50, 999
+
+
+class PoolOnHost(GraphPool):
+    """A pool whose device is the host; done says what happened in which order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.replays = 0
+        self._scratch_slot = SCRATCH
+        self._padding = np.array([[0], [0], [SCRATCH]])
+        self._pinned = {}
+        self._replaying = cast(torch.cuda.Stream, None)
+        event = SimpleNamespace(
+            synchronize=lambda: self.done.append("waited"), record=lambda _stream: self.done.append("recorded")
+        )
+        self._planned = cast(torch.cuda.Event, event)
+
+    def _pinned_of(self, size: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        if size not in self._pinned:
+            tensor = torch.full((3, size), -5)
+            self._pinned[size] = tensor, tensor.numpy()
+        return self._pinned[size]
+
+
+class Replayed(CapturedStep):
+    """Its likeliest token is that of the row's id, position and slot; it refuses ids that are no token."""
+
+    def __init__(self, graph: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def replay(self) -> None:
+        ids, positions, slots = self._graph["inputs"]
+        assert ((ids >= 0) & (ids < VOCABULARY)).all()
+        logits, greedy = self._graph["logits"], self._graph["greedy"]
+        logits.zero_()
+        logits[torch.arange(len(ids)), expected(ids, positions, slots)] = 3.0
+        best, tokens = logits.max(dim=-1)
+        greedy.copy_(torch.stack((best, tokens.float())))
+
+
+def expected(ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return (7 * ids + 3 * positions + slots) % VOCABULARY
+
+
+def make_graphs(*sizes: int) -> tuple[DecodeGraphs, PoolOnHost, list[int]]:
+    """Graphs of these sizes, their pool, and the numbers of sequences that layouts were made for."""
+    planned: list[int] = []
+    pool, graphs = PoolOnHost(), DecodeGraphs.__new__(DecodeGraphs)
+
+    def plan(spans: Spans, size: int) -> None:
+        assert pool.done[-1] == "waited"
+        planned.append(len(spans))
+
+    attributes: dict[str, Any] = {
+        "_backend": cast(GraphBackend, SimpleNamespace(plan_decode_graph=plan)),
+        "_graphs": {},
+        "_adapted": {},
+        "_clock": None,
+        "_largest": max(sizes),
+        "_last": None,
+        "pool": pool,
+    }
+    vars(graphs).update(attributes)
+    for size in sizes:
+        inputs, logits, greedy = torch.full((3, size), -7), torch.zeros(size, VOCABULARY), torch.zeros(2, size)
+        step = Replayed({"inputs": inputs, "logits": logits, "greedy": greedy})
+        graphs._graphs[size] = _Graph(step, inputs, logits, greedy, None)
+    return graphs, pool, planned
+
+
+def make_batch(ids: list[int]) -> Batch:
+    count = len(ids)
+    spans = Spans.of(Span(row, 5 + row, 1, (row,)) for row in range(count))
+    numbers = torch.arange(count)
+    return Batch(torch.tensor(ids), numbers + 5, 11 * numbers + 2, numbers, spans, count)
+
+
+@pytest.mark.parametrize("counts", [(4, 1, 3), (1, 2, 6, 5, 2)])
+def test_a_graph_computes_the_batch_whatever_steps_ran_before(counts: tuple[int, ...]) -> None:
+    graphs, pool, planned = make_graphs(2, 4, 8)
+    for number, count in enumerate(counts):
+        batch = make_batch([(13 * number + 5 * row) % VOCABULARY for row in range(count)])
+        pool.done.clear()
+        logits = graphs.run(batch)
+        assert pool.done == ["waited", "recorded"]
+        assert logits.shape == (count, VOCABULARY)
+        assert torch.equal(logits.argmax(-1), expected(batch.ids, batch.positions, batch.slots))
+        assert planned[-1] == count
+        inputs = graphs._last.inputs if graphs._last else torch.empty(0)
+        assert (inputs[2, count:] == SCRATCH).all()
+    assert pool.replays == len(counts)
+
+
+@pytest.mark.parametrize("source", [None, [2, 0, 1]])
+def test_tokens_of_the_step_before_take_the_places_of_unknown_ones(source: list[int] | None) -> None:
+    graphs, _, _ = make_graphs(4)
+    # The step before leaves unknown tokens in more places than the next one has.
+    graphs.launch(make_batch([PLACEHOLDER] * 4), Launch(True, None, lambda: None), torch.tensor([20, 21, 22, 23]))
+    newest = torch.tensor([30, 31, 32])
+    batch = make_batch([PLACEHOLDER, 9, PLACEHOLDER])
+    found, tokens = graphs.launch(batch, Launch(True, source, lambda: None), newest)
+    ids = torch.tensor([30, 9, 32] if source is None else [32, 9, 31])
+    assert tokens.tolist() == expected(ids, batch.positions, batch.slots).tolist()
+    assert found[1, :3].tolist() == tokens.tolist()
+    assert found[0, :3].tolist() == [3.0] * 3
+    assert batch.ids.tolist() == [PLACEHOLDER, 9, PLACEHOLDER]
+
+
+def test_sampled_tokens_come_from_the_graphs_logits() -> None:
+    graphs, _, _ = make_graphs(4)
+    batch = make_batch([8, 9, 10])
+    # Row, temperature, uniform number, top_k, top_p, min_p: the second row is sampled, and surely the likeliest token.
+    table = np.array([[1.0, 0.05, 0.5, VOCABULARY, 1.0, 0.0]])
+    found, tokens = graphs.launch(batch, Launch(False, None, lambda: table), None)
+    assert tokens.tolist() == expected(batch.ids, batch.positions, batch.slots).tolist()
+    assert found.tolist() == [[3.0] * 3, tokens.tolist()]
