@@ -21,7 +21,7 @@ from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
-from server.engine.scheduling.step import Step
+from server.engine.scheduling.step import Chunk, Step
 from server.engine.speculation.drafts import DraftSpeculator
 from server.engine.speculation.shared_store import SharedStore
 from server.engine.speculation.speculator import Speculator
@@ -67,6 +67,8 @@ class Engine:
         self._step_clock = self._outputs.step_clock
         self._rejected: list[RequestOutput] = []
         self._pending: LaunchedStep | None = None
+        # A step that has been scheduled and waits until the outputs of the one before have gone.
+        self._deferred: Step | None = None
         self._random = random.SystemRandom()
         self._speculator = self._make_speculator(config)
         self._accounting = Accounting(self._scheduler, self._outputs, self._pace, self._speculator)
@@ -146,6 +148,7 @@ class Engine:
     def step(self) -> StepOutputs:
         """Read the step that was launched before, if there is one, and launch or run the next one.
 
+        A step with prompts is run by the next call, where one has been read: its tokens need not wait for the prompts.
         A sequence whose computation fails ends with finish_reason "error"; the others go on.
         """
         outputs, self._rejected = self._rejected, []
@@ -160,7 +163,7 @@ class Engine:
             # What was launched gives its pinned memory back when this returns, not while the device waits.
             ran, read, pending = pending.step, pending, None
             checked = self._read_check(read)
-        step = self._scheduler.schedule()
+        step = self._next_step()
         # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
         guessing = self._speculator is not None and self._speculator.plan(step)
         launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
@@ -172,7 +175,7 @@ class Engine:
             outputs += self._accounting.account(ran, pending.read(), {})
             self._step_clock.start()
         if launched is None:
-            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+            step.chunks = _running(step)
             if guessing:
                 launched = self._launch_check(step, planned=pending is None)
         if checked is not None:
@@ -180,10 +183,14 @@ class Engine:
         # Sampling under grammars had to wait for the tokens of the last step.
         if launched is not None and not launched.complete():
             launched = None
-            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+            step.chunks = _running(step)
         if launched is not None:
             self._scheduler.advance(step)
             self._pending = launched
+        elif ran is not None and not all(chunk.is_decode for chunk in step.chunks):
+            # Tokens that have been read are told before a prompt's step, which may take much longer than theirs.
+            step.admitted, self._deferred = [], step
+            return StepOutputs(outputs, self.stats(ran))
         elif step.chunks:
             before = None if ran is None else self.stats(ran)
             outputs += self._compute(step)
@@ -194,6 +201,13 @@ class Engine:
                 self._speculator.note_time(step, time.perf_counter() - begun)
             self._speculator.catch_up(step)
         return StepOutputs(outputs, self.stats(ran), before)
+
+    def _next_step(self) -> Step:
+        """The step that waits for its turn, as far as its sequences still run, or the scheduler's."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.chunks = _running(deferred)
+        return deferred if deferred is not None and deferred.chunks else self._scheduler.schedule()
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
@@ -265,3 +279,8 @@ class Engine:
         self._speculator.note_time(launched.step, self._step_clock.seconds)
         self._step_clock.start()
         return checked
+
+
+def _running(step: Step) -> list[Chunk]:
+    """The chunks of a step whose sequences still run."""
+    return [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]

@@ -181,7 +181,7 @@ def test_the_time_of_a_step_is_that_until_its_tokens_are_read() -> None:
     while engine.has_work:
         outputs, steps = engine.step(), steps + 1
         if steps == 5:
-            # Its prompt is computed behind a step that has been launched, and both end in one call.
+            # Its prompt is computed behind a step that has been launched.
             engine.add(make_request(17, max_tokens=4))
         for stats in (outputs.before, outputs.stats):
             if stats is not None and stats.step_tokens:
@@ -192,6 +192,50 @@ def test_the_time_of_a_step_is_that_until_its_tokens_are_read() -> None:
     assert computed == 9 + 19 + (17 - 8) + 3
     assert min(seconds) > 0
     assert 0.2 * (time.perf_counter() - begun) < sum(seconds) < time.perf_counter() - begun
+
+
+@pytest.mark.parametrize("aborted", [None, "old", "new", "both"])
+def test_tokens_are_told_before_a_prompts_step(aborted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is aborted between their telling and that step has no part in it."""
+    old, new = make_request(9, "old", max_tokens=20), make_request(17, "new", max_tokens=4)
+    expected = {name: tokens(own) for name, own in run(make_engine(ModelRunner)[0], [old, new]).items()}
+    engine, runner = make_engine(AsyncRunner)
+    computed: list[list[str]] = []
+    execute = runner.execute
+
+    def noted(step: Step) -> list[Any]:
+        computed.append([chunk.sequence.request_id for chunk in step.chunks])
+        results: list[Any] = execute(step)
+        return results
+
+    monkeypatch.setattr(runner, "execute", noted)
+    engine.add(old)
+    found: dict[str, list[int]] = {"old": [], "new": []}
+
+    def step() -> list[str]:
+        outputs = engine.step().outputs
+        for output in outputs:
+            found[output.request_id] += output.new_token_ids
+        return [output.request_id for output in outputs]
+
+    for _ in range(5):
+        step()
+    assert computed == [["old"]]
+    engine.add(new)
+    assert step() == ["old"]
+    assert computed == [["old"]]
+    names = {"both": ["old", "new"]}.get(aborted or "", [aborted] if aborted else [])
+    engine.abort(names)
+    running = [name for name in ("old", "new") if name not in names]
+    if "new" in running:
+        assert step() == running
+        assert computed[1:] == [running]
+    while engine.has_work:
+        step()
+    for name, own in found.items():
+        assert own == expected[name][: len(own)]
+        assert (len(own) == len(expected[name])) == (name in running)
+    assert engine.stats().kv_blocks_used == 0
 
 
 def test_options_survive_aborts_beside_them() -> None:
