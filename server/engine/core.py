@@ -144,6 +144,8 @@ class Engine:
         for request_id in request_ids:
             self._scheduler.finish(request_id, "abort")
             self._outputs.close(request_id)
+        if self._deferred is not None and not _running(self._deferred):
+            self._deferred = None
 
     def step(self) -> StepOutputs:
         """Read the step that was launched before, if there is one, and launch or run the next one.
@@ -169,7 +171,6 @@ class Engine:
         launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
         if pending is None and checked is None:
             self._step_clock.start()
-        self._outputs.schedule(step.admitted)
         if pending is not None:
             ran = pending.step
             outputs += self._accounting.account(ran, pending.read(), {})
@@ -184,13 +185,14 @@ class Engine:
         if launched is not None and not launched.complete():
             launched = None
             step.chunks = _running(step)
+        if launched is None and ran is not None and not all(chunk.is_decode for chunk in step.chunks):
+            # Tokens that have been read are told before a prompt's step, which may take much longer than theirs.
+            self._deferred = step
+            return StepOutputs(outputs, self.stats(ran))
+        self._outputs.schedule([sequence for sequence in step.admitted if sequence.phase is Phase.RUNNING])
         if launched is not None:
             self._scheduler.advance(step)
             self._pending = launched
-        elif ran is not None and not all(chunk.is_decode for chunk in step.chunks):
-            # Tokens that have been read are told before a prompt's step, which may take much longer than theirs.
-            step.admitted, self._deferred = [], step
-            return StepOutputs(outputs, self.stats(ran))
         elif step.chunks:
             before = None if ran is None else self.stats(ran)
             outputs += self._compute(step)

@@ -66,6 +66,7 @@ class SchedulerDriver:
         self._token = token
         self._async = async_scheduling
         self._pending: Step | None = None
+        self._deferred: Step | None = None
 
     @property
     def has_work(self) -> bool:
@@ -73,9 +74,12 @@ class SchedulerDriver:
         return self._scheduler.has_work or self._pending is not None
 
     def step(self, run: Callable[[Step], object] = lambda _: None) -> Step:
-        """Schedule a step and run it; returns the chunks that ran."""
+        """Schedule a step and run it; the chunks that ran, none where a step with prompts waits for the next call."""
         pending, self._pending = self._pending, None
-        step = self._scheduler.schedule()
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.chunks = [chunk for chunk in deferred.chunks if chunk.sequence.phase is Phase.RUNNING]
+        step = deferred if deferred is not None and deferred.chunks else self._scheduler.schedule()
         launched = self._async and bool(step.chunks) and all(c.samples and c.length == 1 for c in step.chunks)
         if launched:
             run(step)
@@ -86,6 +90,9 @@ class SchedulerDriver:
             self._pending = step
         else:
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
+            if pending is not None and not all(chunk.is_decode for chunk in step.chunks):
+                self._deferred = step
+                return Step()
             run(step)
             self._scheduler.advance(step)
             self._resolve(step)

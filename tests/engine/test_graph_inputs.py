@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -31,18 +30,12 @@ class PoolOnHost(GraphPool):
         self.replays = 0
         self._scratch_slot = SCRATCH
         self._padding = np.array([[0], [0], [SCRATCH]])
-        self._pinned = {}
+        self._pinned = {size: (tensor := torch.full((3, size), -5), tensor.numpy()) for size in (2, 4, 8)}
         self._replaying = cast(torch.cuda.Stream, None)
         event = SimpleNamespace(
             synchronize=lambda: self.done.append("waited"), record=lambda _stream: self.done.append("recorded")
         )
         self._planned = cast(torch.cuda.Event, event)
-
-    def _pinned_of(self, size: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-        if size not in self._pinned:
-            tensor = torch.full((3, size), -5)
-            self._pinned[size] = tensor, tensor.numpy()
-        return self._pinned[size]
 
 
 class Replayed(CapturedStep):

@@ -121,8 +121,8 @@ def _step(spans: list[Span], paged: PagedModel, chance: random.Random, all_rows:
     slots = [span.blocks[p // size] * size + p % size for span in spans for p in range(span.start, span.end)]
     ids = torch.tensor([chance.randrange(3, VOCABULARY) for _ in slots])
     wanted = torch.arange(len(slots)) if all_rows else torch.tensor([len(slots) - 1])
-    given = (tensor.to(paged.device) for tensor in (ids, positions, torch.tensor(slots), wanted))
-    return Batch(*given, Spans.of(spans), sum(span.length == 1 for span in spans))
+    singles = sum(span.length == 1 for span in spans)
+    return Batch(ids, positions, torch.tensor(slots), wanted, Spans.of(spans), singles)
 
 
 def test_tokens_that_a_graph_samples_are_those_of_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

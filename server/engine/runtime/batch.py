@@ -120,7 +120,7 @@ class Batch:
     ids, positions, slots: int64 [T]; a slot is block * block_size + offset. sampled_rows: int64, the rows whose logits
     are wanted: first those that tokens are sampled from, then those of prompt tokens that are scored. A token's position
     is what its rotary embedding is made from: its place in the sequence, unless an image stands in front of it. All four are
-    on one device, or in host memory, from which graphs copy them to where they read them.
+    on one device, or in host memory, as graphs take them.
     """
 
     ids: torch.Tensor
@@ -224,7 +224,7 @@ def single_tokens(step: Step) -> StepInput:
     tables = step.chunks[0].sequence.tables
     assert tables is not None
     ids: list[int] = []
-    rows: list[int | None] = []
+    rows: list[int] = []
     starts: list[int] = []
     offsets: list[int] = []
     adapters: list[int | None] = []

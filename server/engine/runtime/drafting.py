@@ -187,12 +187,11 @@ class DraftModel:
             source = None if newest is None or len(newest) == count else list(range(count))
             launch = Launch(newest is not None, source, partial(self._table, sequences, place))
             return graphs.decode.launch(batch, launch, newest)[1]
-        if newest is not None:
-            batch = replace(batch.to(self._paged.device), ids=newest[:count])
         if graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
-            logits, tokens = graphs.verify.run_greedy(batch)
+            logits, tokens = graphs.verify.run_greedy(batch, None if newest is None else newest[:count])
         else:
-            logits = self._paged.run(batch)
+            batch = batch.to(self._paged.device)
+            logits = self._paged.run(batch if newest is None else replace(batch, ids=newest[:count]))
             tokens = logits.argmax(dim=-1)
         table = self._table(sequences, place)
         return tokens if table is None else sample_by_table(logits, table, tokens)

@@ -150,9 +150,7 @@ class ModelRunner:
         if graphs.mixed is not None and graphs.mixed.fits(batch):
             return graphs.mixed.run(batch).float()
         if graphs.decode is not None and graphs.batch_invariant:
-            return run_in_groups(
-                batch.to(self.device), graphs.decode.run, self._paged.block_size, self.limits.vocab_size
-            )
+            return run_in_groups(batch, graphs.decode.run, self._paged.block_size, self.limits.vocab_size)
         return self._paged.run(batch, greedy)
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ MOST_DRAFTED = 8
 SHORT_LAG = 32
 """Tokens that the draft model may lack when it begins to guess; where it lacks more, it computes these first."""
 _FIRST_RATE = 0.7
-# A sequence's rate is learned from its first guesses as if the rate that it begins with were that of eight before them, and
+# A sequence's rate is learned from its first guesses as if the rate that it begins with were that of seven before them, and
 # from later ones at the learning rate.
 _FIRST_GUESSES, _LEARNING_RATE = 8, 1 / 24
 # The rate of all sequences together, with which a new one begins.

@@ -36,8 +36,8 @@ WARM_UPS = 2
 # for them takes less time than the start of the attention's launch, which that kernel hides
 # (docs/adr/0011-decode-attention.md).
 _ROTARY_FROM = 8
-# A step that is waited for is three graphs, which end behind these parts of the layers and the last one: the device computes
-# each while the host launches the next. So the device waits for the launch of a few layers only.
+# A step that is waited for is up to three graphs, which end behind these parts of the layers and the last one: the device
+# computes each while the host launches the next. So the device waits for the launch of a few layers only.
 _CUTS = (64, 6)
 
 
@@ -199,6 +199,7 @@ class DecodeGraphs:
 
     def _capture_one(self, size: int, others: torch.Tensor | None, count: bool = False) -> _Graph:
         inputs = self.pool.new_inputs(size)
+        # The capture before has waited for the device, and so for the copies of the plan before.
         self._backend.plan_decode_graph(Spans.of([]), size)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
-from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.batch import Batch, Span, Spans, to_device
 from server.engine.runtime.graphs.decode import WARM_UPS
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
 from server.engine.runtime.model.lora import adding_masked
@@ -82,9 +82,8 @@ class MixedGraphs:
         """Logits [batch.sampled_rows, vocabulary] of a batch that fits(), valid until the next run."""
         size = self._size(batch)
         assert size is not None
-        batch = batch.to(self._model.device)
         captured, wanted = self._graphs[size], batch.sampled_rows.shape[0]
-        captured.wanted[:wanted].copy_(batch.sampled_rows)
+        captured.wanted[:wanted].copy_(to_device(batch.sampled_rows.numpy(), captured.wanted.device))
         plan = partial(self._backend.plan_mixed_graph, batch.spans, size, self._sequences(size))
         self._pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots))
         self._pool.replay(captured.step)

@@ -30,7 +30,7 @@ class CapturedStep:
 class GraphPool:
     """Graphs that share their memory: the results of a replay are valid until the next replay of any of them.
 
-    They are replayed on the stream that is the current one when this is made.
+    They must be replayed on the stream that is the current one when this is made.
 
     A graph's inputs are int64 [3, size]: token ids, positions, cache slots. Columns that a step does not fill are
     padding, whose keys and values go to scratch_slot.
@@ -40,6 +40,7 @@ class GraphPool:
         self._device = device
         self._scratch_slot = scratch_slot
         self._padding = np.array([[0], [0], [scratch_slot]])
+        # By size, pinned memory from which inputs are copied, as a tensor and as an array.
         self._pinned: dict[int, tuple[torch.Tensor, npt.NDArray[np.int64]]] = {}
         self._planned = torch.cuda.Event()
         # Finding the current stream takes Python some microseconds, which the device waits for.
@@ -57,6 +58,9 @@ class GraphPool:
         """The inputs of a graph, all padding."""
         inputs = torch.zeros(3, size, dtype=torch.int64, device=self._device)
         inputs[2] = self._scratch_slot
+        if size not in self._pinned:
+            tensor = torch.empty(3, size, dtype=torch.int64, pin_memory=True)
+            self._pinned[size] = tensor, tensor.numpy()
         return inputs
 
     def fill(
@@ -67,32 +71,19 @@ class GraphPool:
     ) -> None:
         """Fill a graph's inputs with values: the ids, positions and slots of a step's tokens; plan() lays out its attention.
 
-        values are on the device, or in host memory.
+        values are in host memory.
         """
         # The plan's host memory and ours may be written again only when their copies to the device are over.
         self._planned.synchronize()
         plan()
         count = len(values[0])
-        if values[0].is_cuda:
-            for row, own in zip(inputs, values, strict=True):
-                row[:count].copy_(own)
-            if count < inputs.shape[1]:
-                inputs[2, count:] = self._scratch_slot
-        else:
-            pinned, numbers = self._pinned_of(inputs.shape[1])
-            for row, own in zip(numbers, values, strict=True):
-                row[:count] = own.numpy()
-            # What is left of another step may be no token of this model.
-            numbers[:, count:] = self._padding
-            inputs.copy_(pinned, non_blocking=True)
+        pinned, numbers = self._pinned[inputs.shape[1]]
+        for row, own in zip(numbers, values, strict=True):
+            row[:count] = own.numpy()
+        # What is left of another step may be no token of this model.
+        numbers[:, count:] = self._padding
+        inputs.copy_(pinned, non_blocking=True)
         self._planned.record(self._replaying)
-
-    def _pinned_of(self, size: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-        """Pinned memory for the inputs of graphs of a size, as a tensor and as an array."""
-        if size not in self._pinned:
-            tensor = torch.empty(3, size, dtype=torch.int64, pin_memory=True)
-            self._pinned[size] = tensor, tensor.numpy()
-        return self._pinned[size]
 
     def replay(self, captured: CapturedStep) -> None:
         """Replay a step whose inputs and layout are on the device."""

@@ -45,12 +45,13 @@ class VerifyGraphs(DecodeGraphs):
         """Logits [tokens, vocabulary] of a batch that fits(), valid until the next run."""
         return super().run(self._singles(batch))
 
-    def run_greedy(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of batch.sampled_rows and the best token of each, int64. A graph is large enough for batch."""
-        captured = self._replay(self._singles(batch))
-        rows = (
-            batch.sampled_rows if batch.ids.is_cuda else to_device(batch.sampled_rows.numpy(), captured.logits.device)
-        )
+    def run_greedy(self, batch: Batch, newest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of batch.sampled_rows and the best token of each, int64. A graph is large enough for batch.
+
+        newest: as of put_newest(), for the same places; None where all ids are known.
+        """
+        captured = self._replay(self._singles(batch), newest)
+        rows = to_device(batch.sampled_rows.numpy(), captured.logits.device)
         return captured.logits[rows], captured.greedy[1, rows].long()
 
     def _singles(self, batch: Batch) -> Batch:

@@ -70,7 +70,7 @@ def capture_verify(
         chunks = (steps.first_chunk(size) for size in sizes if size <= limits.max_model_len)
         for chunk in itertools.chain(chunks, mixed_trial_steps(steps.first_chunk, paged.block_size, limits)):
             tokens = chunk.num_tokens
-            batch = replace(chunk, sampled_rows=torch.arange(tokens, device=chunk.ids.device))
+            batch = replace(chunk, sampled_rows=torch.arange(tokens))
             if graphs.fits(batch):
                 # The graph first, so that the other run's keys and values cannot stand in for its own.
                 found = graphs.run(batch).float()

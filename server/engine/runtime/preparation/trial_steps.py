@@ -42,8 +42,11 @@ class TrialSteps:
         return self._paged.run(self.first_chunk(count))
 
     def first_chunk(self, count: int) -> Batch:
-        """A step of one sequence's first count tokens, in the cache's first blocks, all of whose logits are wanted."""
-        rows = torch.arange(count, device=self._paged.device)
+        """A step of one sequence's first count tokens, in the cache's first blocks, all of whose logits are wanted.
+
+        It is in host memory, as the steps of requests are.
+        """
+        rows = torch.arange(count)
         # The first ids are often padding, whose embedding is zero.
         ids = (rows + 101) % self._paged.vocab_size
         blocks = range(-(-count // self._paged.block_size))
@@ -68,7 +71,7 @@ def mixed_trial_steps(first_chunk: Callable[[int], Batch], block_size: int, limi
     if not count or limits.num_blocks < 3 or limits.max_model_len < 2 * block_size:
         return
     # The sequence of the last chunk goes on; the other one shares its first block and has its own tokens in a third.
-    positions = torch.arange(block_size, block_size + 1 + count, device=batch.ids.device)
+    positions = torch.arange(block_size, block_size + 1 + count)
     positions[0] += 1
     positions[1:] -= 1
     slots = torch.cat((positions[:1], positions[1:] + block_size))

@@ -37,20 +37,29 @@ def use_kernel(device: torch.device, dtype: torch.dtype, vocabulary: int) -> Non
     """Find them on a CUDA device in one launch (largest_kernel.py), if it gives what torch's operations give."""
     failed = failure(lambda: _load(device, dtype, vocabulary))
     if failed is not None:
+        _Kernel.largest_of_rows = None
         logger.warning("torch's operations find the likeliest tokens, more slowly: our kernel fails: %s", failed)
 
 
 def _load(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
-    from server.engine.runtime.sampling import largest_kernel
+    from server.engine.runtime.sampling.largest_kernel import largest_of_rows as by_kernel
 
+    for logits_dtype in dict.fromkeys((dtype, torch.float32)):
+        _try(by_kernel, device, logits_dtype, vocabulary)
+    _Kernel.largest_of_rows = by_kernel
+
+
+def _try(
+    by_kernel: Callable[[torch.Tensor], torch.Tensor], device: torch.device, dtype: torch.dtype, vocabulary: int
+) -> None:
+    """Compare what the kernel finds in some rows with torch's maximum. Raises ValueError."""
     logits = torch.randn(_TRIAL_ROWS, vocabulary, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     logits[1, [vocabulary // 2, vocabulary - 1]] = 100.0
     logits[2, vocabulary - 1] = torch.nan
     largest, tokens = logits.float().max(dim=-1)
-    found = largest_kernel.largest_of_rows(logits)
+    found = by_kernel(logits)
     is_number = [0, 1, 3]
     if not torch.equal(found[0, is_number], largest[is_number]) or not found[0, 2].isnan():
         raise ValueError(f"it gives logits {found[0].tolist()} instead of {largest.tolist()}")
     if not torch.equal(found[1, is_number], tokens[is_number].float()):
         raise ValueError(f"it gives tokens {found[1].tolist()} instead of {tokens.tolist()}")
-    _Kernel.largest_of_rows = largest_kernel.largest_of_rows
