@@ -72,12 +72,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
-    """By family, what one GPU answers."""
+def alone(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Answers]:
+    """What one GPU answers, by family, of the families that have been selected."""
     root = tmp_path_factory.mktemp("alone")
+    own = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    selected = {call.params.get("family") for call in own if call is not None}
     running = [
         (family, _answering(folders[family], 1, steps, root / family, CUDA_VISIBLE_DEVICES=str(place % 2)))
         for place, (family, steps) in enumerate(CASES)
+        if family in selected
     ]
     return {family: _answers(process, root / family) for family, process in running}
 
