@@ -7,6 +7,7 @@ launches are bound by latency alone; our kernel does all of it in one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -93,7 +94,7 @@ def _part_length(seen: _Numbers, room: Room) -> int:
     return _filling_length((-(-seen // SMALLEST_PART)).tobytes(), room)
 
 
-# Finding it takes longer than all else of a layout, and steps that follow one another mostly ask for the same.
+# Finding it takes longer than all else of a layout, and steps that follow one another often ask for the same.
 @lru_cache(maxsize=64)
 def _filling_length(units: bytes, room: Room) -> int:
     """The length of parts with which all items together fill whole waves of thread blocks.
@@ -101,37 +102,47 @@ def _filling_length(units: bytes, room: Room) -> int:
     units: int64 [sequences], the keys of each sequence in SMALLEST_PARTs, rounded up. The time of a wave is that of its
     longest item.
     """
-    seen = np.frombuffer(units, np.int64) * SMALLEST_PART
-    count, total, longest = len(seen), int(seen.sum()), int(seen.max())
-    if int(_parts(seen, SMALLEST_PART)[0].sum()) <= min(room.wave, count + room.spare):
+    numbers = np.frombuffer(units, np.int64).tolist()
+    # Sequences of one length, as the tokens of a check mostly have, are looked at together.
+    lengths = list(Counter(numbers).items())
+    count, total, longest = len(numbers), sum(numbers), max(numbers)
+    if total <= min(room.wave, count + room.spare):
         return SMALLEST_PART  # parts cannot be shorter, and all of them are in one wave
-    best, least, before = SMALLEST_PART, math.inf, 0
+    best, least, before = 1, math.inf, 0
     for waves in range(1, _MOST_WAVES + 1):
         limit = min(waves * room.wave, count + room.spare)
         # No parts are shorter than an equal share of all keys.
-        if limit > before and waves * (total / limit + SMALLEST_PART) < least:
-            length = _least_length(seen, limit, total, longest)
-            cost = waves * (int(_parts(seen, length)[1].max()) + SMALLEST_PART)
+        if limit > before and waves * (total / limit + 1) < least:
+            length = _least_length(lengths, limit, total, longest)
+            cost = waves * (max(_units_of_part(own, length) for own, _ in lengths) + 1)
             if cost < least:
                 best, least = length, cost
         before = limit
-    return best
+    return best * SMALLEST_PART
 
 
-def _least_length(seen: _Numbers, limit: int, total: int, longest: int) -> int:
-    """The shortest part, a multiple of SMALLEST_PART, with which there are at most limit items."""
+def _least_length(lengths: list[tuple[int, int]], limit: int, total: int, longest: int) -> int:
+    """The shortest part with which there are at most limit items, in SMALLEST_PARTs as all lengths here.
+
+    lengths: pairs of a length and how many sequences have it.
+    """
     # Items become fewer as parts become longer, and they are at least total / (1.25 * length). The answer is mostly close to
     # what that allows.
-    low, high = max(1, 4 * total // (5 * limit * SMALLEST_PART)), max(1, -(-longest // SMALLEST_PART))
+    low, high = max(1, 4 * total // (5 * limit)), max(1, longest)
     stride = 1
     while low < high:
         middle = min(low + stride - 1, (low + high) // 2)
-        if int(_parts(seen, middle * SMALLEST_PART)[0].sum()) <= limit:
+        if sum([number * -(-own // _units_of_part(own, middle)) for own, number in lengths]) <= limit:
             high = middle
         else:
             low = middle + 1
         stride *= 2
-    return low * SMALLEST_PART
+    return low
+
+
+def _units_of_part(length: int, most: int) -> int:
+    """What _parts() says of a sequence's parts, for lengths in SMALLEST_PARTs."""
+    return length if 4 * length <= 5 * most else -(-length // -(-length // most))
 
 
 def _parts(seen: _Numbers, most: int) -> tuple[_Numbers, _Numbers]:
