@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from bench import busy_tables, parallel_tables, sampling_tables, tables
@@ -33,6 +34,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "http": tables.http,
     "options": sampling_tables.options,
     "speculation": speculation_tables.speculation,
+    "speculation-cpu": partial(speculation_tables.speculation, speculation_tables.CPU_FILE),
     "speculation-steps": speculation_tables.speculation_steps,
     "fidelity": tables.fidelity,
     "cpu": tables.cpu,

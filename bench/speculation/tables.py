@@ -8,7 +8,7 @@ from typing import Any
 from bench.markdown import table, wrapped
 from bench.tables import NAMES, load
 
-FILE = "speculation-nvidia-h200.json"
+FILE, CPU_FILE = "speculation-nvidia-h200.json", "speculation-cpu-2-cores.json"
 HEADS = (
     "model",
     "guesses by",
