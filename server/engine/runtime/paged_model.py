@@ -83,7 +83,6 @@ class PagedModel:
         greedy: of each row only the largest is needed; the others may be smaller than it by any amount. Images in the batch
         must have their features, unless another rank has them. Call in inference mode.
         """
-        batch = batch.to(self.device)
         if self.small_steps is not None and self.small_steps.takes(batch):
             return self.small_steps.run(batch, greedy)
         return self.run_class(batch)

@@ -150,7 +150,9 @@ class ModelRunner:
         if graphs.mixed is not None and graphs.mixed.fits(batch):
             return graphs.mixed.run(batch).float()
         if graphs.decode is not None and graphs.batch_invariant:
-            return run_in_groups(batch, graphs.decode.run, self._paged.block_size, self.limits.vocab_size)
+            logits = torch.empty(len(batch.sampled_rows), self.limits.vocab_size, device=self.device)
+            run_in_groups(batch, graphs.decode.run, self._paged.block_size, logits)
+            return logits
         return self._paged.run(batch, greedy)
 
     @torch.inference_mode()

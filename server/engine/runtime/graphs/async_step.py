@@ -33,13 +33,17 @@ class Launch:
     def of(cls, step: Step, previous: AsyncStep | None, vocabulary: int) -> Launch:
         """The launch of a decode step; previous is the step before it where that has not been read yet."""
         sequences = [chunk.sequence for chunk in step.chunks]
-        source = None
-        if previous is not None:
-            before = [chunk.sequence for chunk in previous.step.sampled]
-            if sequences != before:
-                rows = {id(sequence): row for row, sequence in enumerate(before)}
-                source = [rows.get(id(sequence), 0) for sequence in sequences]
+        source = None if previous is None else rows_before(step, previous.step)
         return cls(previous is not None, source, cache(partial(sampling_table, sequences, vocabulary)))
+
+
+def rows_before(step: Step, previous: Step) -> list[int] | None:
+    """Each sequence's row among the tokens that the step before samples, 0 where it has none; None: the same rows."""
+    sequences, before = ([chunk.sequence for chunk in own] for own in (step.chunks, previous.sampled))
+    if sequences == before:
+        return None
+    rows = {id(sequence): row for row, sequence in enumerate(before)}
+    return [rows.get(id(sequence), 0) for sequence in sequences]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from server.engine.runtime.batch import Batch, Spans, to_device
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
-from server.engine.runtime.graphs.async_step import AsyncStep, Launch
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
@@ -181,13 +181,10 @@ class DecodeGraphs:
         self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
     ) -> OptionsStep:
         """Launch a decode step as run_async() does, for sequences with any options: sampler samples their tokens."""
-        newest, source = None, None
-        if previous is not None:
-            rows = {id(chunk.sequence): row for row, chunk in enumerate(previous.step.sampled)}
-            source, newest = [rows.get(id(chunk.sequence), 0) for chunk in step.chunks], previous.tokens
-            if source == list(range(len(newest))):
-                source = None
-        captured = self._replay(batch, newest, source)
+        if previous is None:
+            captured = self._replay(batch)
+        else:
+            captured = self._replay(batch, previous.tokens, rows_before(step, previous.step))
         count = len(batch.spans)
         best, tokens = captured.greedy[:, :count]
         output = ModelOutput(captured.logits[:count], (best, tokens.long()), captured.inputs[0, :count])

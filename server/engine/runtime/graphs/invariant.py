@@ -37,18 +37,14 @@ def in_groups(batch: Batch, block_size: int, size: int = INVARIANT_ROWS) -> Iter
         )
 
 
-def run_in_groups(batch: Batch, run: Callable[[Batch], torch.Tensor], block_size: int, vocabulary: int) -> torch.Tensor:
-    """Logits [batch.sampled_rows, vocabulary] in float32, each group's by run()."""
+def run_in_groups(batch: Batch, run: Callable[[Batch], torch.Tensor], block_size: int, logits: torch.Tensor) -> None:
+    """Fill logits, float32 [batch.sampled_rows, vocabulary], with those of each group by run()."""
     wanted = batch.sampled_rows.tolist()
-    logits = torch.empty(0, vocabulary)
     for first, group in in_groups(batch, block_size):
         found = run(group)
-        if first == 0:
-            logits = torch.empty(len(wanted), vocabulary, device=found.device)
         for index, row in enumerate(wanted):
             if first <= row < first + group.num_tokens:
                 logits[index] = found[row - first]
-    return logits
 
 
 @cache

@@ -36,7 +36,6 @@ from server.engine.runtime.preparation.graph_capture import (
 from server.engine.runtime.preparation.recording import record_with_trials
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.runner import ModelRunner, StepGraphs
-from server.engine.runtime.sampling import largest
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.sampling.option_trials import use_device_options
@@ -70,9 +69,7 @@ def build_runner(
     if device.type == "cpu":
         use_cpu_kernels(model)
     else:
-        given = device, model.dtype, model.config.get_text_config().vocab_size
-        use_device_sampling(*given)
-        largest.use_kernel(*given)
+        use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
     adapters = install_adapters(model, config, sharded.parts if sharded else None)
     if sharded:
         exchange_outputs(model, sharded.parts, sharded.shard, sharded.norms)

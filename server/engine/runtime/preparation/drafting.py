@@ -23,7 +23,6 @@ from server.engine.runtime.preparation.graph_capture import capture_verify
 from server.engine.runtime.preparation.step_costs import draft_times
 from server.engine.runtime.preparation.trial_steps import TrialSteps
 from server.engine.runtime.runner import StepGraphs
-from server.engine.runtime.sampling import largest
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 
 
@@ -36,9 +35,7 @@ class DraftPreparation:
         if model.device.type == "cpu":
             use_cpu_kernels(model)
         else:
-            given = model.device, model.dtype, model.config.get_text_config().vocab_size
-            use_device_sampling(*given)
-            largest.use_kernel(*given)
+            use_device_sampling(model.device, model.dtype, model.config.get_text_config().vocab_size)
         self._model = model
         self._config = config
         self._clock = clock

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from server.engine.runtime.batch import to_device
+from server.engine.runtime.sampling import largest
 from server.engine.runtime.trials import failure
 from server.engine.scheduling.sequence import Sequence
 
@@ -67,12 +69,12 @@ def sample_by_table(logits: torch.Tensor, table: npt.NDArray[np.float64], tokens
     """sample_by_inversion() by the sequences' sampling_table()."""
     if logits.is_cuda and _DeviceSampling.sample_rows is not None:
         tokens = tokens.clone()
-        _DeviceSampling.sample_rows(logits, _to_device(table, logits.device), tokens)
+        _DeviceSampling.sample_rows(logits, to_device(table, logits.device), tokens)
         return tokens
     filtered = (table[:, 3] < logits.shape[1]) | (table[:, 4] < 1) | (table[:, 5] > 0)
     for chosen, pick in ((table[~filtered], _pick), (table[filtered], _pick_filtered)):
         if len(chosen):
-            parameters = _Parameters.of(_to_device(chosen, logits.device))
+            parameters = _Parameters.of(to_device(chosen, logits.device))
             scores = (logits if len(chosen) == logits.shape[0] else logits[parameters.rows]).float()
             # The maximum is subtracted before the division, so that a tiny temperature does not overflow.
             scores = (scores - scores.amax(dim=-1, keepdim=True)) / parameters.temperatures
@@ -90,8 +92,10 @@ class _DeviceSampling:
 def use_device_sampling(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
     """Sample on a CUDA device in one launch (triton_kernel.py), if it gives what torch's operations give.
 
-    The kernel is tried on, and so compiled for, logits of dtype and of float32 for this vocabulary.
+    The kernel is tried on, and so compiled for, logits of dtype and of float32 for this vocabulary, and so is the one that
+    finds the largest logits (largest.py).
     """
+    largest.use_kernel(device, dtype, vocabulary)
     failed = failure(lambda: _load_device_sampling(device, dtype, vocabulary))
     if failed is not None:
         logger.warning("tokens are sampled by torch's operations, more slowly: our kernel fails: %s", failed)
@@ -145,12 +149,6 @@ def sampling_table(sequences: list[Sequence], vocabulary: int, again: bool = Fal
     table[:, 4] = [sampling.top_p for sampling in given]
     table[:, 5] = [sampling.min_p for sampling in given]
     return table
-
-
-def _to_device(table: npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:
-    """The table on a device: one transfer from pinned memory, so that the host does not wait for the device."""
-    tensor = torch.from_numpy(table)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

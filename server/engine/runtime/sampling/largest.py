@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 
@@ -32,9 +31,11 @@ def largest_of_rows(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack((largest, tokens.float()))
 
 
-@functools.cache
 def use_kernel(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
-    """Find them on a CUDA device in one launch (largest_kernel.py), if it gives what torch's operations give."""
+    """Find them on a CUDA device in one launch (largest_kernel.py), if it gives what torch's operations give.
+
+    The kernel is tried on, and so compiled for, logits of dtype and of float32 for this vocabulary.
+    """
     failed = failure(lambda: _load(device, dtype, vocabulary))
     if failed is not None:
         _Kernel.largest_of_rows = None
