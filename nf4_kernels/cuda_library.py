@@ -70,7 +70,7 @@ class AllReduce(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "residual", "out")),
         ("count", ctypes.c_int64),
         ("inboxes", ctypes.c_void_p * 8),
-        *((name, ctypes.c_int32) for name in ("dtype", "rank", "ranks", "fatal")),
+        *((name, ctypes.c_int32) for name in ("dtype", "rank", "ranks", "fatal", "ll128")),
         ("stream", ctypes.c_void_p),
     )
 
@@ -164,7 +164,12 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ctypes.c_void_p,
     )
     loaded.nf4_cuda_all_reduce.argtypes = (ctypes.POINTER(AllReduce),)
-    loaded.nf4_cuda_inbox_create.argtypes = (ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p)
+    loaded.nf4_cuda_inbox_create.argtypes = (
+        *(ctypes.c_int32,) * 2,
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_char_p,
+    )
+    loaded.nf4_cuda_is_linked.argtypes = (ctypes.POINTER(ctypes.c_int32),)
     loaded.nf4_cuda_inbox_open.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
     loaded.nf4_cuda_inbox_close.argtypes = (ctypes.c_void_p,)
     loaded.nf4_cuda_inbox_free.argtypes = (ctypes.c_void_p,)

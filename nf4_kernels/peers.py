@@ -16,25 +16,35 @@ from nf4_kernels.cuda_library import AllReduce, raise_for, usable
 from nf4_kernels.params import DTYPES
 
 MOST_RANKS = 8
-MOST_BYTES = 2097152
-"""The largest tensor, in bytes, with two ranks. This and MOST_RANKS are limits of csrc/params.h."""
-_HANDLE_BYTES = 64
+LL_BYTES = 2097152
+"""The largest tensor, in bytes, that two ranks sum in the LL protocol. This and MOST_RANKS are limits of csrc/params.h."""
+LL128_BYTES = 7864320
+"""The largest one in the LL128 protocol."""
+LEAST_LL128_BYTES = 65536
+"""From here on LL128 is used where there is NVLink: it sends half of LL's bytes."""
+_IPC_BYTES = 64
+HANDLE_BYTES = _IPC_BYTES + 1
+"""The length of a handle."""
 _CHUNK = 16
 
 
-def most_bytes(ranks: int) -> int:
+def most_bytes(ranks: int, ll128: bool) -> int:
     """The largest tensor that one launch sums over this many ranks, in bytes; what a rank sends grows with their number."""
-    return MOST_BYTES // (1 if ranks <= 2 else 2 if ranks <= 4 else 4)
+    return (LL128_BYTES if ll128 else LL_BYTES) // (1 if ranks <= 2 else 2 if ranks <= 4 else 4)
 
 
 class PeerReducer:
     """One rank's side. All ranks make one, open() one another's inboxes, and then make the same calls in the same order.
 
-    Launches may be captured in CUDA graphs. The inbox takes 16 MB of the GPU's memory.
+    Launches may be captured in CUDA graphs. The inbox takes 16 MB of the GPU's memory, and 32 MB more for LL128.
     """
 
-    def __init__(self, device: torch.device, rank: int, ranks: int) -> None:
-        """Raises ValueError for ranks outside of 2 to MOST_RANKS, KernelError where there is no such memory."""
+    def __init__(self, device: torch.device, rank: int, ranks: int, ll128: bool | None = None) -> None:
+        """ll128: whether 128 bytes of a warp arrive together, as they do over NVLink; None: whether that links all GPUs
+        that this process sees. It is used if all ranks have it.
+
+        Raises ValueError for ranks outside of 2 to MOST_RANKS, KernelError where there is no such memory.
+        """
         if not 2 <= ranks <= MOST_RANKS or not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}: there must be 2 to {MOST_RANKS} ranks")
         self.device = device
@@ -42,51 +52,64 @@ class PeerReducer:
         self.ranks = ranks
         self._library = usable()
         self._opened: dict[int, int] = {}
-        inbox, handle = ctypes.c_void_p(), ctypes.create_string_buffer(_HANDLE_BYTES)
+        inbox, handle = ctypes.c_void_p(), ctypes.create_string_buffer(_IPC_BYTES)
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # torch makes the device's context
-            self._check(self._library.nf4_cuda_inbox_create(ranks, ctypes.byref(inbox), handle), "an inbox")
+            self._ll128 = self._is_linked() if ll128 is None else ll128
+            status = self._library.nf4_cuda_inbox_create(ranks, self._ll128, ctypes.byref(inbox), handle)
+            self._check(status, "an inbox")
         self._inbox: int = inbox.value or 0
-        self.handle = handle.raw
-        """The handle that the other ranks need, 64 bytes."""
+        self.handle = handle.raw + bytes([self._ll128])
+        """The handle that the other ranks need, HANDLE_BYTES long."""
 
     def open(self, handles: Sequence[bytes]) -> None:
         """Open the others' inboxes; handles are those of all ranks, in order. KernelError where a GPU cannot be reached."""
-        if len(handles) != self.ranks or any(len(handle) != _HANDLE_BYTES for handle in handles):
-            raise ValueError(f"there must be {self.ranks} handles of {_HANDLE_BYTES} bytes")
+        if len(handles) != self.ranks or any(len(handle) != HANDLE_BYTES for handle in handles):
+            raise ValueError(f"there must be {self.ranks} handles of {HANDLE_BYTES} bytes")
+        self._ll128 = all(handle[_IPC_BYTES] for handle in handles)
         with torch.cuda.device(self.device):
             for rank, handle in enumerate(handles):
                 if rank == self.rank:
                     continue
                 inbox = ctypes.c_void_p()
-                status = self._library.nf4_cuda_inbox_open(handle, ctypes.byref(inbox))
+                status = self._library.nf4_cuda_inbox_open(handle[:_IPC_BYTES], ctypes.byref(inbox))
                 self._check(status, f"the inbox of rank {rank}")
                 self._opened[rank] = inbox.value or 0
 
+    @property
+    def most_bytes(self) -> int:
+        """The largest tensor that one launch sums, in bytes; the same on all ranks once inboxes are open."""
+        return most_bytes(self.ranks, self._ll128)
+
     def takes(self, x: Tensor) -> bool:
-        """Whether all_reduce() takes x: dense, of up to most_bytes(ranks), a multiple of 16 bytes, aligned to 16."""
+        """Whether all_reduce() takes x: dense, of up to most_bytes, a multiple of 16 bytes, aligned to 16."""
         return (
             x.dtype in DTYPES
-            and x.nbytes <= most_bytes(self.ranks)
+            and x.nbytes <= self.most_bytes
             and x.nbytes % _CHUNK == 0
             and x.data_ptr() % _CHUNK == 0
             and x.is_contiguous()
         )
 
-    def all_reduce(self, x: Tensor, residual: Tensor | None = None, fatal: bool = True) -> None:
+    def all_reduce(
+        self, x: Tensor, residual: Tensor | None = None, fatal: bool = True, ll128: bool | None = None
+    ) -> None:
         """x = residual + the sum of all ranks' x, in float32 in the order of the ranks, rounded once.
 
+        ll128: the protocol, the same on all ranks; None: the one that is faster for x's size.
         residual is like x. Where a rank does not arrive within the patience, a fatal launch fails, and with it all GPU
         work of this process; after one that is not fatal x holds anything, and silent_rank() says which rank it was.
         Raises ValueError for tensors that takes() refuses, KernelError where the launch fails.
         """
         if not self.takes(x) or x.device != self.device:
-            most = most_bytes(self.ranks)
-            raise ValueError(f"x must be dense on {self.device}, of up to {most} bytes in 16s, got {x.nbytes}")
+            most = f"{self.most_bytes} bytes in 16s"
+            raise ValueError(f"x must be dense on {self.device}, of up to {most}, got {x.nbytes}")
         if residual is not None and not (residual.shape == x.shape and residual.dtype == x.dtype):
             raise ValueError(f"residual must be {x.dtype} of shape {tuple(x.shape)}")
         if residual is not None and (residual.device != x.device or not self.takes(residual)):
             raise ValueError(f"residual must be dense on {self.device}")
+        if (ll128 and not self._ll128) or (ll128 is False and x.nbytes > most_bytes(self.ranks, False)):
+            raise ValueError(f"LL128 is {'not used here' if ll128 else f'what {x.nbytes} bytes need'}")
         if len(self._opened) != self.ranks - 1:
             raise ValueError("the other ranks' inboxes have not been opened")
         inboxes = [self._opened.get(rank, self._inbox) for rank in range(self.ranks)]
@@ -101,6 +124,7 @@ class PeerReducer:
                 rank=self.rank,
                 ranks=self.ranks,
                 fatal=fatal,
+                ll128=self._ll128 and x.nbytes >= LEAST_LL128_BYTES if ll128 is None else ll128,
                 stream=torch.cuda.current_stream(self.device).cuda_stream,
             )
             self._check(self._library.nf4_cuda_all_reduce(ctypes.byref(reduce)), "all_reduce")
@@ -129,6 +153,11 @@ class PeerReducer:
             self._opened.clear()
             self._library.nf4_cuda_inbox_free(self._inbox)
             self._inbox = 0
+
+    def _is_linked(self) -> bool:
+        linked = ctypes.c_int32()
+        self._check(self._library.nf4_cuda_is_linked(ctypes.byref(linked)), "is_linked")
+        return linked.value != 0
 
     def _check(self, status: int, what: str) -> None:
         raise_for(self._library, status, what)

@@ -1,7 +1,8 @@
 """Sums over the GPUs of this host, in CUDA graphs: NCCL's beside nf4_kernels.peers': python -m bench.kernels.exchange.
 
 One process for each GPU. Writes bench/results/exchange-<device>.json: microseconds of one sum of bfloat16 in a chain of 100,
-the slowest rank's, by bytes; with the residual, which NCCL's sum needs another launch for. NVLink multicast stays off.
+the slowest rank's, by bytes; with the residual, which NCCL's sum needs another launch for; ours by size, in LL and in LL128.
+NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from nf4_kernels.peers import PeerReducer
+from nf4_kernels.peers import PeerReducer, most_bytes
 from server.engine.runtime.exchange import ENVIRONMENT
 from server.engine.runtime.peers import meet_peers
 
 RESULTS = Path(__file__).parents[1] / "results"
-KILOBYTES = (2, 8, 16, 40, 64, 80, 120, 160, 256, 320, 480, 640, 1000, 1280, 2048)
+KILOBYTES = (2, 8, 16, 40, 64, 80, 120, 160, 256, 320, 480, 640, 1000, 1280, 2048, 3000, 5120, 7680)
 CHAIN, REPLAYS, ROUNDS = 100, 20, 5
 
 
@@ -57,10 +58,15 @@ def _measure(peers: PeerReducer, kilobytes: int, residual: bool) -> dict[str, fl
         if residual:
             x.add_(added)
 
-    def ours() -> None:
-        peers.all_reduce(x, added if residual else None)
+    def ours(ll128: bool | None = None) -> None:
+        peers.all_reduce(x, added if residual else None, ll128=ll128)
 
-    return {"kib": kilobytes, "residual": residual, "nccl_us": _microseconds(nccl), "ours_us": _microseconds(ours)}
+    row = {"kib": kilobytes, "residual": residual, "nccl_us": _microseconds(nccl), "ours_us": _microseconds(ours)}
+    if x.nbytes <= most_bytes(peers.ranks, False):
+        row["ll_us"] = _microseconds(lambda: ours(False))
+    if peers.most_bytes > most_bytes(peers.ranks, False):
+        row["ll128_us"] = _microseconds(lambda: ours(True))
+    return row
 
 
 def _rank(rank: int, ranks: int, store: str, path: str) -> None:

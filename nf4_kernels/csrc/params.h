@@ -120,11 +120,17 @@ typedef struct {
 } WgmmaPlan;
 
 /* One-shot all-reduce: out = residual + the sum over the ranks of their x, all of count elements of dtype, 16-byte aligned,
- * a multiple of 16 bytes; at most NF4_ALL_REDUCE_BYTES with two ranks, half of it with up to four, a quarter with eight.
+ * a multiple of 16 bytes; at most NF4_ALL_REDUCE_LL_BYTES with two ranks, half of it with up to four, a quarter with eight.
+ * ll128: in the LL128 protocol, of up to NF4_ALL_REDUCE_LL128_BYTES, between GPUs with NVLink and inboxes that have it.
  * residual may be null, out may be x. Every rank makes the same calls in the same order. inboxes: this process's addresses of
  * all ranks' inboxes, its own among them. Where a rank does not come within the inbox's patience, the launch traps (fatal), or
  * leaves anything in out and says which rank it was. */
-enum { NF4_MOST_RANKS = 8, NF4_ALL_REDUCE_BYTES = 2097152, NF4_INBOX_HANDLE_BYTES = 64 };
+enum {
+  NF4_MOST_RANKS = 8,
+  NF4_ALL_REDUCE_LL_BYTES = 2097152,
+  NF4_ALL_REDUCE_LL128_BYTES = 7864320,
+  NF4_INBOX_HANDLE_BYTES = 64
+};
 typedef struct {
   const void* x;
   const void* residual;
@@ -135,6 +141,7 @@ typedef struct {
   int32_t rank;
   int32_t ranks;
   int32_t fatal;
+  int32_t ll128;
   void* stream;
 } Nf4AllReduce;
 

@@ -14,8 +14,9 @@ from nf4_kernels.cuda_library import KernelError
 from nf4_kernels.peers import PeerReducer, most_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A chunk, a thread block, several, all that one launch takes (-1), and odd numbers of chunks between.
-BYTES = (16, 32, 2048, 2064, 8192, 10240, 81920, 160 * 1024 + 16, 999_984, -1)
+# A chunk, what a warp and a thread block have in each protocol, several of these, all that one launch takes (-1), and odd
+# numbers of chunks between.
+BYTES = (16, 32, 528, 960, 976, 2048, 2064, 3840, 8192, 10240, 81920, 160 * 1024 + 16, 999_984, 2_097_152, -1)
 PATIENCE_S = 1.0
 
 
@@ -35,9 +36,9 @@ def expected(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch
     return total.to(xs[0].dtype)
 
 
-def sizes(ranks: int) -> list[int]:
+def sizes(peers: PeerReducer) -> list[int]:
     """Bytes of the tensors."""
-    most = most_bytes(ranks)
+    most = peers.most_bytes
     return [most if bytes_ < 0 else min(bytes_, most) for bytes_ in BYTES]
 
 
@@ -45,17 +46,18 @@ def sums(peers: PeerReducer) -> None:
     """Launches of all sizes, one after another: thread blocks that take part in few of them count other epochs."""
     rng = random.Random(0)
     for step in range(120):
-        dtype, bytes_ = rng.choice(DTYPES), rng.choice(sizes(peers.ranks))
+        dtype, bytes_ = rng.choice(DTYPES), rng.choice(sizes(peers))
+        ll128 = rng.choice((None, True, False)) if bytes_ <= most_bytes(peers.ranks, False) else None
         xs, residual = inputs(peers.ranks, step, bytes_, dtype)
         added = residual if rng.random() < 0.5 else None
         x = xs[peers.rank].to(peers.device)
-        peers.all_reduce(x, None if added is None else added.to(peers.device))
-        assert torch.equal(x.cpu(), expected(xs, added)), (step, dtype, bytes_, added is None)
+        peers.all_reduce(x, None if added is None else added.to(peers.device), ll128=ll128)
+        assert torch.equal(x.cpu(), expected(xs, added)), (step, dtype, bytes_, added is None, ll128)
 
 
 def many(peers: PeerReducer) -> None:
     """Several hundred launches without a look at the results in between."""
-    steps = sizes(peers.ranks) * 4
+    steps = sizes(peers) * 4
     given = [inputs(peers.ranks, step, bytes_, torch.bfloat16) for step, bytes_ in enumerate(steps)]
     for _ in range(5):
         outs = [xs[peers.rank].to(peers.device) for xs, _ in given]
@@ -139,7 +141,8 @@ def meet(peers: PeerReducer, folder: Path) -> None:
 def main() -> None:
     rank, ranks, device = (int(argument) for argument in sys.argv[1:4])
     torch.cuda.set_device(device)
-    peers = PeerReducer(torch.device("cuda", device), rank, ranks)
+    # 128 bytes of a warp arrive together within a GPU, too.
+    peers = PeerReducer(torch.device("cuda", device), rank, ranks, ll128=True)
     meet(peers, Path(sys.argv[4]))
     what = {"sums": sums, "many": many, "graphs": graphs, "silent": silent}[sys.argv[5]]
     with torch.inference_mode():

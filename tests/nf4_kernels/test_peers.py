@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4_kernels.peers import MOST_BYTES, MOST_RANKS, PeerReducer
+from nf4_kernels.peers import HANDLE_BYTES, LL_BYTES, MOST_RANKS, PeerReducer
 from tests.nf4_kernels.cuda_weights import DEVICE, ON_GPU
 
 pytestmark = [*ON_GPU, pytest.mark.timeout(240)]
@@ -60,8 +60,8 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(gpus: int, tmp_pat
 def test_what_it_does_not_take_is_named() -> None:
     with pytest.raises(ValueError, match="there must be 2 to 8 ranks"):
         PeerReducer(DEVICE, 0, MOST_RANKS + 1)
-    peers = PeerReducer(torch.device("cuda", torch.cuda.current_device()), 0, 2)
-    x = torch.zeros(MOST_BYTES // 2 + 8, dtype=torch.bfloat16, device=peers.device)
+    peers = PeerReducer(torch.device("cuda", torch.cuda.current_device()), 0, 2, ll128=False)
+    x = torch.zeros(LL_BYTES // 2 + 8, dtype=torch.bfloat16, device=peers.device)
     assert not peers.takes(x)
     assert peers.takes(x[8:])
     assert not peers.takes(x[1:9])
@@ -72,6 +72,8 @@ def test_what_it_does_not_take_is_named() -> None:
         peers.all_reduce(x[:8], x[:8].float())
     with pytest.raises(ValueError, match="have not been opened"):
         peers.all_reduce(x[:8])
-    with pytest.raises(ValueError, match="2 handles of 64 bytes"):
+    with pytest.raises(ValueError, match="LL128 is not used here"):
+        peers.all_reduce(x[:8], ll128=True)
+    with pytest.raises(ValueError, match=f"2 handles of {HANDLE_BYTES} bytes"):
         peers.open([b""])
     peers.close()

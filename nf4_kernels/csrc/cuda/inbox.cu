@@ -4,10 +4,11 @@
 
 #include "inbox.cuh"
 
-// An inbox of this rank on the current device, and the handle (64 bytes) with which other processes open it.
-NF4_EXPORT int nf4_cuda_inbox_create(int32_t ranks, void** inbox, char* handle) {
+// An inbox of this rank on the current device, with slots for the LL128 protocol or without, and the handle (64 bytes) with
+// which other processes open it.
+NF4_EXPORT int nf4_cuda_inbox_create(int32_t ranks, int32_t ll128, void** inbox, char* handle) {
   if (ranks < 2 || ranks > NF4_MOST_RANKS) return cudaErrorInvalidValue;
-  size_t bytes = nf4::inbox_bytes(ranks);
+  size_t bytes = nf4::inbox_bytes(ranks, ll128 != 0);
   cudaError_t status = cudaMalloc(inbox, bytes);
   if (status != cudaSuccess) return status;
   cudaIpcMemHandle_t made;
@@ -40,6 +41,20 @@ NF4_EXPORT int nf4_cuda_inbox_open(const char* handle, void** inbox) {
 }
 
 NF4_EXPORT int nf4_cuda_inbox_close(void* inbox) { return cudaIpcCloseMemHandle(inbox); }
+
+// Whether the current device reaches all others that this process sees over NVLink, which is where atomics are native.
+NF4_EXPORT int nf4_cuda_is_linked(int32_t* linked) {
+  int device = 0, count = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaGetDeviceCount(&count);
+  *linked = count > 1;
+  for (int other = 0; other < count && status == cudaSuccess; ++other) {
+    int native = 1;
+    if (other != device) status = cudaDeviceGetP2PAttribute(&native, cudaDevP2PAttrNativeAtomicSupported, device, other);
+    if (native == 0) *linked = 0;
+  }
+  return status;
+}
 
 // Sets how long launches that begin from here on wait for a rank. Do not call it while a graph is captured.
 NF4_EXPORT int nf4_cuda_inbox_patience(void* inbox, uint64_t ns) {

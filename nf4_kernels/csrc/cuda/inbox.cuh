@@ -10,28 +10,43 @@
 
 namespace nf4 {
 
-constexpr int kChunk = 16;  // bytes of x that a thread has
-constexpr int kReduceThreads = 128, kReduceBlocks = 1024;
-static_assert(kReduceThreads * kReduceBlocks * kChunk == NF4_ALL_REDUCE_BYTES, "params.h says how much one launch takes");
+constexpr int kChunk = 16;  // bytes of x that a thread has at a time
+constexpr int kReduceThreads = 128, kBlockWarps = kReduceThreads / 32;
+constexpr int kWarpChunks = 60;  // of a warp in the LL128 protocol, which are 960 of 1024 bytes
+constexpr int kLLBlocks = 1024, kLL128Blocks = 2048;
+static_assert(kReduceThreads * kLLBlocks * kChunk == NF4_ALL_REDUCE_LL_BYTES, "params.h says how much one launch takes");
+static_assert(kBlockWarps * kWarpChunks * kLL128Blocks * kChunk == NF4_ALL_REDUCE_LL128_BYTES, "as well");
 
 struct InboxHeader {
-  uint32_t epochs[kReduceBlocks];  // of the last launch of each thread block
+  uint32_t epochs[kLL128Blocks];  // of the last launch of each thread block
   uint64_t patience_ns;
   int32_t silent_rank;  // -1, or a rank for which a launch has waited too long
 };
-constexpr int64_t kInboxData = 8192;
+constexpr int64_t kInboxData = 16384;
 static_assert(sizeof(InboxHeader) <= kInboxData, "data is behind the header");
 
-// The most bytes that one launch takes; they depend on the number of ranks, since what a rank sends grows with it.
-__host__ __device__ constexpr int64_t most_reduced_bytes(int ranks) {
-  return NF4_ALL_REDUCE_BYTES / (ranks <= 2 ? 1 : ranks <= 4 ? 2 : 4);
+// What is divided among more ranks, since what a rank sends grows with their number.
+__host__ __device__ constexpr int64_t share_of(int64_t bytes, int ranks) {
+  return bytes / (ranks <= 2 ? 1 : ranks <= 4 ? 2 : 4);
 }
+
+// The most bytes that one launch takes.
+__host__ __device__ constexpr int64_t most_ll_bytes(int ranks) { return share_of(NF4_ALL_REDUCE_LL_BYTES, ranks); }
+__host__ __device__ constexpr int64_t most_ll128_bytes(int ranks) { return share_of(NF4_ALL_REDUCE_LL128_BYTES, ranks); }
 
 // Where in an inbox a rank's data begins; slot is an epoch's lowest bit. Every 4 bytes have an epoch of 4 beside them.
-__host__ __device__ constexpr int64_t inbox_place(int ranks, int slot, int rank) {
-  return kInboxData + (int64_t{slot} * ranks + rank) * 2 * most_reduced_bytes(ranks);
+__host__ __device__ constexpr int64_t ll_place(int ranks, int slot, int rank) {
+  return kInboxData + (int64_t{slot} * ranks + rank) * 2 * most_ll_bytes(ranks);
 }
 
-__host__ __device__ constexpr int64_t inbox_bytes(int ranks) { return inbox_place(ranks, 2, 0); }
+// As ll_place. The protocols have slots of their own, because what is data in one is an epoch in the other. 15 of 16 bytes are
+// data.
+__host__ __device__ constexpr int64_t ll128_place(int ranks, int slot, int rank) {
+  return ll_place(ranks, 2, 0) + (int64_t{slot} * ranks + rank) * (most_ll128_bytes(ranks) / 15 * 16);
+}
+
+__host__ __device__ constexpr int64_t inbox_bytes(int ranks, bool ll128) {
+  return ll128 ? ll128_place(ranks, 2, 0) : ll_place(ranks, 2, 0);
+}
 
 }  // namespace nf4

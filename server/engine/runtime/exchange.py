@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nf4_kernels.peers import PeerReducer, most_bytes
+from nf4_kernels.peers import PeerReducer
 from server.engine.runtime.peers import meet_peers
 
 # Ranks reach their trials at the same time, except for the time that they compile or load for.
@@ -96,7 +96,7 @@ def bound_waiting(seconds: float) -> None:
 
 def one_launch() -> int:
     """Bytes up to which a tensor is summed, with a residual, by one launch; 0 where there is no such launch."""
-    return 0 if _Process.peers is None else most_bytes(_Process.peers.ranks)
+    return 0 if _Process.peers is None else _Process.peers.most_bytes
 
 
 def is_alone() -> bool:

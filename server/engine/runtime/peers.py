@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nf4_kernels import cuda
 from nf4_kernels.cuda_library import KernelError
-from nf4_kernels.peers import MOST_RANKS, PeerReducer, most_bytes
+from nf4_kernels.peers import HANDLE_BYTES, LL_BYTES, MOST_RANKS, PeerReducer
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def meet_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | Non
             peers = PeerReducer(device, rank, ranks)
         except KernelError as e:
             why = str(e)
-    handles = _gathered(peers.handle if peers is not None else bytes(64), ranks)
+    handles = _gathered(peers.handle if peers is not None else bytes(HANDLE_BYTES), ranks)
     if _all(why is None) and peers is not None:
         try:
             peers.open(handles)
@@ -59,8 +59,9 @@ def _unusable(ranks: int) -> str | None:
 def _tried(peers: PeerReducer) -> str | None:
     """What is wrong with sums over the ranks; None where they are right."""
     peers.set_patience(TRIAL_S)
-    given = torch.arange(most_bytes(peers.ranks) // 2, device=peers.device, dtype=torch.int32) % 64
-    for _ in range(3):
+    # The sizes of both protocols, each in both slots of an inbox.
+    for bytes_ in (LL_BYTES // 64, peers.most_bytes) * 2:
+        given = torch.arange(bytes_ // 2, device=peers.device, dtype=torch.int32) % 64
         x = (given + peers.rank).to(torch.bfloat16)
         peers.all_reduce(x, given.to(torch.bfloat16), fatal=False)
         silent = peers.silent_rank()
