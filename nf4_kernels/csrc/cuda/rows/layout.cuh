@@ -17,10 +17,6 @@ template <int kWarps, int kTiles>
 constexpr int kDecoders = kWarps == 14 && kTiles > 1 ? 1 : 2;
 template <int kWarps, int kTiles>
 constexpr int kNonConsumerWarps = 2 * kDecoders<kWarps, kTiles>;
-// Instances whose registers leave room for a second thread block of theirs: the next launch's blocks can start beside those of
-// this one.
-template <int kWarps, int kBlocks, int kTiles>
-constexpr int kBlocksOfAnSm = kWarps == 8 && kBlocks <= 4 && kTiles == 1 ? 2 : 1;
 constexpr int kMaxStages = 7;
 constexpr int kMaxCluster = 4;
 // The hardware barriers of a thread block: the decoders' own; all threads', behind which the table is filled; and the one at

@@ -140,8 +140,6 @@ cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs
   NF4_INSTANCE(16, 2, 4)
   NF4_INSTANCE(8, 1, 1)
   NF4_INSTANCE(8, 2, 1)
-  NF4_INSTANCE(8, 3, 1)
-  NF4_INSTANCE(8, 4, 1)
   NF4_INSTANCE(4, 2, 2)
   NF4_INSTANCE(4, 4, 2)
   NF4_INSTANCE(4, 2, 4)

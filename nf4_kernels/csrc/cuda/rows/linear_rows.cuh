@@ -196,7 +196,7 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
 // kNormalises: the tokens are normalised (with one pass only). It is a kernel of its own, since code for it beside the other
 // costs up to 7 % in the same way.
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises>
-__global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, kBlocksOfAnSm<kWarps, kBlocks, kTiles>)
+__global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, 1)
     linear_rows(const __grid_constant__ RowsArgs args) {
 #if __CUDA_ARCH__ >= 800
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
