@@ -201,7 +201,7 @@ class Engine:
             launches_guesses = launched is not None and bool(step.guesses)
             if checked is None and (pending is None) == (launched is None) and not launches_guesses:
                 self._speculator.note_time(step, time.perf_counter() - begun)
-            self._speculator.catch_up(step)
+            self._prepare_guesses(self._speculator, step, launched)
         return StepOutputs(outputs, self.stats(ran), before)
 
     def _next_step(self) -> Step:
@@ -271,6 +271,20 @@ class Engine:
         if step.guesses:
             return self._runner.launch_check(step)
         return self._runner.execute_async(step, None) if step.chunks else None
+
+    def _prepare_guesses(self, speculator: Speculator, step: Step, launched: LaunchedStep | None) -> None:
+        """Prepare for guesses behind a step that runs, or has run; behind one with guesses they may be made at once.
+
+        Then the device does not wait for the host. They are for nothing where the next step is another one than expected,
+        and a prompt that waits would have to wait longer.
+        """
+        speculator.catch_up(step)
+        if launched is None or not step.guesses or self._scheduler.num_waiting:
+            return
+        counts = speculator.next_counts(step)
+        more = {own: count + len(step.guesses[own.request_id]) for own, count in counts.items()}
+        if more and self._scheduler.reserve_ahead(more):
+            speculator.draft_ahead(launched, counts)
 
     def _read_check(self, launched: LaunchedStep) -> Checked:
         """Wait for a launched step with guesses, and account for it."""

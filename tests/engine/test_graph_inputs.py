@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.attention.base import PLANS_AHEAD, GraphBackend
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs, _Graph
@@ -27,15 +27,24 @@ class PoolOnHost(GraphPool):
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.turns: list[int] = []
         self.replays = 0
         self._scratch_slot = SCRATCH
         self._padding = np.array([[0], [0], [SCRATCH]])
-        self._pinned = {size: (tensor := torch.full((3, size), -5), tensor.numpy()) for size in (2, 4, 8)}
+        self._pinned = {
+            size: [(tensor := torch.full((3, size), -5), tensor.numpy()) for _ in range(PLANS_AHEAD)]
+            for size in (2, 4, 8)
+        }
         self._replaying = cast(torch.cuda.Stream, None)
-        event = SimpleNamespace(
-            synchronize=lambda: self.done.append("waited"), record=lambda _stream: self.done.append("recorded")
-        )
-        self._planned = cast(torch.cuda.Event, event)
+        self._turn = 0
+        self._planned = [cast(torch.cuda.Event, self._event(turn)) for turn in range(PLANS_AHEAD)]
+
+    def _event(self, turn: int) -> SimpleNamespace:
+        def note(what: str) -> None:
+            self.done.append(what)
+            self.turns.append(turn)
+
+        return SimpleNamespace(synchronize=lambda: note("waited"), record=lambda _stream: note("recorded"))
 
 
 class Replayed(CapturedStep):
@@ -131,3 +140,42 @@ def test_sampled_tokens_come_from_the_graphs_logits() -> None:
     found, tokens = graphs.launch(batch, Launch(False, None, lambda: table), None)
     assert tokens.tolist() == expected(batch.ids, batch.positions, batch.slots).tolist()
     assert found.tolist() == [[3.0] * 3, tokens.tolist()]
+
+
+def test_the_copies_of_a_few_steps_may_be_under_way() -> None:
+    graphs, pool, _ = make_graphs(2, 4)
+    for number in range(2 * PLANS_AHEAD):
+        graphs.run(make_batch([number, number + 1, number + 2][: 1 + number % 3]))
+    # Each step waits for the copies of the step that took the same memory, and records its own.
+    assert pool.turns[::2] == pool.turns[1::2] == [*range(1, PLANS_AHEAD), 0] * 2
+
+
+def test_a_step_that_is_moved_on_computes_later_tokens() -> None:
+    graphs, _, _ = make_graphs(4)
+    moved: list[tuple[list[int], list[int]]] = []
+
+    def advance(inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None) -> bool:
+        assert shifts is not None
+        moved.append((tokens.tolist(), shifts.tolist()))
+        count = len(tokens)
+        inputs[0, :count] = tokens
+        inputs[1:, :count] += shifts
+        return True
+
+    graphs._backend = cast(
+        GraphBackend, SimpleNamespace(plan_decode_graph=lambda *_: None, advance_decode_graph=advance)
+    )
+    batch = make_batch([PLACEHOLDER] * 3)
+    newest, shifts = torch.tensor([30, 31, 32]), torch.tensor([0, 2, 5])
+    found = graphs.launch_shifted(batch, newest, shifts)
+    assert moved == [([30, 31, 32], [0, 2, 5])]
+    assert found is not None
+    logits, tokens = found
+    assert tokens.tolist() == expected(newest, batch.positions + shifts, batch.slots + shifts).tolist()
+    assert torch.equal(logits.argmax(-1), tokens)
+    graphs._backend = cast(
+        GraphBackend, SimpleNamespace(plan_decode_graph=lambda *_: None, advance_decode_graph=lambda *_: False)
+    )
+    replays = graphs.pool.replays
+    assert graphs.launch_shifted(batch, newest, shifts) is None
+    assert graphs.pool.replays == replays

@@ -20,6 +20,7 @@ from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.guessing import (
     WAVE,
+    AheadDraftModel,
     LaunchingRunner,
     close,
     is_at_a_boundary,
@@ -137,6 +138,8 @@ def test_steps_with_guesses_that_are_read_after_the_next_message(
     stats, runner = guessing.stats(), guessing._runner
     assert isinstance(runner, LaunchingRunner)
     assert runner.launched_guesses > 15
+    if isinstance(runner.draft_model, AheadDraftModel):
+        assert runner.draft_model.used > 10
     assert 0 < unfinished < 30
     assert stats.preemptions > 0
     assert stats.draft_tokens > sum(stats.accepted_by_place) > 20

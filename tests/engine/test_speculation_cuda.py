@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,46 @@ def test_a_draft_model_with_batch_invariant(tmp_path: Path) -> None:
     expected, got, engine = drafted(runner, config)
     assert got == expected
     assert sum(engine.stats().accepted_by_place) > 0
+
+
+def test_guesses_made_ahead_are_those_made_behind_known_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, config = drafting_runner(tmp_path)
+    model = runner.draft_model
+    assert model is not None
+    assert model._graphs is not None
+    assert model._graphs.go_ahead
+    guess, same = model.guess, [0, 0, 0]
+
+    def compared(step: Step, ahead: Any = None) -> None:
+        if ahead is None:
+            same[2] += 1
+            guess(step)
+            return
+        # Made anew they write the same keys and values once more.
+        other = Step(step.chunks, guesses={name: list(own) for name, own in step.guesses.items()})
+        drafted = {chunk.sequence: chunk.sequence.num_drafted for chunk in step.chunks}
+        guess(other)
+        other.read_guesses()
+        for sequence, count in drafted.items():
+            sequence.num_drafted = count
+        found = ahead.read()
+        for name, own in other.guesses.items():
+            same[found[name][: len(own)] == own] += 1
+        guess(step, ahead)
+
+    monkeypatch.setattr(model, "guess", compared)
+    got, engine = answers(runner, config, "draft")
+    stats = engine.stats()
+    # Another number of tokens in a step rounds differently, and so a near tie may fall to the other side.
+    assert same[True] > 40, same
+    assert same[False] < 0.1 * same[True], same
+    monkeypatch.setattr(model, "guess", guess)
+    model._graphs = replace(model._graphs, go_ahead=False)
+    expected, plain = answers(runner, config, "draft")
+    rates = [sum(own.accepted_by_place) / own.draft_tokens for own in (stats, plain.stats())]
+    assert abs(rates[0] - rates[1]) < 0.1, rates
+    agreed = sum(a == b for one, other in zip(expected, got, strict=True) for a, b in zip(one, other, strict=False))
+    assert agreed > 0.3 * sum(map(len, expected)), agreed
 
 
 def test_guesses_laid_out_on_the_device_are_those_laid_out_by_the_host(

@@ -7,8 +7,8 @@ uniform number, so that two models which agree on a distribution agree on the to
 
 from __future__ import annotations
 
-import itertools
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,15 +18,17 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.batch import Batch, StepInput, batch_of
-from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.drafting_ahead import guesses_ahead
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
+from server.engine.runtime.launched_guesses import LaunchedGuesses
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table, sampling_table
 from server.engine.runtime.trials import first_line
 from server.engine.runtime.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
-from server.engine.scheduling.step import Step
+from server.engine.scheduling.step import Drafted, Running, Step
 
 logger = logging.getLogger(__name__)
 
@@ -47,47 +49,8 @@ class DraftGraphs:
     decode: DecodeGraphs
     verify: VerifyGraphs | None
     """They make the first guess where the draft model has yet to compute tokens in front of the newest one."""
-
-
-class LaunchedGuesses:
-    """Guesses that a draft model samples on its device."""
-
-    def __init__(self, sequences: list[Sequence], columns: list[torch.Tensor]) -> None:
-        """columns: int64, the first guess of every sequence, the second of the first len(columns[1]) sequences, ..."""
-        self.tokens = torch.cat(columns)
-        """int64, on the device: all columns, one after another."""
-        self._sequences = sequences
-        self._lengths = [len(column) for column in columns]
-        # Copied at once, so that they are on the host when the step that checks them has ended.
-        self._copied, self._done = self.tokens, None
-        if self.tokens.is_cuda:
-            self._copied = torch.empty_like(self.tokens, device="cpu", pin_memory=True)
-            self._copied.copy_(self.tokens, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
-
-    def source(self, step: Step) -> list[int]:
-        """For each token of a step, the place in tokens of the guess that it is, or 0."""
-        index = {sequence.request_id: place for place, sequence in enumerate(self._sequences)}
-        found: list[int] = []
-        for chunk in step.chunks:
-            found.append(0)
-            own = index.get(chunk.sequence.request_id)
-            if own is not None:
-                count = len(step.guesses[chunk.sequence.request_id])
-                found += [begin + own for begin in itertools.accumulate(self._lengths[: count - 1], initial=0)]
-        return found
-
-    def read(self) -> dict[str, list[int]]:
-        """Wait for the guesses, by request id."""
-        found: list[list[int]] = [[] for _ in self._sequences]
-        if self._done is not None:
-            self._done.synchronize()
-        tokens = iter(self._copied.tolist())
-        for length in self._lengths:
-            for own in found[:length]:
-                own.append(next(tokens))
-        return {sequence.request_id: own for sequence, own in zip(self._sequences, found, strict=True)}
+    go_ahead: bool = False
+    """Whether guesses may be made behind a step of the other model whose tokens the host does not know."""
 
 
 class DraftModel:
@@ -122,12 +85,39 @@ class DraftModel:
             part.sequence.num_drafted = part.start + len(part.ids)
 
     @torch.inference_mode()
-    def guess(self, step: Step) -> None:
+    def guess_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> LaunchedGuesses | None:
+        """Launch guesses behind a step with guesses that runs: as many as counts says for each of its sequences.
+
+        Which of the running step's guesses are right is found on the device. All these sequences have some there, and KV
+        blocks for all that may come. None where that cannot be; guess() has to be told of the result.
+        """
+        graphs = self._graphs
+        if graphs is None or not graphs.go_ahead or not isinstance(launched, AsyncStep):
+            return None
+        assert graphs.verify is not None
+        if 2 * len(counts) > graphs.verify.sizes[-1] or len(counts) > graphs.decode.sizes[-1]:
+            return None
+        try:
+            return guesses_ahead(launched, counts, graphs.decode, graphs.verify, self._paged, self._vocabulary)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception as e:
+            self._note_failure(e)
+            return None
+
+    @torch.inference_mode()
+    def guess(self, step: Step, ahead: Drafted | None = None) -> None:
         """Fill the places of step.guesses with guesses; where that fails, step.guesses is emptied.
 
         On CUDA the guesses are launched only, and step.drafted has them. The sequences' num_drafted says then that all
-        their known tokens are computed.
+        their known tokens are computed. ahead: guess_ahead() of the step before, for at least these places.
         """
+        if ahead is not None:
+            step.drafted = ahead
+            for chunk in step.chunks:
+                if chunk.sequence.request_id in step.guesses:
+                    chunk.sequence.num_drafted = len(chunk.sequence.tokens)
+            return
         counts = {
             chunk.sequence: len(step.guesses[chunk.sequence.request_id])
             for chunk in step.chunks

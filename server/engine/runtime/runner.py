@@ -13,7 +13,7 @@ import torch
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, StepInput, batch_of, single_tokens, step_input
-from server.engine.runtime.drafting import DraftModel, LaunchedGuesses
+from server.engine.runtime.drafting import DraftModel
 from server.engine.runtime.followers import Followers, followed
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
@@ -21,6 +21,7 @@ from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.verify import VerifyGraphs
+from server.engine.runtime.launched_guesses import LaunchedGuesses
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.model.expanded import expanded_bytes

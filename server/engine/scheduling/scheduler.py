@@ -138,6 +138,18 @@ class Scheduler:
                     del step.guesses[sequence.request_id]
         step.chunks.sort(key=lambda chunk: chunk.sequence.request_id in step.guesses)
 
+    def reserve_ahead(self, counts: dict[Sequence, int]) -> bool:
+        """Take the KV blocks for that many tokens of each sequence beyond its present ones, if there are enough for all."""
+        size = self._blocks.block_size
+        missing = sum(self._blocks.missing(own.blocks, len(own.tokens) + count) for own, count in counts.items())
+        if missing > self._blocks.num_free - len(self._running):
+            return False
+        for sequence, count in counts.items():
+            if len(sequence.tokens) + count > len(sequence.blocks) * size:
+                self._blocks.grow(sequence.blocks, len(sequence.tokens) + count)
+                self._tables.extend(sequence.row, sequence.blocks)
+        return True
+
     def follow(self, sequence: Sequence, tokens: list[int]) -> int:
         """Add accepted guesses, and the token behind them, to a sequence behind the token that resolve() has put there.
 

@@ -57,7 +57,8 @@ class Step:
     def read_guesses(self) -> None:
         """Wait for guesses that the host does not know yet."""
         if self.drafted is not None:
-            self.guesses, self.drafted = self.drafted.read(), None
+            found, self.drafted = self.drafted.read(), None
+            self.guesses = {name: found[name][: len(own)] for name, own in self.guesses.items()}
 
     @property
     def num_tokens(self) -> int:
@@ -68,3 +69,12 @@ class Step:
     def sampled(self) -> list[Chunk]:
         """Chunks that yield a token, in order."""
         return [chunk for chunk in self.chunks if chunk.samples]
+
+
+class Running(Protocol):
+    """A step that has been launched, and perhaps not read."""
+
+    @property
+    def step(self) -> Step:
+        """What it computes."""
+        ...

@@ -11,6 +11,8 @@ _FORGETTING_RATE = 1 / 256
 # Guesses are checked only where they promise this many times the tokens per second, because costs are not known more
 # precisely. A draft model checks guesses in most steps or in none, so their costs are learned from more steps.
 _LEAST_GAIN, _LEAST_GAIN_DRAFTED = 1.1, 1.05
+# At the start a step with guesses is timed until its tokens are read, for which nobody waits behind guesses made ahead.
+_MOST_SAVED = 0.05
 # Numbers of guesses for each sequence; if a draft model pays at all, it pays with one of these.
 _TRIED = (1, 3, 7)
 
@@ -21,13 +23,15 @@ class _Times:
     That is the host's work, which async scheduling hides for steps without guesses, and the attention over long contexts.
     """
 
-    def __init__(self, seconds: Mapping[int, float]) -> None:
+    def __init__(self, seconds: Mapping[int, float], most_saved: float = 0.0) -> None:
+        """most_saved: the part of its time that a step may take less when the engine serves."""
         if not seconds or min(seconds) < 1 or min(seconds.values()) <= 0:
             raise ValueError("step costs need at least one number of tokens, each with a time above 0")
         self.sizes = sorted(seconds)
         # Fewer tokens never take more time, except for noise, which can only add time.
         self.seconds = [min(seconds[size] for size in self.sizes[i:]) for i in range(len(self.sizes))]
         self.extra = 0.0
+        self._most_saved = most_saved
 
     def __repr__(self) -> str:
         times = ", ".join(f"{size}: {1e3 * own:.2f}" for size, own in zip(self.sizes, self.seconds, strict=True))
@@ -44,7 +48,7 @@ class _Times:
         if at < len(self.sizes):
             own = self.seconds[at]
             # One step that was held up by something else should not count for long.
-            self.extra += (min(max(0.0, seconds - own), own) - self.extra) * _LEARNING_RATE
+            self.extra += (min(max(-own * self._most_saved, seconds - own), own) - self.extra) * _LEARNING_RATE
 
     def forget(self) -> None:
         """Forget a part of how much longer it takes, where no step says so any more."""
@@ -65,7 +69,8 @@ class StepCosts:
         drafting: seconds of a draft model's step by its sequences; None: guesses cost nothing. Raises ValueError where
         there are none.
         """
-        self._checking, self._plain = _Times(checking), _Times(checking if plain is None else plain)
+        self._checking = _Times(checking, _MOST_SAVED if drafting else 0.0)
+        self._plain = _Times(checking if plain is None else plain)
         self._drafting = None if drafting is None else _Times(drafting)
 
     def __repr__(self) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import Protocol
 
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
-from server.engine.scheduling.step import Step
+from server.engine.scheduling.step import Drafted, Running, Step
 from server.engine.speculation.costs import StepCosts
 from server.engine.speculation.speculator import Speculator, can_guess
 
@@ -40,11 +41,16 @@ class DraftModel(Protocol):
         """Compute that many more known tokens of each sequence, which their num_drafted says then."""
         ...
 
-    def guess(self, step: Step) -> None:
+    def guess(self, step: Step, ahead: Drafted | None = None) -> None:
         """Put guesses in the places that step.guesses has for them, or empty it where that fails.
 
-        The sequences' num_drafted says then that all their known tokens are computed.
+        The sequences' num_drafted says then that all their known tokens are computed. ahead: what guess_ahead() gave for
+        at least these places.
         """
+        ...
+
+    def guess_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> Drafted | None:
+        """Guess behind a step with guesses that runs, or give None: see server.engine.runtime.drafting."""
         ...
 
 
@@ -71,20 +77,25 @@ class DraftSpeculator(Speculator):
         self._rate = _FIRST_RATE
         self._steps_until_asked = 0
         # A plan made in advance: the sequences of a step, those that may have guesses, and what _chosen() gives for them.
-        self._prepared: tuple[int, list[Sequence], list[Sequence]] | None = None
+        self._prepared: tuple[int, set[Sequence], list[Sequence]] | None = None
+        # Guesses that were launched for that plan, and those for the plan that is carried out now.
+        self._ahead: Drafted | None = None
+        self._planned_ahead: Drafted | None = None
 
     def plan(self, step: Step) -> bool:
         """Plan as Speculator does; step.guesses gets places for guesses, which draft() fills."""
         step.guesses, prepared, self._prepared = {}, self._prepared, None
+        ahead, self._ahead, self._planned_ahead = self._ahead, None, None
         chunks = step.chunks
         if not self.may_have_guesses(step):
             return False
         rates = [found for found in self._rates(step) if _lag(found[2]) <= SHORT_LAG]
-        if prepared is not None and prepared[:2] == (len(chunks), [sequence for *_, sequence in rates]):
-            chosen = prepared[2]
+        most = {sequence.request_id: own for _, own, sequence in rates}
+        # Some of the sequences may have ended since.
+        if prepared is not None and len(chunks) <= prepared[0] and {own for *_, own in rates} <= prepared[1]:
+            chosen, self._planned_ahead = [own for own in prepared[2] if own.request_id in most], ahead
         else:
             chosen = self._chosen(len(chunks), rates)
-        most = {sequence.request_id: own for _, own, sequence in rates}
         for sequence in chosen:
             guesses = step.guesses.setdefault(sequence.request_id, [])
             if len(guesses) < most[sequence.request_id]:
@@ -127,8 +138,22 @@ class DraftSpeculator(Speculator):
 
     def draft(self, step: Step) -> None:
         before = {chunk.sequence: chunk.sequence.num_drafted for chunk in step.chunks}
-        self._model.guess(step)
+        ahead, self._planned_ahead = self._planned_ahead, None
+        self._model.guess(step, ahead)
         self._name(before)
+
+    def next_counts(self, step: Step) -> dict[Sequence, int]:
+        # Each of these sequences has guesses now, so the device finds out where it goes on.
+        counts = Counter(() if self._prepared is None else self._prepared[2])
+        reached = {
+            own: len(own.tokens) + count + len(step.guesses.get(own.request_id, ())) for own, count in counts.items()
+        }
+        if any(own.request_id not in step.guesses or end > self._max_model_len for own, end in reached.items()):
+            return {}
+        return counts
+
+    def draft_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> None:
+        self._ahead = self._model.guess_ahead(launched, counts)
 
     def note_guesses(self, sequence: Sequence, checked: int, accepted: int) -> None:
         super().note_guesses(sequence, checked, accepted)
@@ -155,7 +180,7 @@ class DraftSpeculator(Speculator):
         if step.guesses:
             # Where the step has been launched, the device works meanwhile, and the rates are those before its guesses.
             rates = self._rates(step)
-            self._prepared = len(step.chunks), [s for *_, s in rates], self._chosen(len(step.chunks), rates)
+            self._prepared = len(step.chunks), {s for *_, s in rates}, self._chosen(len(step.chunks), rates)
         running = (chunk.sequence for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING)
         behind = [sequence for sequence in running if _lag(sequence) > SHORT_LAG and self._may_go_on(sequence)]
         if not behind or not self._pays(step, behind):

@@ -20,6 +20,8 @@ IMPLEMENTATION = "nf4_paged"
 """The name under which transformers knows our attention function."""
 PROBED_IMPLEMENTATION = "nf4_paged_probed"
 """The same, for a model whose masks are looked at."""
+PLANS_AHEAD = 4
+"""Steps of graphs that may be laid out before the copies of the first of these layouts to the device are over."""
 
 
 class UnsupportedModelError(Exception):
@@ -134,15 +136,18 @@ class GraphBackend(AttentionBackend):
         """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding.
 
         For a graph that was captured as shared, spans may be tokens of one sequence that follow one another. The copies to
-        the device of the plan before must be over.
+        the device of the plan that is PLANS_AHEAD plans old must be over.
         """
 
-    def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
-        """Lay out the step behind the one that has been launched last, in which the host plays no part but to launch.
+    def advance_decode_graph(
+        self, inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None
+    ) -> bool:
+        """Lay out the step behind the one that has been laid out last, in which the host plays no part but to launch.
 
-        The first len(tokens) sequences go on by one token each. tokens: int64, these tokens; inputs: int64 [3, size], the
-        graph's ids, positions and slots, which are advanced, too. The host's block tables must have room for them, and
-        must have had it at the last plan. False, with nothing done, where only plan_decode_graph() can do so.
+        The first len(tokens) sequences go on by one token each, or by as many as shifts says, int64 on the device. tokens:
+        int64, their newest ones; inputs: int64 [3, size], the graph's ids, positions and slots, which are advanced, too.
+        The host's block tables must have room for them, and must have had it at the last plan. False, with nothing done,
+        where only plan_decode_graph() can do so.
         """
         return False
 

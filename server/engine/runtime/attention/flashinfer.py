@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class FlashInferBackend(GraphBackend):
         self._decode: DecodeAttention | None = None
         self._decode_graphs = DecodeWrappers(kinds, self._workspace, num_blocks)
         self._mixed_graphs = MixedWrappers(kinds, self._workspace, block_size)
+        self._planned = torch.cuda.Event()
         self._split_keys = True
         self._parts: dict[Kind, list[_Part]] = {}
         self._image_queries: Sequence[ImageQueries] = ()
@@ -171,8 +173,10 @@ class FlashInferBackend(GraphBackend):
                 raise ValueError(wrong)
         self._decode = decode
 
-    def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
-        return self._decode is not None and self._decode.advance(inputs, tokens, self._block_size)
+    def advance_decode_graph(
+        self, inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None
+    ) -> bool:
+        return self._decode is not None and self._decode.advance(inputs, tokens, self._block_size, shifts)
 
     def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         self._write_to(slots)
@@ -193,8 +197,9 @@ class FlashInferBackend(GraphBackend):
         tables = self._padded_tables(spans, sequences, 0)
         tables.rows = tables.rows.pin_memory()
         wrappers = self._mixed_graphs.of(size, sequences)
-        for kind, wrapper in wrappers.items():
-            self._plan_chunks(kind, wrapper, tables, split_keys=False)
+        with self._planning_graph():
+            for kind, wrapper in wrappers.items():
+                self._plan_chunks(kind, wrapper, tables, split_keys=False)
         return wrappers
 
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
@@ -202,8 +207,16 @@ class FlashInferBackend(GraphBackend):
             self._decode.plan(spans, size)
             return
         tables = self._padded_tables(spans, size, 1)
-        for kind, wrapper in self._decode_graphs.of(size).items():
-            self._plan(kind, wrapper, (tables.starts, tables.blocks, tables.last), self._split_keys)
+        with self._planning_graph():
+            for kind, wrapper in self._decode_graphs.of(size).items():
+                self._plan(kind, wrapper, (tables.starts, tables.blocks, tables.last), self._split_keys)
+
+    @contextmanager
+    def _planning_graph(self) -> Iterator[None]:
+        """Enter it to plan for a graph: FlashInfer copies each plan from the same pinned memory."""
+        self._planned.synchronize()
+        yield
+        self._planned.record()
 
     def _padded_tables(self, spans: Spans, sequences: int, tokens: int) -> PageTables:
         """The tables of spans, followed by those of padding up to `sequences` sequences of `tokens` tokens each."""

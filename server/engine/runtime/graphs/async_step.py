@@ -58,6 +58,8 @@ class AsyncStep:
     times: tuple[DeviceClock, torch.Tensor] | None
     """The device's clock, and its totals, valid once done has happened."""
     done: torch.cuda.Event
+    ids: torch.Tensor | None = None
+    """int64, on the device: the tokens that the step computes, until another step is laid out for its graph."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while read() waits."""
 

@@ -132,7 +132,8 @@ class DecodeGraphs:
             times[1].copy_(self._clock.totals, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return AsyncStep(step, tokens, copied, times, done)
+        assert self._last is not None
+        return AsyncStep(step, tokens, copied, times, done, self._last.inputs[0])
 
     def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """What the step's sequences come to, on the device: found and their sampled tokens, int64.
@@ -148,10 +149,12 @@ class DecodeGraphs:
         tokens = sample_by_table(captured.logits[:count], table, tokens)
         return torch.stack((captured.greedy[0, :count], tokens.float())), tokens
 
-    def launch_next(self, newest: torch.Tensor, table: npt.NDArray[np.float64] | None) -> torch.Tensor | None:
+    def launch_next(
+        self, newest: torch.Tensor, table: npt.NDArray[np.float64] | torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Launch the step behind the last one of these graphs, without another step between; its tokens, on the device.
 
-        newest: int64, the tokens of the last step's first sequences, which go on. table: their sampling_table(). None, with
+        newest: int64, the tokens of the last step's first sequences, which go on. table: as of sample_by_table(). None, with
         nothing launched, where launch() has to do it.
         """
         last = self._last
@@ -162,8 +165,30 @@ class DecodeGraphs:
         tokens = last.greedy[1, :count].long()
         return tokens if table is None else sample_by_table(last.logits[:count], table, tokens)
 
+    def launch_shifted(
+        self, batch: Batch, newest: torch.Tensor, shifts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Launch a step whose sequences are further on than batch says, by shifts tokens, with newest for its ids.
+
+        newest and shifts int64 [sequences], on the device. Gives the logits, valid until the next replay, and the best
+        token of each sequence, int64. None, with nothing launched, where launch() has to do it.
+        """
+        captured, count = self._filled(batch), len(newest)
+        if not self._backend.advance_decode_graph(captured.inputs, newest, shifts):
+            return None
+        self.pool.replay(captured.step)
+        return captured.logits[:count], captured.greedy[1, :count].long()
+
     def _replay(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> _Graph:
         """Replay the graph that fits batch; newest and source: as of put_newest(), where there are such tokens."""
+        captured = self._filled(batch)
+        if newest is not None:
+            put_newest(captured.inputs[0, : len(batch.spans)], newest, source)
+        self.pool.replay(captured.step)
+        return captured
+
+    def _filled(self, batch: Batch) -> _Graph:
+        """The graph that fits batch, which is laid out for it."""
         count = len(batch.spans)
         size = min(s for s in self._graphs if s >= count)
         captured = self._last = (self._adapted if batch.spans.adapted else self._graphs)[size]
@@ -172,9 +197,6 @@ class DecodeGraphs:
             captured.others[count:] = True
         plan = partial(self._backend.plan_decode_graph, batch.spans, size)
         self.pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots))
-        if newest is not None:
-            put_newest(captured.inputs[0, :count], newest, source)
-        self.pool.replay(captured.step)
         return captured
 
     def run_with_options(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from server.engine.runtime.attention.base import PLANS_AHEAD
 from server.engine.runtime.exchange import is_alone
 
 _Results = TypeVar("_Results")
@@ -40,9 +41,11 @@ class GraphPool:
         self._device = device
         self._scratch_slot = scratch_slot
         self._padding = np.array([[0], [0], [scratch_slot]])
-        # By size, pinned memory from which inputs are copied, as a tensor and as an array.
-        self._pinned: dict[int, tuple[torch.Tensor, npt.NDArray[np.int64]]] = {}
-        self._planned = torch.cuda.Event()
+        # By size, pinned memory from which inputs are copied, as a tensor and as an array: as many as there are events,
+        # which are taken in turn, so that a step can be laid out before the copies of the one before are over.
+        self._pinned: dict[int, list[tuple[torch.Tensor, npt.NDArray[np.int64]]]] = {}
+        self._planned = [torch.cuda.Event() for _ in range(PLANS_AHEAD)]
+        self._turn = 0
         # Finding the current stream takes Python some microseconds, which the device waits for.
         self._replaying = torch.cuda.current_stream(device)
         self.replays = 0
@@ -59,8 +62,8 @@ class GraphPool:
         inputs = torch.zeros(3, size, dtype=torch.int64, device=self._device)
         inputs[2] = self._scratch_slot
         if size not in self._pinned:
-            tensor = torch.empty(3, size, dtype=torch.int64, pin_memory=True)
-            self._pinned[size] = tensor, tensor.numpy()
+            tensors = [torch.empty(3, size, dtype=torch.int64, pin_memory=True) for _ in self._planned]
+            self._pinned[size] = [(tensor, tensor.numpy()) for tensor in tensors]
         return inputs
 
     def fill(
@@ -74,16 +77,17 @@ class GraphPool:
         values are in host memory.
         """
         # The plan's host memory and ours may be written again only when their copies to the device are over.
-        self._planned.synchronize()
+        turn = self._turn = (self._turn + 1) % len(self._planned)
+        self._planned[turn].synchronize()
         plan()
         count = len(values[0])
-        pinned, numbers = self._pinned[inputs.shape[1]]
+        pinned, numbers = self._pinned[inputs.shape[1]][turn]
         for row, own in zip(numbers, values, strict=True):
             row[:count] = own.numpy()
         # What is left of another step may be no token of this model.
         numbers[:, count:] = self._padding
         inputs.copy_(pinned, non_blocking=True)
-        self._planned.record(self._replaying)
+        self._planned[turn].record(self._replaying)
 
     def replay(self, captured: CapturedStep) -> None:
         """Replay a step whose inputs and layout are on the device."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
@@ -231,7 +231,8 @@ class DecodeAttention:
         sequences = max(largest, TRIAL_SEQUENCES)
         items = sequences + max(room.spare for room in self._rooms)
         self._numbers = torch.zeros(HEADER + len(self._windows) * items * FIELDS, dtype=torch.int32, device=device)
-        self._pinned = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+        # Taken in turn, so that a layout need not wait for the copies of the one before.
+        self._pinned = [torch.empty_like(self._numbers, device="cpu", pin_memory=True) for _ in range(PLANS_AHEAD)]
         self.tables = DeviceTables(sequences, max(most_blocks, TRIAL_BLOCKS), scratch_block, device)
         self._partials = Partials(
             items,
@@ -244,7 +245,7 @@ class DecodeAttention:
     def plan(self, spans: Spans, size: int) -> None:
         """Lay out a step for the graph of size sequences; those beyond spans are padding, a token each.
 
-        The copies of the plan before must be over.
+        The copies of the plan that is PLANS_AHEAD plans old must be over.
         """
         padding, lengths, rows = size - len(spans), spans.ends, spans.rows
         if padding:
@@ -252,16 +253,20 @@ class DecodeAttention:
             rows = np.append(rows, np.full(padding, self.tables.padding_row))
         numbers = layout(lengths, rows, self._windows, self._rooms)
         count = len(numbers)
-        self._pinned.numpy()[:count] = numbers
-        self._numbers[:count].copy_(self._pinned[:count], non_blocking=True)
+        pinned = self._pinned.pop(0)
+        self._pinned.append(pinned)
+        pinned.numpy()[:count] = numbers
+        self._numbers[:count].copy_(pinned[:count], non_blocking=True)
         self.tables.update(spans)
 
-    def advance(self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int) -> bool:
+    def advance(
+        self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int, shifts: torch.Tensor | None = None
+    ) -> bool:
         """Lay out the step behind the one that plan() or this has laid out, see GraphBackend.advance_decode_graph()."""
         if self._windows != [None]:
             return False  # a window's first key would move, too
         items = inputs.shape[1] + self._rooms[0].spare
-        self._advance(self._numbers, HEADER, FIELDS, items, inputs, tokens, self.tables.blocks, block_size)
+        self._advance(self._numbers, HEADER, FIELDS, items, inputs, tokens, self.tables.blocks, block_size, shifts)
         return True
 
     def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
