@@ -8,7 +8,8 @@ from bench.tables import NAMES, Result, load, peer
 DEVICE = "nvidia-h100-80gb-hbm3"
 PROMPT = 128
 """Tokens of a prompt in decode."""
-_RESIDUAL_KIB = (2, 16, 80, 160, 320, 640, 1280, 2048)
+_RESIDUAL_KIB = (2, 16, 80, 160, 320, 640, 1280, 2048, 5120, 7680)
+_PROTOCOLS = ("nccl_us", "ll_us", "ll128_us")
 
 
 def several_gpus() -> str:
@@ -56,8 +57,8 @@ def exchange() -> str:
     """Microseconds of a sum with its residual, by NCCL and by one launch of ours."""
     result = load(f"exchange-{DEVICE}.json")
     rows = [row for row in result["rows"] if row["residual"] and row["kib"] in _RESIDUAL_KIB]
-    lines = [[str(row["kib"]), f"{row['nccl_us']:.1f}", f"{row['ours_us']:.1f}"] for row in rows]
-    heads = ["KiB", "NCCL and an addition", "ours"]
+    lines = [[str(row["kib"]), *(f"{row[name]:.1f}" if name in row else "" for name in _PROTOCOLS)] for row in rows]
+    heads = ["KiB", "NCCL and an addition", "ours, LL", "ours, LL128"]
     return f"{result['device']}, {rows[0]['ranks']} GPUs, microseconds in a CUDA graph.\n\n{table(heads, lines)}"
 
 

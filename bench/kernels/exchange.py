@@ -1,8 +1,8 @@
 """Sums over the GPUs of this host, in CUDA graphs: NCCL's beside nf4_kernels.peers': python -m bench.kernels.exchange.
 
 One process for each GPU. Writes bench/results/exchange-<device>.json: microseconds of one sum of bfloat16 in a chain of 100,
-the slowest rank's, by bytes; with the residual, which NCCL's sum needs another launch for; ours by size, in LL and in LL128.
-NVLink multicast stays off.
+the slowest rank's, by bytes; with the residual, which NCCL's sum needs another launch for; ours in LL and, where there is
+NVLink, in LL128. NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from bench.machine import current_commit, versions
 from nf4_kernels.peers import PeerReducer, most_bytes
 from server.engine.runtime.exchange import ENVIRONMENT
 from server.engine.runtime.peers import meet_peers
@@ -58,14 +60,13 @@ def _measure(peers: PeerReducer, kilobytes: int, residual: bool) -> dict[str, fl
         if residual:
             x.add_(added)
 
-    def ours(ll128: bool | None = None) -> None:
+    def ours(ll128: bool) -> None:
         peers.all_reduce(x, added if residual else None, ll128=ll128)
 
-    row = {"kib": kilobytes, "residual": residual, "nccl_us": _microseconds(nccl), "ours_us": _microseconds(ours)}
-    if x.nbytes <= most_bytes(peers.ranks, False):
-        row["ll_us"] = _microseconds(lambda: ours(False))
-    if peers.most_bytes > most_bytes(peers.ranks, False):
-        row["ll128_us"] = _microseconds(lambda: ours(True))
+    row = {"kib": kilobytes, "residual": residual, "nccl_us": _microseconds(nccl)}
+    for name, ll128 in (("ll_us", False), ("ll128_us", True)):
+        if x.nbytes <= most_bytes(peers.ranks, ll128) <= peers.most_bytes:
+            row[name] = _microseconds(partial(ours, ll128))
     return row
 
 
@@ -86,7 +87,8 @@ def _rank(rank: int, ranks: int, store: str, path: str) -> None:
                 if rank == 0:
                     print(json.dumps(rows[-1]), flush=True)
     if rank == 0:
-        result = {"device": torch.cuda.get_device_name().lower().replace(" ", "-"), "rows": rows}
+        device_name = torch.cuda.get_device_name().lower().replace(" ", "-")
+        result = {"device": device_name, "versions": versions(), "commit": current_commit(), "rows": rows}
         Path(path).write_text(json.dumps(result, indent=1) + "\n")
     os._exit(0)  # the end of NCCL would wait for ranks that have ended
 

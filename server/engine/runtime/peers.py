@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from nf4_kernels import cuda
 from nf4_kernels.cuda_library import KernelError
-from nf4_kernels.peers import HANDLE_BYTES, LL_BYTES, MOST_RANKS, PeerReducer
+from nf4_kernels.peers import HANDLE_BYTES, MOST_RANKS, PeerReducer
 
 logger = logging.getLogger(__name__)
 
 TRIAL_S = 20.0
+_SMALL = 16384
 
 
 def meet_peers(device: torch.device, rank: int, ranks: int) -> PeerReducer | None:
@@ -59,8 +60,8 @@ def _unusable(ranks: int) -> str | None:
 def _tried(peers: PeerReducer) -> str | None:
     """What is wrong with sums over the ranks; None where they are right."""
     peers.set_patience(TRIAL_S)
-    # The sizes of both protocols, each in both slots of an inbox.
-    for bytes_ in (LL_BYTES // 64, peers.most_bytes) * 2:
+    # Each size in both slots of an inbox.
+    for bytes_ in (_SMALL, peers.most_bytes) * 2:
         given = torch.arange(bytes_ // 2, device=peers.device, dtype=torch.int32) % 64
         x = (given + peers.rank).to(torch.bfloat16)
         peers.all_reduce(x, given.to(torch.bfloat16), fatal=False)
