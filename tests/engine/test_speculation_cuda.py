@@ -246,14 +246,22 @@ def test_guesses_made_ahead_are_those_made_behind_known_tokens(tmp_path: Path, m
         guess(step, ahead)
 
     monkeypatch.setattr(model, "guess", compared)
-    got, engine = answers(runner, config, "draft")
+    # Their tokens are sampled on the device, and so only known there at first.
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 0.3, "top_p": 0.9, "seed": 5},
+        {},
+    ]
+    asked = [make_request([5 + i, 9, 7] * 10, max_tokens=120, **own) for i, own in enumerate(options)]
+    got, engine = answers(runner, config, "draft", asked)
     stats = engine.stats()
     # Another number of tokens in a step rounds differently, and so a near tie may fall to the other side.
     assert same[True] > 40, same
     assert same[False] < 0.1 * same[True], same
     monkeypatch.setattr(model, "guess", guess)
     model._graphs = replace(model._graphs, go_ahead=False)
-    expected, plain = answers(runner, config, "draft")
+    expected, plain = answers(runner, config, "draft", asked)
     rates = [sum(own.accepted_by_place) / own.draft_tokens for own in (stats, plain.stats())]
     assert abs(rates[0] - rates[1]) < 0.1, rates
     agreed = sum(a == b for one, other in zip(expected, got, strict=True) for a, b in zip(one, other, strict=False))
