@@ -106,8 +106,8 @@ def test_streams_stop_strings_choices_and_log_probabilities(http: httpx.Client, 
         assert got["finish_reason"] == last["finish_reason"] == expected["finish_reason"]
         assert got["stop_reason"] == last["stop_reason"] == expected["stop_reason"]
     body = AGAIN | {"n": 3, "temperature": 0.4, "seed": 5, "logprobs": True, "top_logprobs": 2, "max_tokens": 30}
-    # Of one server: the other one's layers are compiled, and in fixed point (docs/adr/0027-fixed-point-on-cpu.md) what they round
-    # differently moves log-probabilities by 3e-4, so that a sampled token may be another one.
+    # Of one server: the other one's layers are compiled, and in fixed point (docs/adr/0027-fixed-point-on-cpu.md) what these
+    # round differently moves log-probabilities by 3e-4, so that a sampled token may be another one.
     expected, got = (ask(guessing, **body, speculation=way)["choices"] for way in (False, True))
     for one, other in zip(expected, got, strict=True):
         assert other["message"] == one["message"]
