@@ -24,6 +24,7 @@ from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.guessing import AheadDraftModel, LaunchingRunner
 from tests.engine.models import tiny_model
 from tests.engine.test_drafts import CHEAP
+from tests.engine.test_speculator import started
 
 
 def make_engine(model: Any, blocks: int = 400) -> tuple[Engine, AheadDraftModel]:
@@ -62,6 +63,23 @@ def test_a_model_that_drafts_for_itself_is_right_ahead_too(blocks: int) -> None:
     assert sum(stats.accepted_by_place) >= 0.97 * stats.draft_tokens > 100
     assert draft.used > 8
     assert stats.kv_blocks_used == 0
+
+
+def test_guesses_ahead_take_all_their_blocks_or_none() -> None:
+    scheduler, step = started([[5] * 9, [6] * 3], num_blocks=8)
+    one, other = (chunk.sequence for chunk in step.chunks)
+    assert (len(one.tokens), len(one.blocks), len(other.tokens), len(other.blocks)) == (10, 3, 4, 1)
+    assert one.tables is not None
+    # Four blocks are free, and each running sequence keeps one.
+    assert not scheduler.reserve_ahead({one: 3, other: 9})
+    assert (len(one.blocks), len(other.blocks)) == (3, 1)
+    assert scheduler.reserve_ahead({one: 3, other: 4})
+    assert (len(one.blocks), len(other.blocks)) == (4, 2)
+    assert one.tables.counts[[one.row, other.row]].tolist() == [4, 2]
+    assert one.tables.blocks[other.row, :2].tolist() == other.blocks
+    # What has its blocks already needs none.
+    assert not scheduler.reserve_ahead({one: 7})
+    assert scheduler.reserve_ahead({one: 6, other: 4})
 
 
 def test_numbers_that_sample_guesses_are_those_of_the_places_where_they_come_to_be() -> None:

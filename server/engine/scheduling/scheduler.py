@@ -142,7 +142,8 @@ class Scheduler:
         """Take the KV blocks for that many tokens of each sequence beyond its present ones, if there are enough for all."""
         size = self._blocks.block_size
         missing = sum(self._blocks.missing(own.blocks, len(own.tokens) + count) for own, count in counts.items())
-        if missing > self._blocks.num_free - len(self._running):
+        # As in _admit(): guesses must not be what preempts a sequence.
+        if missing and missing > self._blocks.num_free - len(self._running):
             return False
         for sequence, count in counts.items():
             if len(sequence.tokens) + count > len(sequence.blocks) * size:
