@@ -19,7 +19,9 @@ MOST_RANKS = 8
 LL_BYTES = 2097152
 """The largest tensor, in bytes, that two ranks sum in the LL protocol. This and MOST_RANKS are limits of csrc/params.h."""
 LL128_BYTES = 7864320
-"""The largest one in the LL128 protocol, which sends half of LL's bytes and is used wherever there is NVLink."""
+"""The largest one in the LL128 protocol, which sends half of LL's bytes."""
+LEAST_LL128_BYTES = 131072
+"""From here on LL128 is used where there is NVLink: it reads twice what has come, which few bytes do not make up for."""
 _IPC_BYTES = 64
 HANDLE_BYTES = _IPC_BYTES + 1
 """The length of a handle."""
@@ -94,7 +96,7 @@ class PeerReducer:
     ) -> None:
         """x = residual + the sum of all ranks' x, in float32 in the order of the ranks, rounded once.
 
-        ll128: the protocol, the same on all ranks; None: LL128 where there is NVLink.
+        ll128: the protocol, the same on all ranks; None: the one that is faster for x's size.
         residual is like x. Where a rank does not arrive within the patience, a fatal launch fails, and with it all GPU
         work of this process; after one that is not fatal x holds anything, and silent_rank() says which rank it was.
         Raises ValueError for tensors that takes() refuses, KernelError where the launch fails.
@@ -122,7 +124,7 @@ class PeerReducer:
                 rank=self.rank,
                 ranks=self.ranks,
                 fatal=fatal,
-                ll128=self._ll128 if ll128 is None else ll128,
+                ll128=self._ll128 and x.nbytes >= LEAST_LL128_BYTES if ll128 is None else ll128,
                 stream=torch.cuda.current_stream(self.device).cuda_stream,
             )
             self._check(self._library.nf4_cuda_all_reduce(ctypes.byref(reduce)), "all_reduce")

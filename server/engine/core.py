@@ -161,6 +161,7 @@ class Engine:
         before: EngineStats | None = None
         checked: Checked | None = None
         if pending is not None and pending.step.guesses:
+            self._guess_ahead(pending)
             # What is next depends on which guesses were right. The requests are told while the device goes on.
             # What was launched gives its pinned memory back when this returns, not while the device waits.
             ran, read, pending = pending.step, pending, None
@@ -201,7 +202,7 @@ class Engine:
             launches_guesses = launched is not None and bool(step.guesses)
             if checked is None and (pending is None) == (launched is None) and not launches_guesses:
                 self._speculator.note_time(step, time.perf_counter() - begun)
-            self._prepare_guesses(self._speculator, step, launched)
+            self._speculator.catch_up(step)
         return StepOutputs(outputs, self.stats(ran), before)
 
     def _next_step(self) -> Step:
@@ -272,16 +273,14 @@ class Engine:
             return self._runner.launch_check(step)
         return self._runner.execute_async(step, None) if step.chunks else None
 
-    def _prepare_guesses(self, speculator: Speculator, step: Step, launched: LaunchedStep | None) -> None:
-        """Prepare for guesses behind a step that runs, or has run; behind one with guesses they may be made at once.
+    def _guess_ahead(self, launched: LaunchedStep) -> None:
+        """Have the next step's guesses made behind one with guesses that runs: the device does not wait for the host then.
 
-        Then the device does not wait for the host. They are for nothing where the next step is another one than expected,
-        and a prompt that waits would have to wait longer.
+        They are for nothing where the next step is another one than expected, and a prompt would have to wait longer.
         """
-        speculator.catch_up(step)
-        if launched is None or not step.guesses or self._scheduler.num_waiting:
-            return
-        counts = speculator.next_counts(step)
+        speculator, step = self._speculator, launched.step
+        assert speculator is not None
+        counts = {} if self._scheduler.may_admit else speculator.next_counts(step)
         more = {own: count + len(step.guesses[own.request_id]) for own, count in counts.items()}
         if more and self._scheduler.reserve_ahead(more):
             speculator.draft_ahead(launched, counts)

@@ -87,6 +87,7 @@ class AheadDraftModel(DraftModel):
     """Guesses behind steps that have not been read, as on a GPU; here their tokens are known."""
 
     used = 0
+    most_ahead = 32
 
     @classmethod
     def of(cls, model: DraftModel) -> AheadDraftModel:

@@ -76,7 +76,7 @@ class Launched:
 class VirtualDraftModel:
     """Guesses token 5 at all places; see DraftModel."""
 
-    longest = 10**6
+    longest, most_ahead = 10**6, 32
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

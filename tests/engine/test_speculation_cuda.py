@@ -259,13 +259,19 @@ def test_guesses_made_ahead_are_those_made_behind_known_tokens(tmp_path: Path, m
     # Another number of tokens in a step rounds differently, and so a near tie may fall to the other side.
     assert same[True] > 40, same
     assert same[False] < 0.1 * same[True], same
+    # Made anew, guesses also mend keys and values that those made ahead might have got wrong; so both are tried alone, too.
     monkeypatch.setattr(model, "guess", guess)
-    model._graphs = replace(model._graphs, go_ahead=False)
-    expected, plain = answers(runner, config, "draft", asked)
-    rates = [sum(own.accepted_by_place) / own.draft_tokens for own in (stats, plain.stats())]
-    assert abs(rates[0] - rates[1]) < 0.1, rates
-    agreed = sum(a == b for one, other in zip(expected, got, strict=True) for a, b in zip(one, other, strict=False))
-    assert agreed > 0.3 * sum(map(len, expected)), agreed
+    graphs, found = model._graphs, [(got, stats)]
+    for go_ahead in (True, False):
+        model._graphs = replace(graphs, go_ahead=go_ahead)
+        alone, engine = answers(runner, config, "draft", asked)
+        found.append((alone, engine.stats()))
+    rates = [sum(own.accepted_by_place) / own.draft_tokens for _, own in found]
+    assert max(rates) - min(rates) < 0.05, rates
+    for tokens_found, _ in found[:2]:
+        pairs = zip(found[2][0], tokens_found, strict=True)
+        same_tokens = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=False))
+        assert same_tokens > 0.3 * sum(map(len, found[2][0])), same_tokens
 
 
 def test_guesses_laid_out_on_the_device_are_those_laid_out_by_the_host(

@@ -47,7 +47,8 @@ def sums(peers: PeerReducer) -> None:
     rng = random.Random(0)
     for step in range(120):
         dtype, bytes_ = rng.choice(DTYPES), rng.choice(sizes(peers))
-        ll128 = rng.choice((None, True, False)) if bytes_ <= most_bytes(peers.ranks, False) else None
+        protocols = (None, True, False) if peers.most_bytes > most_bytes(peers.ranks, False) else (None, False)
+        ll128 = rng.choice(protocols) if bytes_ <= most_bytes(peers.ranks, False) else None
         xs, residual = inputs(peers.ranks, step, bytes_, dtype)
         added = residual if rng.random() < 0.5 else None
         x = xs[peers.rank].to(peers.device)
@@ -141,10 +142,12 @@ def meet(peers: PeerReducer, folder: Path) -> None:
 def main() -> None:
     rank, ranks, device = (int(argument) for argument in sys.argv[1:4])
     torch.cuda.set_device(device)
-    # 128 bytes of a warp arrive together within a GPU, too.
-    peers = PeerReducer(torch.device("cuda", device), rank, ranks, ll128=True)
+    # 128 bytes of a warp arrive together within a GPU, too; "unlike": a rank has it otherwise, and none may use LL128.
+    unlike = sys.argv[5] == "unlike"
+    peers = PeerReducer(torch.device("cuda", device), rank, ranks, ll128=not (unlike and rank == ranks - 1))
     meet(peers, Path(sys.argv[4]))
-    what = {"sums": sums, "many": many, "graphs": graphs, "silent": silent}[sys.argv[5]]
+    assert peers.most_bytes == most_bytes(ranks, not unlike)
+    what = {"sums": sums, "unlike": sums, "many": many, "graphs": graphs, "silent": silent}[sys.argv[5]]
     with torch.inference_mode():
         what(peers)
     print("right", flush=True)

@@ -40,7 +40,7 @@ def run(folder: Path, ranks: int, gpus: int, what: str, leaving: int = 0) -> Non
             process.wait()
 
 
-@pytest.mark.parametrize("what", ["sums", "many", "graphs"])
+@pytest.mark.parametrize("what", ["sums", "many", "graphs", "unlike"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_share_a_gpu(ranks: int, what: str, tmp_path: Path) -> None:
     run(tmp_path, ranks, 1, what)

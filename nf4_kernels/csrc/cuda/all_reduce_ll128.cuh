@@ -34,11 +34,16 @@ __device__ __forceinline__ void send_lines(char* to, Chunks data, bool ends_line
 }
 
 // Whether all lines of this epoch have arrived; then the lanes' chunks are in data. All lanes of a warp call it.
+//
+// A line arrives as a whole, but the lanes need not read it as a whole: the lane with the epoch may have read it after it
+// arrived, and another one its part before. So data are what lanes read once the epochs are there (NCCL does the same).
 __device__ __forceinline__ bool receive_lines(const char* from, Chunks& data, bool ends_line, unsigned epoch) {
   uint64_t a, b, c, d;
   load_pair(from, a, b);
   load_pair(from + kStoreBytes, c, d);
   if (__any_sync(kAllLanes, ends_line && (b != epoch || d != epoch))) return false;
+  load_pair(from, a, b);
+  load_pair(from + kStoreBytes, c, d);
   data.first = of_halves(a, ends_line ? c : b);
   data.second = of_halves(c, d);
   return true;

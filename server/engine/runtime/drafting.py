@@ -25,7 +25,7 @@ from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.launched_guesses import LaunchedGuesses
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table, sampling_table
-from server.engine.runtime.trials import first_line
+from server.engine.runtime.trials import first_line, summary
 from server.engine.runtime.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from server.engine.scheduling.step import Drafted, Running, Step
@@ -92,18 +92,24 @@ class DraftModel:
         blocks for all that may come. None where that cannot be; guess() has to be told of the result.
         """
         graphs = self._graphs
-        if graphs is None or not graphs.go_ahead or not isinstance(launched, AsyncStep):
-            return None
-        assert graphs.verify is not None
-        if 2 * len(counts) > graphs.verify.sizes[-1] or len(counts) > graphs.decode.sizes[-1]:
+        if graphs is None or graphs.verify is None or not isinstance(launched, AsyncStep):
             return None
         try:
             return guesses_ahead(launched, counts, graphs.decode, graphs.verify, self._paged, self._vocabulary)
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception as e:
-            self._note_failure(e)
+            logger.warning("a draft model guesses when the model's tokens are known from now on: %s", summary(e))
+            self._graphs = replace(graphs, go_ahead=False)
             return None
+
+    @property
+    def most_ahead(self) -> int:
+        """The most sequences for which guess_ahead() may be asked."""
+        graphs = self._graphs
+        if graphs is None or graphs.verify is None or not graphs.go_ahead:
+            return 0
+        return min(graphs.verify.sizes[-1] // 2, graphs.decode.sizes[-1])
 
     @torch.inference_mode()
     def guess(self, step: Step, ahead: Drafted | None = None) -> None:

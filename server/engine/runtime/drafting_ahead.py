@@ -32,9 +32,9 @@ class _Tables:
     """sampling_table() of each place of guesses, on the device, where their positions are known there only."""
 
     def __init__(self, sequences: list[Sequence], vocabulary: int, reach: int, shifts: torch.Tensor) -> None:
-        """sequences: with a placeholder for the step's first token. reach: how much further a place may be than the first.
+        """sequences: with a placeholder for the step's first token. reach: more than any shift and any place together.
 
-        shifts int64 [sequences]: how much further each sequence is than it is on the host.
+        shifts int64 [sequences]: how many tokens each sequence is longer than on the host.
         """
         base = sampling_table(sequences, vocabulary)
         assert base is not None
@@ -96,7 +96,7 @@ def guesses_ahead(
     found = verify.launch_shifted(_batch(sequences, starts, (0, 1), paged.block_size), newest, shifts)
     if found is None:
         return None
-    columns = [next_tokens(found[0][1::2], found[1][1::2].contiguous(), 0)]
+    columns = [next_tokens(found[0][1::2], found[1][1::2].clone(), 0)]
     for place in range(1, asked[0]):
         going = sum(count > place for count in asked)
         before = columns[-1][:going]

@@ -60,8 +60,9 @@ def _unusable(ranks: int) -> str | None:
 def _tried(peers: PeerReducer) -> str | None:
     """What is wrong with sums over the ranks; None where they are right."""
     peers.set_patience(TRIAL_S)
-    # Each size in both slots of an inbox.
-    for bytes_ in (_SMALL, peers.most_bytes) * 2:
+    # Both protocols, and all thread blocks in both slots of an inbox, which they take in turn.
+    most = peers.most_bytes
+    for bytes_ in (_SMALL, most, most, _SMALL):
         given = torch.arange(bytes_ // 2, device=peers.device, dtype=torch.int32) % 64
         x = (given + peers.rank).to(torch.bfloat16)
         peers.all_reduce(x, given.to(torch.bfloat16), fatal=False)

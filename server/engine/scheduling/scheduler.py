@@ -79,6 +79,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def may_admit(self) -> bool:
+        """Whether a sequence waits and there is a place for it."""
+        return bool(self._waiting) and len(self._running) < self._max_num_seqs
+
+    @property
     def adapters_in_use(self) -> set[int]:
         """Slots of the adapters of all sequences."""
         return {sequence.adapter for sequence in self._by_id.values() if sequence.adapter is not None}

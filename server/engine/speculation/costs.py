@@ -11,7 +11,8 @@ _FORGETTING_RATE = 1 / 256
 # Guesses are checked only where they promise this many times the tokens per second, because costs are not known more
 # precisely. A draft model checks guesses in most steps or in none, so their costs are learned from more steps.
 _LEAST_GAIN, _LEAST_GAIN_DRAFTED = 1.1, 1.05
-# At the start a step with guesses is timed until its tokens are read, for which nobody waits behind guesses made ahead.
+# The start times a step with guesses until its tokens are read, and the device does not wait for that where guesses are made
+# ahead.
 _MOST_SAVED = 0.05
 # Numbers of guesses for each sequence; if a draft model pays at all, it pays with one of these.
 _TRIED = (1, 3, 7)

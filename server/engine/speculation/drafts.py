@@ -49,6 +49,11 @@ class DraftModel(Protocol):
         """
         ...
 
+    @property
+    def most_ahead(self) -> int:
+        """The most sequences for which guess_ahead() may be asked; 0: it cannot be."""
+        ...
+
     def guess_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> Drafted | None:
         """Guess behind a step with guesses that runs, or give None: see server.engine.runtime.drafting."""
         ...
@@ -91,9 +96,13 @@ class DraftSpeculator(Speculator):
             return False
         rates = [found for found in self._rates(step) if _lag(found[2]) <= SHORT_LAG]
         most = {sequence.request_id: own for _, own, sequence in rates}
-        # Some of the sequences may have ended since.
-        if prepared is not None and len(chunks) <= prepared[0] and {own for *_, own in rates} <= prepared[1]:
-            chosen, self._planned_ahead = [own for own in prepared[2] if own.request_id in most], ahead
+        present = {own for *_, own in rates}
+        left = [] if prepared is None or ahead is None else [own for own in prepared[2] if own in present]
+        if prepared is not None and left and len(chunks) <= prepared[0] and present <= prepared[1]:
+            # Some of the sequences may have ended since; the others have their guesses already.
+            chosen, self._planned_ahead = left, ahead
+        elif prepared is not None and prepared[:2] == (len(chunks), present):
+            chosen = prepared[2]
         else:
             chosen = self._chosen(len(chunks), rates)
         for sequence in chosen:
@@ -143,13 +152,15 @@ class DraftSpeculator(Speculator):
         self._name(before)
 
     def next_counts(self, step: Step) -> dict[Sequence, int]:
-        # Each of these sequences has guesses now, so the device finds out where it goes on.
         counts = Counter(() if self._prepared is None else self._prepared[2])
-        reached = {
-            own: len(own.tokens) + count + len(step.guesses.get(own.request_id, ())) for own, count in counts.items()
-        }
-        if any(own.request_id not in step.guesses or end > self._max_model_len for own, end in reached.items()):
+        if len(counts) > self._model.most_ahead:
             return {}
+        for sequence, count in counts.items():
+            # Where a sequence has guesses now, the device finds out how it goes on.
+            checked = len(step.guesses.get(sequence.request_id, ()))
+            end = len(sequence.tokens) + checked + count
+            if not checked or end > self._max_model_len or sequence.phase is not Phase.RUNNING:
+                return {}
         return counts
 
     def draft_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> None:

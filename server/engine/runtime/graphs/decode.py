@@ -171,7 +171,7 @@ class DecodeGraphs:
         """Launch a step whose sequences are further on than batch says, by shifts tokens, with newest for its ids.
 
         newest and shifts int64 [sequences], on the device. Gives the logits, valid until the next replay, and the best
-        token of each sequence, int64. None, with nothing launched, where launch() has to do it.
+        token of each sequence, int64. None, with no graph launched, where the attention cannot do it.
         """
         captured, count = self._filled(batch), len(newest)
         if not self._backend.advance_decode_graph(captured.inputs, newest, shifts):

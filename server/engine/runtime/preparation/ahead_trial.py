@@ -54,6 +54,8 @@ def _try(paged: PagedModel, decode: DecodeGraphs, verify: VerifyGraphs) -> None:
         wrong = steps.difference(launched[0].float(), expected[later].float(), len(rows))
         if wrong is not None:
             raise ValueError(f"logits {wrong}")
+    if decode.launch_next(ids[:1], None) is None:
+        raise ValueError("the attention does not move a step on that was moved on")
 
 
 def _singles(chunk: Batch, rows: list[int]) -> Batch:

@@ -12,12 +12,12 @@ MOST_SEQUENCES = 64
 def accept(
     ids: torch.Tensor, sampled: torch.Tensor, firsts: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many guesses of S sequences were right, int64 [2 S], and their last two tokens then, int64 [2 S].
+    """How many guesses of S sequences were right, and their last two tokens then; both int64 [2 S].
 
-    A sequence has two neighbouring elements: its number twice, and the token before its newest one beside that. S is at
-    most MOST_SEQUENCES. ids int64 [T]: a step's known tokens, each followed by its guesses; sampled int64 [T]: the tokens
-    behind these. firsts int64 [2, S]: the row of each sequence's known token, and how many guesses follow it, `most` at
-    most.
+    Elements 2 i and 2 i + 1 are of sequence i: its number of right guesses, twice; and its last token but one and its newest
+    one. S is at most MOST_SEQUENCES. ids int64 [T]: a step's known tokens, each followed by its guesses; sampled int64 [T]:
+    the tokens behind these. firsts int64 [2, S]: the row of each sequence's known token, and how many guesses follow it,
+    `most` at most.
     """
     count = firsts.shape[1]
     shifts, tokens = (torch.empty(2 * count, dtype=torch.int64, device=ids.device) for _ in range(2))

@@ -26,7 +26,7 @@ def advance(
     numbers each. A sequence's last part gets its new key. inputs int64 [3, size], the graph's: token ids, positions, cache
     slots. tokens int64: the sequences' new tokens. tables int32 [any, blocks of the longest], contiguous: the rows that
     items name, in which the new tokens have their blocks already. shifts int64 [tokens]: by how many tokens each sequence
-    goes on instead; they are fewer than a part may have.
+    goes on instead.
     """
     _advance[(triton.cdiv(items, _ITEMS),)](
         numbers,
@@ -45,7 +45,7 @@ def advance(
     )
 
 
-# Compiled once, not anew for sizes of 1 or multiples of 16: steps would wait for it.
+# Compiled once with shifts and once without, not anew for sizes of 1 or multiples of 16: steps would wait for it.
 @triton.jit(do_not_specialize=["going", "size", "width"])  # type: ignore[untyped-decorator]
 def _advance(  # type: ignore[no-untyped-def]
     numbers,
