@@ -52,11 +52,7 @@ class Accounting:
         """
         self._outputs.step_clock.stop()
         step, results = self._settle(step, results, failures)
-        outputs = self._begin_outputs(step, failures)
-        for chunk, result in zip(step.sampled, results, strict=True):
-            if not failures or chunk.sequence.request_id not in failures:
-                outputs.append(self._outputs.token(chunk.sequence, result))
-        return outputs
+        return self._outputs.tell(step.chunks, results, failures)
 
     def settle_guesses(self, step: Step, results: list[Sampled]) -> Checked:
         """Account for a step with guesses that has ended now, one result for each of its tokens; tell() has to follow."""
@@ -82,15 +78,12 @@ class Accounting:
 
     def tell(self, checked: Checked) -> list[RequestOutput]:
         """What each request is told of a step with guesses."""
-        outputs = self._begin_outputs(checked.step, checked.failures)
+        self._outputs.share(checked.step.chunks)
+        outputs = [self._outputs.error(request_id, reason) for request_id, reason in checked.failures.items()]
         for sequence, results, guesses in checked.found:
             self._outputs.note_guesses(sequence.request_id, guesses, len(results) - 1)
             outputs.append(self._outputs.tokens(sequence, results))
         return outputs
-
-    def _begin_outputs(self, step: Step, failures: dict[str, str]) -> list[RequestOutput]:
-        self._outputs.share(step.chunks)
-        return [self._outputs.error(request_id, reason) for request_id, reason in failures.items()]
 
     def _settle(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> tuple[Step, list[Sampled]]:
         """Give sequences their tokens; the chunks of those that had not ended, as a step, and their results.
@@ -99,13 +92,14 @@ class Accounting:
         """
         if self._pace is not None:
             seconds = self._outputs.step_clock.seconds
-            self._pace.note(sum([c.length for c in step.chunks if not c.is_decode]), seconds)
+            self._pace.note(step.prefill_tokens, seconds)
         alive = [chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED]
         if len(alive) < len(step.chunks):
             results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
             step = Step(alive)
-        wrong = [(c.sequence, r.error) for c, r in zip(step.sampled, results, strict=True) if r.error is not None]
-        failures.update((sequence.request_id, error) for sequence, error in wrong)
+        if [result for result in results if result.error is not None]:
+            found = zip(step.sampled, results, strict=True)
+            failures.update((c.sequence.request_id, r.error) for c, r in found if r.error is not None)
         for request_id in failures:
             self._scheduler.finish(request_id, "error")
         for chunk in step.chunks if failures else ():

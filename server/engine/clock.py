@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nf4_kernels.timing import KernelTimes
@@ -17,6 +17,10 @@ class RequestClock:
     arrived: float
     scheduled: float | None = None
     first_token: float | None = None
+    queue: float = 0.0
+    """Seconds until it was scheduled; known with its first token, as is the next one."""
+    prefill: float = 0.0
+    """Seconds from there to its first token."""
     dequant_prefill: float = 0.0
     dequant_decode: float = 0.0
     linear_prefill: float = 0.0
@@ -31,15 +35,14 @@ class RequestClock:
 
     def token(self, now: float) -> RequestTimings:
         """Note that the request got a token; the totals."""
-        first, scheduled = self.first_token, self.scheduled
-        if first is None:
-            first = self.first_token = now
-        if scheduled is None:
-            scheduled = self.arrived
+        if self.first_token is None:
+            self.first_token = now
+            scheduled = self.arrived if self.scheduled is None else self.scheduled
+            self.queue, self.prefill = scheduled - self.arrived, now - scheduled
         return RequestTimings(
-            scheduled - self.arrived,
-            first - scheduled,
-            now - first,
+            self.queue,
+            self.prefill,
+            now - self.first_token,
             self.dequant_prefill,
             self.dequant_decode,
             self.linear_prefill,
@@ -77,14 +80,6 @@ class StepClock:
         self._dequant = self.kernels.dequant - self._before.dequant
         self._linear = self.kernels.linear - self._before.linear
 
-    def share(self, taken: Sequence[tuple[RequestClock, int, bool]]) -> None:
-        """Divide the step's kernel times among its requests, given as (clock, tokens, whether it was decoding)."""
-        tokens = sum([count for _, count, _ in taken])
-        for clock, count, decoding in taken:
-            share = count / tokens
-            if decoding:
-                clock.dequant_decode += self._dequant * share
-                clock.linear_decode += self._linear * share
-            else:
-                clock.dequant_prefill += self._dequant * share
-                clock.linear_prefill += self._linear * share
+    def shares(self, tokens: int) -> tuple[float, float]:
+        """A token's share of the step's kernel times, if so many tokens have one: dequantization, all of linear layers."""
+        return self._dequant / tokens, self._linear / tokens

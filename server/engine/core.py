@@ -225,7 +225,7 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             step_seconds=clock.seconds if step else 0.0,
             step_tokens=step.num_tokens if step else 0,
-            step_prefill_tokens=sum([c.length for c in step.chunks if not c.is_decode]) if step else 0,
+            step_prefill_tokens=step.prefill_tokens if step else 0,
             step_batch=len(step.chunks) if step else 0,
             dequant_seconds_total=clock.kernels.dequant,
             linear_seconds_total=clock.kernels.linear,

@@ -194,13 +194,16 @@ class Scheduler:
         are free and their finish_reason is set.
         """
         finished, longest, block_size = Phase.FINISHED, self._max_model_len, self._blocks.block_size
-        # Sequences that are not running ended while the step ran, or were preempted and wait.
-        for chunk, token in zip(step.sampled, tokens, strict=True):
-            sequence = chunk.sequence
-            if sequence.phase is not finished and sequence.tokens[-1] == PLACEHOLDER:
-                sequence.resolve(token, longest)
+        if sum([chunk.samples for chunk in step.chunks]) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens for a step that samples another number")
+        following = iter(tokens)
         for chunk in step.chunks:
             sequence = chunk.sequence
+            if chunk.samples:
+                token = next(following)
+                # Sequences that are not running ended while the step ran, or were preempted and wait.
+                if sequence.phase is not finished and sequence.tokens[-1] == PLACEHOLDER:
+                    sequence.resolve(token, longest)
             if sequence.num_computed >= (sequence.num_named + 1) * block_size:
                 self._name_blocks(sequence)
             if sequence.finish_reason is not None and sequence.phase is not finished:
@@ -219,20 +222,22 @@ class Scheduler:
 
     def _add_decoding(self, step: Step) -> list[Sequence]:
         """Add the sequences that have one token to compute, with the block that it needs; gives those that have more."""
-        decoding, prefilling, longest = list[Sequence](), list[Sequence](), self._max_model_len
-        for sequence in self._running:
-            tokens = sequence.tokens
-            pending = len(tokens) - sequence.num_computed
-            if pending > 1:
-                prefilling.append(sequence)
-            elif pending == 1 and (tokens[-1] != PLACEHOLDER or not sequence.ends_by_length(longest)):
-                decoding.append(sequence)
+        prefilling, longest = list[Sequence](), self._max_model_len
         chunks, running, block_size = step.chunks, Phase.RUNNING, self._blocks.block_size
-        for sequence in decoding:
-            if sequence.phase is running and (
-                len(sequence.tokens) <= len(sequence.blocks) * block_size or self._make_room(sequence, step)
+        # Making room for one may preempt others. There is no call for most of a thousand sequences.
+        for sequence in [*self._running]:
+            tokens, computed = sequence.tokens, sequence.num_computed
+            count = len(tokens)
+            if count > computed + 1:
+                prefilling.append(sequence)
+            elif (
+                count > computed
+                and sequence.phase is running
+                # As ends_by_length() says.
+                and (tokens[-1] != PLACEHOLDER or (count < sequence.most_tokens and count < longest))
+                and (count <= len(sequence.blocks) * block_size or self._make_room(sequence, step))
             ):
-                chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
+                chunks.append(Chunk(sequence, computed, 1, True))
         return prefilling
 
     def _admit(self, sequence: Sequence) -> bool:

@@ -146,7 +146,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         sampling = request.sampling
-        self._most_tokens = self.num_prompt + sampling.max_tokens
+        self.most_tokens = self.num_prompt + sampling.max_tokens
+        """The prompt's tokens and all that may be generated."""
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.is_penalized = (
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
@@ -217,17 +218,20 @@ class Sequence:
 
     def most_new_tokens(self, max_model_len: int) -> int:
         """How many tokens may follow the present last one."""
-        return min(self._most_tokens, max_model_len) - len(self.tokens)
+        return min(self.most_tokens, max_model_len) - len(self.tokens)
 
     def ends_by_length(self, max_model_len: int) -> bool:
         """Whether no token may follow the present last one, whatever that one is."""
         count = len(self.tokens)
-        return count >= self._most_tokens or count >= max_model_len
+        return count >= self.most_tokens or count >= max_model_len
 
     def resolve(self, token: int, max_model_len: int) -> None:
         """Put the sampled token in the place of the placeholder, with append()'s effects."""
-        self.tokens[-1] = token
-        if self.constraint is not None or token in self.stop_ids or self.ends_by_length(max_model_len):
+        tokens = self.tokens
+        tokens[-1] = token
+        # As ends_by_length() says, without a call for each of a thousand sequences.
+        is_last = len(tokens) >= self.most_tokens or len(tokens) >= max_model_len
+        if is_last or token in self.stop_ids or self.constraint is not None:
             self._note_newest(token, max_model_len)
 
     def append(self, token: int, max_model_len: int) -> None:

@@ -66,6 +66,12 @@ class Step:
         return sum([chunk.length for chunk in self.chunks]) + sum(map(len, self.guesses.values()))
 
     @property
+    def prefill_tokens(self) -> int:
+        """Tokens of chunks that do not decode."""
+        # What Chunk.is_decode says, without a call for each of a thousand chunks.
+        return sum([c.length for c in self.chunks if c.length != 1 or c.start < c.sequence.num_prompt])
+
+    @property
     def sampled(self) -> list[Chunk]:
         """Chunks that yield a token, in order."""
         return [chunk for chunk in self.chunks if chunk.samples]
