@@ -167,8 +167,9 @@ def test_resolve_wants_one_token_for_each_sampled_chunk() -> None:
     scheduler.add(make_sequence(4))
     step = scheduler.schedule()
     scheduler.advance(step)
-    with pytest.raises(ValueError, match="longer"):
-        scheduler.resolve(step, [1, 2])
+    for tokens in ([1, 2], []):
+        with pytest.raises(ValueError, match=f"{len(tokens)} tokens for a step that samples 1"):
+            scheduler.resolve(step, tokens)
 
 
 events = st.one_of(

@@ -194,8 +194,9 @@ class Scheduler:
         are free and their finish_reason is set.
         """
         finished, longest, block_size = Phase.FINISHED, self._max_model_len, self._blocks.block_size
-        if sum([chunk.samples for chunk in step.chunks]) != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens for a step that samples another number")
+        count = sum([chunk.samples for chunk in step.chunks])
+        if count != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens for a step that samples {count}")
         following = iter(tokens)
         for chunk in step.chunks:
             sequence = chunk.sequence
