@@ -97,7 +97,7 @@ class Accounting:
         if len(alive) < len(step.chunks):
             results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
             step = Step(alive)
-        if [result for result in results if result.error is not None]:
+        if any(result.error is not None for result in results):
             found = zip(step.sampled, results, strict=True)
             failures.update((c.sequence.request_id, r.error) for c, r in found if r.error is not None)
         for request_id in failures:

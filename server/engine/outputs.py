@@ -12,7 +12,7 @@ from server.engine.clock import RequestClock, StepClock
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Chunk
-from server.types import RequestOutput, RequestTimings, TokenLogprob
+from server.types import RequestOutput, TokenLogprob
 
 
 class OutputBuilder:
@@ -48,7 +48,7 @@ class OutputBuilder:
         following = iter(results)
         clocks, now = self._clocks, self.step_clock.stopped
         dequant, linear = self.step_clock.shares(sum([chunk.length for chunk in chunks]) or 1)
-        # With a thousand sequences, a call for each of them takes a tenth of a millisecond: most need none here.
+        # With a thousand sequences, a call for each of them takes a tenth of a millisecond: most need one here.
         for chunk in chunks:
             sequence, length = chunk.sequence, chunk.length
             request_id = sequence.request_id
@@ -61,26 +61,15 @@ class OutputBuilder:
                 clock.linear_prefill += linear * length
             if not chunk.samples:
                 continue
-            result, first = next(following), clock.first_token
+            result = next(following)
             if failures and request_id in failures:
                 continue
             is_plain = result.logprob is None and result.embedding is None and sequence.finish_reason is None
-            if first is None or not is_plain:
+            if is_plain and clock.first_token is not None:
+                timings, cached = clock.token(now), sequence.num_cached
+                outputs.append(RequestOutput(request_id, [result.token], None, None, None, cached, None, None, timings))
+            else:
                 outputs.append(self.token(sequence, result))
-                continue
-            timings = RequestTimings(
-                clock.queue,
-                clock.prefill,
-                now - first,
-                clock.dequant_prefill,
-                clock.dequant_decode,
-                clock.linear_prefill,
-                clock.linear_decode,
-                clock.draft_tokens,
-                clock.accepted_tokens,
-            )
-            cached = sequence.num_cached
-            outputs.append(RequestOutput(request_id, [result.token], None, None, None, cached, None, None, timings))
         return [*(self.error(request_id, reason) for request_id, reason in failures.items()), *outputs]
 
     def share(self, chunks: list[Chunk]) -> None:

@@ -13,8 +13,8 @@ namespace nf4 {
 constexpr int kChunk = 16;  // bytes of x that a thread has at a time
 constexpr int kReduceThreads = 128, kBlockWarps = kReduceThreads / 32;
 constexpr int kWarpChunks = 60;  // of a warp in the LL128 protocol, which are 960 of 1024 bytes
-// More blocks than a GPU holds at a time: a block sends before it waits, and GPUs start blocks in their order, so the first ones
-// that wait are those whose data has been sent or will be next.
+// A GPU does not hold 2048 of these blocks at a time. No launch waits for ever if GPUs start blocks in the order of their index,
+// as they do: a block sends before it waits, so the lowest block that has not ended on both GPUs gets what it waits for.
 constexpr int kLLBlocks = 1024, kLL128Blocks = 2048;
 static_assert(kReduceThreads * kLLBlocks * kChunk == NF4_ALL_REDUCE_LL_BYTES, "params.h says how much one launch takes");
 static_assert(kBlockWarps * kWarpChunks * kLL128Blocks * kChunk == NF4_ALL_REDUCE_LL128_BYTES, "as well");

@@ -118,12 +118,6 @@ class DraftModel:
         On CUDA the guesses are launched only, and step.drafted has them. The sequences' num_drafted says then that all
         their known tokens are computed. ahead: guess_ahead() of the step before, for at least these places.
         """
-        if ahead is not None:
-            step.drafted = ahead
-            for chunk in step.chunks:
-                if chunk.sequence.request_id in step.guesses:
-                    chunk.sequence.num_drafted = len(chunk.sequence.tokens)
-            return
         counts = {
             chunk.sequence: len(step.guesses[chunk.sequence.request_id])
             for chunk in step.chunks
@@ -132,7 +126,9 @@ class DraftModel:
         # Sequences with the most guesses come first, so that the others drop out at the end.
         asked = sorted(counts, key=lambda sequence: -counts[sequence])
         try:
-            step.drafted = LaunchedGuesses(asked, self._guesses(asked, [counts[sequence] for sequence in asked]))
+            if ahead is None:
+                ahead = LaunchedGuesses(asked, self._guesses(asked, [counts[sequence] for sequence in asked]))
+            step.drafted = ahead
             if self._graphs is None:
                 step.read_guesses()
         except torch.AcceleratorError:

@@ -135,8 +135,7 @@ class Scheduler:
             wanted = len(sequence.tokens) + len(guesses)
             # As in _admit(): guesses must not be what preempts a sequence.
             if self._blocks.missing(sequence.blocks, wanted) <= self._blocks.num_free - len(self._running):
-                self._blocks.grow(sequence.blocks, wanted)
-                self._tables.extend(sequence.row, sequence.blocks)
+                self._grow(sequence, wanted)
             else:
                 del guesses[max(len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens), 0) :]
                 if not guesses:
@@ -145,15 +144,12 @@ class Scheduler:
 
     def reserve_ahead(self, counts: dict[Sequence, int]) -> bool:
         """Take the KV blocks for that many tokens of each sequence beyond its present ones, if there are enough for all."""
-        size = self._blocks.block_size
         missing = sum(self._blocks.missing(own.blocks, len(own.tokens) + count) for own, count in counts.items())
         # As in _admit(): guesses must not be what preempts a sequence.
         if missing and missing > self._blocks.num_free - len(self._running):
             return False
         for sequence, count in counts.items():
-            if len(sequence.tokens) + count > len(sequence.blocks) * size:
-                self._blocks.grow(sequence.blocks, len(sequence.tokens) + count)
-                self._tables.extend(sequence.row, sequence.blocks)
+            self._grow(sequence, len(sequence.tokens) + count)
         return True
 
     def follow(self, sequence: Sequence, tokens: list[int]) -> int:
@@ -297,9 +293,13 @@ class Scheduler:
             step.preempted.append(newest)
             if newest is sequence:
                 return False
-        self._blocks.grow(sequence.blocks, len(sequence.tokens))
-        self._tables.extend(sequence.row, sequence.blocks)
+        self._grow(sequence, len(sequence.tokens))
         return True
+
+    def _grow(self, sequence: Sequence, count: int) -> None:
+        """Take the blocks that a running sequence lacks for so many tokens."""
+        self._blocks.grow(sequence.blocks, count)
+        self._tables.extend(sequence.row, sequence.blocks)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
