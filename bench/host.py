@@ -27,8 +27,9 @@ from bench.machine import cores, cpu_name, versions
 from nf4_kernels.timing import KernelTimes
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.attention.kernels.decode import Room, layout
+from server.engine.runtime.attention.kernels.decode import layout
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
+from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.attention.page_tables import page_tables
 from server.engine.runtime.batch import Batch, batch_of, step_input
 from server.engine.runtime.limits import ModelLimits

@@ -20,7 +20,7 @@ LL_BYTES = 2097152
 """The largest tensor, in bytes, that two ranks sum in the LL protocol. This and MOST_RANKS are limits of csrc/params.h."""
 LL128_BYTES = 7864320
 """The largest one in the LL128 protocol, which sends half of LL's bytes."""
-LEAST_LL128_BYTES = 131072
+LEAST_LL128_BYTES = 32768
 """From here on LL128 is used where there is NVLink: it reads twice what has come, which few bytes do not make up for."""
 _IPC_BYTES = 64
 HANDLE_BYTES = _IPC_BYTES + 1

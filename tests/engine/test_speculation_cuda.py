@@ -253,7 +253,7 @@ def test_guesses_made_ahead_are_those_made_behind_known_tokens(tmp_path: Path, m
         {"temperature": 0.3, "top_p": 0.9, "seed": 5},
         {},
     ]
-    asked = [make_request([5 + i, 9, 7] * 10, max_tokens=120, **own) for i, own in enumerate(options)]
+    asked = [make_request([5 + i, 9, 7] * 10, max_tokens=400, **own) for i, own in enumerate(options)]
     got, engine = answers(runner, config, "draft", asked)
     stats = engine.stats()
     # Another number of tokens in a step rounds differently, and so a near tie may fall to the other side.

@@ -89,7 +89,8 @@ import math
 import numpy as np
 import torch
 from server.engine.runtime.attention.base import AttentionOptions
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, Room, layout
+from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout
+from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
 from server.engine.runtime.trials import relative_error

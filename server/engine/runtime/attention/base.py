@@ -155,7 +155,7 @@ class GraphBackend(AttentionBackend):
     def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         """Capture the decode graph of len(slots) sequences; slots is the buffer that the graph will read.
 
-        shared: the keys and values of the whole step are written before any token attends.
+        shared: its tokens may be of one sequence, one after another; each attends to those in front of it.
         """
 
     @abstractmethod

@@ -26,6 +26,7 @@ from server.engine.runtime.attention.flashinfer_graphs import (
 )
 from server.engine.runtime.attention.kernels.decode import DecodeAttention
 from server.engine.runtime.attention.kernels.decode_trial import disagreement
+from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.page_tables import Padding, PageTables, page_tables
 from server.engine.runtime.attention.rotary import RotaryEmbedding
@@ -105,7 +106,7 @@ class FlashInferBackend(GraphBackend):
         self._image_queries: Sequence[ImageQueries] = ()
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._newest_only: DecodeAttention | None = None
-        # Whether keys and values are written before our own kernel attends, not by it.
+        # Whether tokens of a decode graph may be of one sequence.
         self._shared = False
         self._next_layer = 0
 
@@ -274,10 +275,8 @@ class FlashInferBackend(GraphBackend):
     ) -> torch.Tensor:
         self._next_layer = layer + 1
         cache, options = LayerCache(self._cache[layer], None), self._kinds[layer].options
-        if self._shared:
-            self._write_kv(cache.data, key, value, self._slots)
-        sinks = self.sinks.get(layer)
-        return decode.attend(cache, query, key, value, options, rotary, tile, sinks, written=self._shared)
+        sinks, shared = self.sinks.get(layer), Shared.IN_ROWS if self._shared else Shared.NO
+        return decode.attend(cache, query, key, value, options, rotary, tile, sinks, shared=shared)
 
     @property
     def applies_rotary(self) -> bool:

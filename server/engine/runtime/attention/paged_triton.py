@@ -13,6 +13,7 @@ import torch
 from server.engine.runtime.attention.base import AttentionOptions, GraphBackend, LayerShape
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Spans
@@ -67,7 +68,7 @@ class TritonBackend(GraphBackend):
         self._graph_chunks: dict[int, torch.Tensor] = {}
         self._launches = _Launches(0, {})
         self._newest_only = False
-        # Whether keys and values are written before the decode kernel attends, not by it.
+        # Whether tokens of a decode graph may be of one sequence.
         self._shared = False
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._next_layer = 0
@@ -146,14 +147,13 @@ class TritonBackend(GraphBackend):
         self._next_layer = layer + 1
         cache, decode, sinks = self._cache[layer], self._decode, self.sinks.get(layer)
         assert decode is not None
-        if self._newest_only and not self._shared:
-            return decode.attend(cache, query, key, value, options, sinks=sinks)
-        if cache.scales is None:
-            self._write_kv(cache.data, key, value, self._slots)
-        else:
-            self._quantize_kv(cache.data, cache.scales, key, value, self._slots)
+        shared = Shared.NO
         if self._shared:
-            return decode.attend(cache, query, key, value, options, sinks=sinks, written=True)
+            shared = Shared.IN_ROWS if cache.scales is None else Shared.WRITTEN
+        if not self._newest_only or shared is Shared.WRITTEN:
+            self._write(cache, key, value)
+        if self._newest_only:
+            return decode.attend(cache, query, key, value, options, sinks=sinks, shared=shared)
         out = query.new_empty(query.shape)
         launches = self._launches
         if launches.sequences:
@@ -162,6 +162,12 @@ class TritonBackend(GraphBackend):
             numbers, items = launches.chunks[self._tokens_per_item[self._kinds[layer]]]
             self._attend_chunks(cache, query, out, numbers, items, decode.tables.blocks, options, sinks)
         return out
+
+    def _write(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        if cache.scales is None:
+            self._write_kv(cache.data, key, value, self._slots)
+        else:
+            self._quantize_kv(cache.data, cache.scales, key, value, self._slots)
 
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         layer = self._next_layer

@@ -19,7 +19,7 @@ SIZES = (2, 4, 8, 16, 32, 64)
 class VerifyGraphs(DecodeGraphs):
     """Replays steps of known tokens and guesses, each as a sequence of one token whose neighbours it sees.
 
-    Every layer writes the keys and values of the whole step before it attends. So a graph's size is its number of tokens,
+    In every layer a token attends to those of its sequence in front of it, too. So a graph's size is its number of tokens,
     however they are divided among sequences.
     """
 

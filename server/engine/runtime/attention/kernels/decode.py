@@ -1,4 +1,4 @@
-"""The attention of decode steps by our own kernel: which keys of which sequence each of its thread blocks reads.
+"""The attention of decode steps by our own kernel, and how a step is laid out for it.
 
 FlashInfer takes two launches for such a step, and a third one writes the new keys and values. With few sequences these
 launches are bound by latency alone; our kernel does all of it in one.
@@ -6,12 +6,7 @@ launches are bound by latency alone; our kernel does all of it in one.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,160 +14,34 @@ import torch
 
 from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
+from server.engine.runtime.attention.kernels.instances import Shared
+from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART, Numbers, Room, split_keys
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Spans
 
-SMALLEST_PART = 64
-"""A sequence's keys are split into parts of at least this many: reducing more parts would take longer than it saves.
-
-The number of a part's keys is a multiple of it, except in a sequence's last part.
-"""
-_PROGRAMS_PER_PROCESSOR = 4
-"""Thread blocks of the kernel that a multiprocessor runs at a time."""
-_MOST_WAVES = 4
 HEADER = 8
 FIELDS = 8
 # Sequences of decode_trial's steps, and KV blocks that each may have.
 TRIAL_SEQUENCES, TRIAL_BLOCKS = 3, 2 * SMALLEST_PART + 3
 
-_Numbers = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Room:
-    """How many items a launch has thread blocks for."""
-
-    wave: int
-    """The items of a wave: those that the device runs at a time."""
-    spare: int
-    """The items that there may be beyond one for each sequence; 0: no sequence's keys are split."""
-
-    @classmethod
-    def of(cls, processors: int, kv_heads: int) -> Room:
-        """The room on a device with `processors` multiprocessors; every item has a thread block for each of kv_heads."""
-        programs = _PROGRAMS_PER_PROCESSOR * processors
-        return cls(max(1, programs // kv_heads), -(-programs // kv_heads))
-
-
-@dataclass(frozen=True)
-class Items:
-    """Parts of sequences' keys, in columns of int64 [items]; a sequence's parts follow one another."""
-
-    sequence: _Numbers
-    begin: _Numbers
-    end: _Numbers
-    first: _Numbers
-    """Index of the sequence's first item."""
-    parts: _Numbers
-    """Items of the sequence."""
-
-
-def split_keys(lengths: _Numbers, room: Room, window: int | None) -> Items:
-    """Split sequences' keys into parts, at most room.spare more than sequences.
-
-    lengths: int64 [sequences], each sequence's keys, at least 1. window: the number of newest keys that are split; None:
-    all.
-    """
-    seen = lengths if window is None else np.minimum(lengths, window)
-    parts, own = _parts(seen, _part_length(seen, room))
-    firsts = parts.cumsum() - parts
-    sequence = np.repeat(np.arange(len(seen)), parts)
-    first = firsts[sequence]
-    begin = (lengths - seen)[sequence] + (np.arange(len(sequence)) - first) * own[sequence]
-    end = np.minimum(begin + own[sequence], lengths[sequence])
-    return Items(sequence, begin, end, first, parts[sequence])
-
-
-def _part_length(seen: _Numbers, room: Room) -> int:
-    """The longest part that a sequence should have, a multiple of SMALLEST_PART; seen: the keys of each sequence."""
-    if room.spare == 0:
-        return int(seen.max())
-    if len(seen) > room.wave:
-        # Only a sequence that is much longer than the others is worth being split.
-        return max(SMALLEST_PART, _rounded(-(-int(seen.sum()) // room.spare)))
-    return _filling_length((-(-seen // SMALLEST_PART)).tobytes(), room)
-
-
-# Finding it takes longer than all else of a layout, and steps that follow one another often ask for the same.
-@lru_cache(maxsize=64)
-def _filling_length(units: bytes, room: Room) -> int:
-    """The length of parts with which all items together fill whole waves of thread blocks.
-
-    units: int64 [sequences], the keys of each sequence in SMALLEST_PARTs, rounded up. The time of a wave is that of its
-    longest item.
-    """
-    numbers = np.frombuffer(units, np.int64).tolist()
-    # Sequences of one length, as the tokens of a check mostly have, are looked at together.
-    lengths = list(Counter(numbers).items())
-    count, total, longest = len(numbers), sum(numbers), max(numbers)
-    if total <= min(room.wave, count + room.spare):
-        return SMALLEST_PART  # parts cannot be shorter, and all of them are in one wave
-    best, least, before = 1, math.inf, 0
-    for waves in range(1, _MOST_WAVES + 1):
-        limit = min(waves * room.wave, count + room.spare)
-        # No parts are shorter than an equal share of all keys.
-        if limit > before and waves * (total / limit + 1) < least:
-            length = _least_length(lengths, limit, total, longest)
-            cost = waves * (max(_units_of_part(own, length) for own, _ in lengths) + 1)
-            if cost < least:
-                best, least = length, cost
-        before = limit
-    return best * SMALLEST_PART
-
-
-def _least_length(lengths: list[tuple[int, int]], limit: int, total: int, longest: int) -> int:
-    """The shortest part with which there are at most limit items, in SMALLEST_PARTs as all lengths here.
-
-    lengths: pairs of a length and how many sequences have it.
-    """
-    # Items become fewer as parts become longer, and they are at least total / (1.25 * length). The answer is mostly close to
-    # what that allows.
-    low, high = max(1, 4 * total // (5 * limit)), max(1, longest)
-    stride = 1
-    while low < high:
-        middle = min(low + stride - 1, (low + high) // 2)
-        if sum([number * -(-own // _units_of_part(own, middle)) for own, number in lengths]) <= limit:
-            high = middle
-        else:
-            low = middle + 1
-        stride *= 2
-    return low
-
-
-def _units_of_part(length: int, most: int) -> int:
-    """What _parts() says of a sequence's parts, for lengths in SMALLEST_PARTs."""
-    return length if 4 * length <= 5 * most else -(-length // -(-length // most))
-
-
-def _parts(seen: _Numbers, most: int) -> tuple[_Numbers, _Numbers]:
-    """How many parts each sequence has and how many keys each of its parts, where parts should have at most `most` keys."""
-    # A sequence is split only if it is longer than a part by more than a quarter.
-    own = np.where(4 * seen > 5 * most, _rounded(-(-seen // -(-seen // most))), seen)
-    return -(-seen // own), own
-
-
-_Count = TypeVar("_Count", int, _Numbers)
-
-
-def _rounded(count: _Count) -> _Count:
-    return -(-count // SMALLEST_PART) * SMALLEST_PART
-
 
 def layout(
-    lengths: _Numbers,
-    rows: _Numbers,
+    lengths: Numbers,
+    rows: Numbers,
     windows: Sequence[int | None],
     rooms: Sequence[Room],
     sequences: int | None = None,
+    before: Numbers | None = None,
 ) -> npt.NDArray[np.int32]:
     """A step of one-token sequences as the kernel reads it: a header, and each window's items; int32.
 
     lengths: int64 [sequences], each sequence's keys; rows: its row of the block tables. The header says how many items
     each window has. Each window has room for its room's spare items more than there are sequences, but for the last one,
     whose room ends with its items. An item is a part of a sequence's keys: sequence, first key, key behind the last,
-    newest key, the sequence's first item, its number of items, its row of the block tables, 0. sequences: how many the
-    launch makes room for, by default those that there are.
+    newest key, the sequence's first item, its number of items, its row of the block tables, and its number in
+    before. sequences: how many the launch makes room for, by default those that there are. before: int64 [sequences], how
+    many right in front of each are tokens of the same one as it; by default none.
     """
     if not len(lengths):
         return np.zeros(HEADER, np.int32)
@@ -190,7 +59,24 @@ def layout(
         columns[:, 4] = items.first
         columns[:, 5] = items.parts
         columns[:, 6] = rows[sequence]
+        if before is not None:
+            columns[:, 7] = before[sequence]
     return numbers
+
+
+def tokens_before(rows: Numbers) -> Numbers | None:
+    """For each of a step's tokens, how many of the same sequence are right in front of it; None: there are none.
+
+    rows: int64 [tokens], their rows of the block tables.
+    """
+    changes = rows[1:] != rows[:-1]
+    if changes.all():
+        return None
+    places = np.arange(len(rows))
+    begins = np.zeros(len(rows), np.int64)
+    begins[1:][changes] = places[1:][changes]
+    before: Numbers = places - np.maximum.accumulate(begins)
+    return before
 
 
 def item_places(sequences: int, rooms: Sequence[Room]) -> list[int]:
@@ -248,10 +134,12 @@ class DecodeAttention:
         The copies of the plan that is PLANS_AHEAD plans old must be over.
         """
         padding, lengths, rows = size - len(spans), spans.ends, spans.rows
+        before = tokens_before(rows)
         if padding:
             lengths = np.append(lengths, np.ones(padding, np.int64))
             rows = np.append(rows, np.full(padding, self.tables.padding_row))
-        numbers = layout(lengths, rows, self._windows, self._rooms)
+            before = None if before is None else np.append(before, np.zeros(padding, np.int64))
+        numbers = layout(lengths, rows, self._windows, self._rooms, before=before)
         count = len(numbers)
         pinned = self._pinned.pop(0)
         self._pinned.append(pinned)
@@ -288,13 +176,13 @@ class DecodeAttention:
         sinks: torch.Tensor | None = None,
         sequences: int | None = None,
         out: torch.Tensor | None = None,
-        written: bool = False,
+        shared: Shared = Shared.NO,
     ) -> torch.Tensor:
         """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest().
 
-        sequences: what plan_singles() was told; None after plan(). written: the keys and values have been written already.
+        sequences: what plan_singles() was told; None after plan().
         """
         window, room_for = self._windows.index(options.window), query.shape[0] if sequences is None else sequences
         first = item_places(room_for, self._rooms)[window]
         step = self._numbers, first, window, room_for + self._rooms[window].spare, self.tables.blocks
-        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out, written)
+        return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out, shared)

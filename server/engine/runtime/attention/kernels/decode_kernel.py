@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.decode_sums import both, finish
-from server.engine.runtime.attention.kernels.instances import CacheShape, DecodeInstance
+from server.engine.runtime.attention.kernels.instances import CacheShape, DecodeInstance, Shared
 from server.engine.runtime.attention.kernels.key_tiles import (
     LOG2_E,
     add_sinks,
@@ -19,6 +19,7 @@ from server.engine.runtime.attention.kernels.key_tiles import (
     store_kv,
 )
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
+from server.engine.runtime.attention.kernels.step_keys import add_rows
 from server.engine.runtime.attention.kernels.warp_tiles import (
     add_warp_tiles,
     half_queries,
@@ -27,6 +28,9 @@ from server.engine.runtime.attention.kernels.warp_tiles import (
     total,
 )
 from server.engine.runtime.attention.rotary import RotaryEmbedding
+
+# Kernels read no global values of other types.
+_WRITTEN, _IN_ROWS = tl.constexpr(int(Shared.WRITTEN)), tl.constexpr(int(Shared.IN_ROWS))
 
 
 class Partials:
@@ -54,7 +58,7 @@ def attend_newest(
     tile: int = 0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    written: bool = False,
+    shared: Shared = Shared.NO,
 ) -> torch.Tensor:
     """Attention [T, heads, dim] of T sequences' newest tokens, tiled with tile; writes their keys and values.
 
@@ -62,13 +66,13 @@ def attend_newest(
     contiguous last dimension; numbers int32, decode.layout(): from first on lie the items, at most that many; their number
     is at counted. tables int32 [any, blocks of the longest], contiguous: the rows that items name. query and key are
     rotated by rotary first. sinks float32 [heads], see AttentionOptions. out: where the result goes, contiguous; a new
-    tensor if None. written: the launch in front has written the keys and values, so that several of the tokens may be of
-    one sequence, one after another.
+    tensor if None. shared: whether several of the tokens may be of one sequence, one after another; Shared.IN_ROWS is for
+    caches in 16 bits, without rotary.
     """
     tokens, heads, dim = query.shape
     # Without a rotary embedding the kernel reads none of these tensors.
     turned = RotaryEmbedding(query, query) if rotary is None else rotary
-    instance = _instance(cache, heads // key.shape[1], counted, tables, options, rotary, tile, sinks, written)
+    instance = _instance(cache, heads // key.shape[1], counted, tables, options, rotary, tile, sinks, shared)
     if out is None:
         out = query.new_empty(result_shape(tokens, heads, dim, tile))
     _attend[(items, key.shape[1])](
@@ -109,7 +113,7 @@ def _instance(
     rotary: RotaryEmbedding | None,
     tile: int,
     sinks: torch.Tensor | None,
-    written: bool,
+    shared: Shared,
 ) -> DecodeInstance:
     """What the kernel is compiled for, see attend_newest()."""
     _, _, block_size, kv_heads, dim = cache.data.shape
@@ -124,7 +128,7 @@ def _instance(
         has_rotary=rotary is not None,
         norms=rotary is not None and rotary.norms is not None,
         overlap=torch.cuda.get_device_capability(cache.data.device)[0] >= 9,
-        written=written,
+        shared=shared,
     )
 
 
@@ -164,21 +168,24 @@ def _attend(  # type: ignore[no-untyped-def]
     shape: tl.constexpr = instance.cache
     item, head = tl.program_id(0), tl.program_id(1)
     row, begin, end, newest = _four(items + item * 8)
-    first, parts, blocks, _ = _four(items + item * 8 + 4)
+    first, parts, blocks, before = _four(items + item * 8 + 4)
     if item >= tl.load(numbers + instance.counted):
         return
-    # The newest key may not be in the cache yet.
-    old = tl.minimum(end, newest)
+    # The newest key may not be in the cache yet, nor those of the same sequence that this step computes in front of it.
+    step = newest
+    if instance.shared == _IN_ROWS:
+        step -= before
+    old = tl.minimum(end, step)
     column, table = tl.arange(0, shape.dim), tables + blocks.to(tl.int64) * instance.pitch
     pages, own_scales = cache + head * shape.dim, scales + head * shape.block_size
     # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended. Where
     # that launch writes the step's keys, some of these may be among a token's older keys, so it has to end first.
-    if instance.overlap and instance.written:
+    if instance.overlap and instance.shared == _WRITTEN:
         tl.extra.cuda.gdc_wait()
     tile = _first_tile(pages, own_scales, table, begin, old, instance)
     q_weights = _weights(query_norm, offset, shape.dim, instance.norms)
     k_weights = _weights(key_norm, offset, shape.dim, instance.norms)
-    if instance.overlap and not instance.written:
+    if instance.overlap and instance.shared != _WRITTEN:
         tl.extra.cuda.gdc_wait()
     line = tl.arange(0, instance.rows)
     real = line < instance.group
@@ -195,13 +202,18 @@ def _attend(  # type: ignore[no-untyped-def]
         q = _rotated(q, q_other, cos, sin, q_weights, eps, instance)
         k_new = tl.reshape(_rotated(k_new[None, :], k_other, cos, sin, k_weights, eps, instance), [shape.dim])
     last = end > newest
-    if not instance.written:
+    if instance.shared != _WRITTEN:
         place = (
             tl.load(table + newest // shape.block_size).to(tl.int64) * 2 * shape.block_size + newest % shape.block_size
         )
         store_kv(pages, own_scales, place, k_new, v_new, last, shape)
     acc, best, weight = _first_sums(q, k_new, v_new, last, scale, instance)
     acc, best, weight = _add_keys((acc, best, weight), q, tile, pages, own_scales, table, begin, old, scale, instance)
+    if instance.shared == _IN_ROWS:
+        # Behind the cache's keys, since in front of them they would take registers while these are loaded.
+        rows = key + head * key_head, value + head * value_head, key_token, value_token, row - newest
+        near = tl.minimum(end, newest)
+        acc, best, weight = add_rows((acc, best, weight), q, rows, tl.maximum(begin, step), near, scale, instance)
     if instance.has_sinks:
         places = sinks + head * instance.group + line
         acc, best, weight = add_sinks(acc, best, weight, places, real & (item == first))

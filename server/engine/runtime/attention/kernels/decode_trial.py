@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from server.engine.runtime.attention.base import AttentionBackend
-from server.engine.runtime.attention.kernels.decode import SMALLEST_PART, DecodeAttention
+from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Span, Spans

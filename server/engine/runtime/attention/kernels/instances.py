@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 # The fewest rows of tl.dot's result, and columns.
 _DOT_ROWS, _DOT_COLUMNS = 16, 8
@@ -10,7 +11,7 @@ _DOT_ROWS, _DOT_COLUMNS = 16, 8
 # table, as all do, a load in the loop takes two stages with 8 bits.
 _TILE, _STAGES = 64, 2
 # A warp that has keys of its own holds all elements of all queries' sums. With as many as 8 queries of 128 elements have, a
-# thread takes so few registers that a multiprocessor holds the four thread blocks that decode.py counts on. With more it
+# thread takes so few registers that a multiprocessor holds the four thread blocks that key_parts.py counts on. With more it
 # holds two, and each loads two tiles at a time.
 _MOST_SPLIT, _MOST_LEAN = 16 * 128, 8 * 128
 _STAGES_LEAN, _REGISTERS_LEAN = 3, 128
@@ -20,6 +21,16 @@ _TILE_8_BITS, _STAGES_8_BITS = 32, 3
 # Of no more elements, of heads that are no longer, the sums of sixteen parts fit in 128 registers, as the rest of the kernel
 # does.
 _MOST_OF_SIXTEEN, _LONGEST_OF_SIXTEEN = 4 * 128, 128
+
+
+class Shared(IntEnum):
+    """How several tokens of a launch may be of one sequence, one after another."""
+
+    NO = 0
+    WRITTEN = 1
+    """The launch in front has written the new keys and values."""
+    IN_ROWS = 2
+    """A token attends to the new keys and values of those in front of it where they are given, and not in the cache."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,8 @@ class DecodeInstance:
     """Whether queries and keys are normalised in front of the rotary embedding."""
     overlap: bool
     """Whether the launch starts before the one in front has ended (programmatic dependent launch)."""
-    written: bool
-    """Whether the launch in front has written the new keys and values."""
+    shared: Shared
+    """How several of the launch's tokens may be of one sequence."""
     warps: int = 4
     """Warps of a thread block."""
 
