@@ -7,12 +7,23 @@ from transformers import PreTrainedModel
 
 # transformers' older classes have names of their own for them.
 _NAMES = ("layers", "h", "blocks", "block")
+_OUTER_NAMES = ("rotary_emb", "norm", "final_layernorm", "final_layer_norm")
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of model's decoder, in order; none where its class keeps them under a name that is not known."""
     # Layers that only images go through have been left out.
     return [layer for layer in layer_list(model) or () if not isinstance(layer, nn.Identity)]
+
+
+def outer_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """What model's decoder computes once for all layers: rotary embeddings, and the norm behind the last layer.
+
+    Those whose names are not known are left out.
+    """
+    decoder = model.get_decoder()
+    modules = (getattr(decoder, name, None) for name in _OUTER_NAMES)
+    return [module for module in modules if isinstance(module, nn.Module)]
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
