@@ -60,7 +60,7 @@ def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare
     lengths = np.array([a + i + 1 for a, b in zip(cached, new) for i in range(b)])
     rows = np.repeat(np.arange(len(cached)), new)
     room = Room(spare, spare)
-    numbers = torch.from_numpy(layout(lengths, rows, [window], [room], before=tokens_before(rows)))
+    numbers = torch.from_numpy(layout(lengths, rows, [window], [room], before=tokens_before(rows, len(rows))))
     items = (len(numbers) - HEADER) // FIELDS
     partials = Partials(items, kv_heads, kv_heads * group, dim, torch.device("cpu"))
     found = attend_newest(
@@ -102,5 +102,5 @@ def test_tokens_of_one_sequence_see_those_in_front_of_them(name: str) -> None:
     [([7], None), ([4, 2, 9], None), ([3, 3, 3], [0, 1, 2]), ([5, 5, 1, 8, 8, 8], [0, 1, 0, 0, 1, 2])],
 )
 def test_how_many_tokens_are_in_front(rows: list[int], before: list[int] | None) -> None:
-    found = tokens_before(np.array(rows))
+    found = tokens_before(np.array(rows), len(rows))
     assert (None if found is None else found.tolist()) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,16 +15,18 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from server.config import EngineConfig
 from server.engine.runtime import runner as runner_module
-from server.engine.runtime.batch import Batch, StepInput, batch_of
+from server.engine.runtime.batch import Batch, StepInput, batch_of, check_batch, step_input
 from server.engine.runtime.drafting import LaunchedGuesses
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs import decode
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
+from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.scheduling.block_tables import BlockTables
+from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Chunk, Step
 from tests.engine.factories import make_sequence
@@ -35,14 +38,15 @@ def test_graphs_that_check_guesses_have_an_option_of_their_own(monkeypatch: pyte
     asked: list[object] = []
 
     def noted(forward: Callable[..., object], **options: object) -> Callable[..., object]:
-        asked.append(options["options"])
+        asked.append(options.get("options"))
         return forward
 
     monkeypatch.setattr(torch, "compile", noted)
     for shared in (False, True):
         with decode._compiled_layers(tiny_model("llama", num_hidden_layers=1), True, shared):
             pass
-    assert asked == [None, {"epilogue_fusion": config.epilogue_fusion}]
+    # A layer, the rotary embedding and the last norm each time.
+    assert asked == [None] * 3 + [{"epilogue_fusion": config.epilogue_fusion}, None, None]
 
 
 @pytest.mark.slow
@@ -73,7 +77,8 @@ def test_layers_are_compiled_apart_from_those_of_decode_graphs(monkeypatch: pyte
         for applies_rotary, shared in ((True, False), (False, True), (True, False), (False, True)):
             with decode._compiled_layers(model, applies_rotary, shared):
                 torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
-    assert found == [True, False]
+    # The rotary embedding and the last norm are the same in both.
+    assert found == [True] * 3 + [False]
 
 
 class UncapturedGraphs(VerifyGraphs):
@@ -95,6 +100,40 @@ class UncapturedGraphs(VerifyGraphs):
         return AsyncStep(step, tokens, torch.stack((best, tokens.float())), None, happened)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_batch_of_a_check_is_a_steps_batch_in_tokens(seed: int) -> None:
+    chance = random.Random(seed)
+    size, count = chance.choice((4, 16)), chance.choice((1, 2, 7))
+    tables, chunks, guesses = BlockTables(8, 60), [], {}
+    for number in range(count):
+        sequence = make_sequence(chance.randrange(1, 150), request_id=f"r{number}")
+        more = chance.randrange(8) if number else 5
+        blocks = chance.sample(range(1000), (len(sequence.tokens) + more - 1) // size + chance.choice((1, 3)))
+        sequence.tables, sequence.row = tables, tables.take(blocks)
+        sequence.adapter = chance.choice((None, 3))
+        if chance.random() < 0.3:
+            sequence.images = cast(PromptImages, SimpleNamespace(offset=-chance.randrange(9)))
+        chunks.append(Chunk(sequence, len(sequence.tokens) - 1, 1, True))
+        if more:
+            guesses[sequence.request_id] = [chance.randrange(50) for _ in range(more)]
+    # Those without guesses come first, as in the engine's steps.
+    step = Step(sorted(chunks, key=lambda chunk: chunk.sequence.request_id in guesses), guesses=guesses)
+    found = check_batch(step, size)
+    with_images = [chunk.sequence.images for chunk in step.chunks]
+    for chunk in step.chunks:
+        chunk.sequence.images = None
+    _, expected = next(in_groups(batch_of(step_input(step), size), size, 64))
+    offsets = [0 if images is None else images.offset for images in with_images]
+    lengths = [1 + len(guesses.get(chunk.sequence.request_id, ())) for chunk in step.chunks]
+    moved = expected.positions + torch.tensor(offsets).repeat_interleave(torch.tensor(lengths))
+    for name, own in (("ids", expected.ids), ("positions", moved), ("slots", expected.slots)):
+        assert getattr(found, name).tolist() == own.tolist(), name
+    for name in ("rows", "starts", "lengths", "counts"):
+        assert getattr(found.spans, name).tolist() == getattr(expected.spans, name).tolist(), name
+    assert found.spans.adapters == expected.spans.adapters
+    assert found.num_single == len(found.spans) == found.sampled_rows.shape[0] == found.num_tokens
+
+
 @pytest.mark.parametrize(("guesses", "fits"), [([7, 8], True), ([7, 8, 9], True), ([7, 8, 9, 10], False)])
 def test_a_step_with_guesses_makes_one_batch(guesses: list[int], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a step of more tokens than the largest graph, which the model's own code computes."""
@@ -114,7 +153,12 @@ def test_a_step_with_guesses_makes_one_batch(guesses: list[int], fits: bool, mon
         batches.append(len(given.ids))
         return batch_of(given, block_size)
 
+    def counted_check(given: Step, block_size: int) -> Batch:
+        batches.append(given.num_tokens)
+        return check_batch(given, block_size)
+
     monkeypatch.setattr(runner_module, "batch_of", counted)
+    monkeypatch.setattr(runner_module, "check_batch", counted_check)
     assert runner.execute(step) == expected
     assert batches == [1 + len(guesses)]
     assert graphs.sampled == fits

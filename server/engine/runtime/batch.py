@@ -216,38 +216,40 @@ def step_input(step: Step) -> StepInput:
     return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, guessed=guessed)
 
 
-def single_tokens(step: Step) -> StepInput:
-    """The columns of a step with guesses, whose known tokens and guesses are each a chunk of its own.
+def check_batch(step: Step, block_size: int) -> Batch:
+    """The batch of a step with guesses, in host memory: each known token and each guess is a span of its own.
 
     The device waits for it, and there are few tokens, for which lists are faster than arrays.
     """
     tables = step.chunks[0].sequence.tables
     assert tables is not None
     ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
     rows: list[int] = []
     starts: list[int] = []
-    offsets: list[int] = []
+    counts: list[int] = []
     adapters: list[int | None] = []
     for chunk in step.chunks:
-        sequence = chunk.sequence
-        own = [sequence.tokens[chunk.start], *step.guesses.get(sequence.request_id, ())]
-        count = len(own)
+        sequence, start = chunk.sequence, chunk.start
+        own = [sequence.tokens[start], *step.guesses.get(sequence.request_id, ())]
+        count, offset = len(own), 0 if sequence.images is None else sequence.images.offset
         ids += own
         rows += [sequence.row] * count
-        starts += range(chunk.start, chunk.start + count)
-        offsets += [0 if sequence.images is None else sequence.images.offset] * count
         adapters += [sequence.adapter] * count
-    return StepInput(
-        tables,
-        np.array(rows, np.int64),
-        np.array(starts, np.int64),
-        np.ones(len(ids), np.int64),
-        ids,
-        np.arange(len(ids)),
-        adapters,
-        np.array(offsets, np.int64) if any(offsets) else None,
-        guessed=True,
-    )
+        first = start // block_size
+        blocks = tables.blocks[sequence.row, first : (start + count - 1) // block_size + 1].tolist()
+        for place in range(start, start + count):
+            block, within = divmod(place, block_size)
+            starts.append(place)
+            positions.append(place + offset)
+            counts.append(block + 1)
+            slots.append(blocks[block - first] * block_size + within)
+    numbers = np.array((ids, positions, slots, rows, starts, counts), np.int64)
+    lengths, wanted = np.ones(len(ids), np.int64), torch.from_numpy(np.arange(len(ids)))
+    spans = Spans(tables, numbers[3], numbers[4], lengths, numbers[5], adapters)
+    given = torch.from_numpy(numbers[:3])
+    return Batch(given[0], given[1], given[2], wanted, spans, len(ids))
 
 
 def batch_of(given: StepInput, block_size: int) -> Batch:

@@ -12,7 +12,7 @@ import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
-from server.engine.runtime.batch import Batch, StepInput, batch_of, single_tokens, step_input
+from server.engine.runtime.batch import Batch, StepInput, batch_of, check_batch, step_input
 from server.engine.runtime.drafting import DraftModel
 from server.engine.runtime.followers import Followers, followed
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
@@ -223,7 +223,7 @@ class ModelRunner:
                 return None
             return sampling_table(sampled_sequences(step), self.limits.vocab_size)
 
-        batch = self._batch(single_tokens(step))
+        batch = check_batch(step, self._paged.block_size)
         if drafted is None:
             return verify.run_async(step, batch, Launch(False, None, table), None)
         assert isinstance(drafted, LaunchedGuesses)

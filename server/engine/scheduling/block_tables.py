@@ -23,6 +23,8 @@ class BlockTables:
         """[rows]: blocks of each row's holder."""
         self.holders: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
         """[rows]: how many sequences have held the row, so that two holders of a row can be told apart."""
+        self.changes = 0
+        """How often a row has got blocks or another holder."""
         self._free = list(range(rows - 1, -1, -1))
 
     def take(self, blocks: Sequence[int]) -> int:
@@ -30,12 +32,16 @@ class BlockTables:
         row = self._free.pop()
         self.holders[row] += 1
         self.counts[row] = 0
+        self.changes += 1
         self.extend(row, blocks)
         return row
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Write all blocks of a row's holder that are behind those it had; blocks are all of its blocks."""
         had, has = int(self.counts[row]), len(blocks)
+        if had == has:
+            return
+        self.changes += 1
         self.blocks[row, had:has] = blocks[had:]
         self.counts[row] = has
 

@@ -275,7 +275,7 @@ def _compiled_layers(
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
     for module in outer:
         # These gain nothing from knowing the size, so one compilation serves all sizes but the largest and 1.
-        module.forward = torch.compile(module.forward, options=options)
+        module.forward = torch.compile(module.forward)
     if cut is not None:
         for index in {-(-len(layers) // part) for part in _CUTS}:
             if index < len(layers):

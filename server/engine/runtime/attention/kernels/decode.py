@@ -7,6 +7,7 @@ launches are bound by latency alone; our kernel does all of it in one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -64,10 +65,10 @@ def layout(
     return numbers
 
 
-def tokens_before(rows: Numbers) -> Numbers | None:
+def tokens_before(rows: Numbers, count: int) -> Numbers | None:
     """For each of a step's tokens, how many of the same sequence are right in front of it; None: there are none.
 
-    rows: int64 [tokens], their rows of the block tables.
+    rows: int64 [tokens], their rows of the block tables. Those behind the first count have nothing in front of them.
     """
     changes = rows[1:] != rows[:-1]
     if changes.all():
@@ -76,6 +77,7 @@ def tokens_before(rows: Numbers) -> Numbers | None:
     begins = np.zeros(len(rows), np.int64)
     begins[1:][changes] = places[1:][changes]
     before: Numbers = places - np.maximum.accumulate(begins)
+    before[count:] = 0
     return before
 
 
@@ -83,6 +85,33 @@ def item_places(sequences: int, rooms: Sequence[Room]) -> list[int]:
     """Say where each window's items begin in the layout of a step that has room for `sequences` sequences."""
     sizes = [(sequences + room.spare) * FIELDS for room in rooms]
     return [HEADER + sum(sizes[:window]) for window in range(len(sizes))]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The layout of a step of one window of all keys, for lengths that have the same parts."""
+
+    key: tuple[bytes, bytes]
+    """How many SMALLEST_PARTs each sequence's keys take, and its row of the block tables."""
+    numbers: npt.NDArray[np.int32]
+    columns: npt.NDArray[np.int32]
+    """The items in numbers, [items, FIELDS]."""
+    sequence: Numbers
+    """[items]: each item's sequence."""
+    last: Numbers
+    """[sequences]: each sequence's last item."""
+
+    @classmethod
+    def of(cls, key: tuple[bytes, bytes], numbers: npt.NDArray[np.int32]) -> _Kept:
+        columns = numbers[HEADER:].reshape(-1, FIELDS)
+        sequence = columns[:, 0].astype(np.int64)
+        last = np.flatnonzero(np.append(sequence[1:] != sequence[:-1], True))
+        return cls(key, numbers, columns, sequence, last)
+
+    def move(self, lengths: Numbers) -> None:
+        """Make it the layout for other lengths that have the key."""
+        self.columns[self.last, 2] = lengths
+        self.columns[:, 3] = lengths[self.sequence] - 1
 
 
 class DecodeAttention:
@@ -117,6 +146,7 @@ class DecodeAttention:
         sequences = max(largest, TRIAL_SEQUENCES)
         items = sequences + max(room.spare for room in self._rooms)
         self._numbers = torch.zeros(HEADER + len(self._windows) * items * FIELDS, dtype=torch.int32, device=device)
+        self._kept: dict[int, _Kept] = {}
         # Taken in turn, so that a layout need not wait for the copies of the one before.
         self._pinned = [torch.empty_like(self._numbers, device="cpu", pin_memory=True) for _ in range(PLANS_AHEAD)]
         self.tables = DeviceTables(sequences, max(most_blocks, TRIAL_BLOCKS), scratch_block, device)
@@ -133,19 +163,29 @@ class DecodeAttention:
 
         The copies of the plan that is PLANS_AHEAD plans old must be over.
         """
-        padding, lengths, rows = size - len(spans), spans.ends, spans.rows
-        before = tokens_before(rows)
-        if padding:
-            lengths = np.append(lengths, np.ones(padding, np.int64))
-            rows = np.append(rows, np.full(padding, self.tables.padding_row))
-            before = None if before is None else np.append(before, np.zeros(padding, np.int64))
-        numbers = layout(lengths, rows, self._windows, self._rooms, before=before)
+        lengths, rows = np.ones(size, np.int64), np.full(size, self.tables.padding_row)
+        lengths[: len(spans)], rows[: len(spans)] = spans.ends, spans.rows
+        numbers = self._layout(lengths, rows, len(spans))
         count = len(numbers)
         pinned = self._pinned.pop(0)
         self._pinned.append(pinned)
         pinned.numpy()[:count] = numbers
         self._numbers[:count].copy_(pinned[:count], non_blocking=True)
         self.tables.update(spans)
+
+    def _layout(self, lengths: Numbers, rows: Numbers, count: int) -> npt.NDArray[np.int32]:
+        """layout() of a step, valid until the next one of its size; sequences behind the first count are padding."""
+        if self._windows != [None] or len(lengths) > self._rooms[0].wave:
+            return layout(lengths, rows, self._windows, self._rooms, before=tokens_before(rows, count))
+        # Most steps have the parts of the step before, and the device may wait for a layout.
+        key = (-(-lengths // SMALLEST_PART)).tobytes(), rows.tobytes()
+        kept = self._kept.get(len(lengths))
+        if kept is not None and kept.key == key:
+            kept.move(lengths)
+        else:
+            numbers = layout(lengths, rows, self._windows, self._rooms, before=tokens_before(rows, count))
+            kept = self._kept[len(lengths)] = _Kept.of(key, numbers)
+        return kept.numbers
 
     def advance(
         self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int, shifts: torch.Tensor | None = None

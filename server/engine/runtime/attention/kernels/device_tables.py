@@ -21,6 +21,8 @@ class DeviceTables:
         self.padding_row = rows
         # The block tables that the rows are copies of; for each row, how many blocks are copied and which sequence holds it.
         self._source: BlockTables | None = None
+        # The rows that were looked at last, and the tables' changes then.
+        self._seen = b"", -1
         self._counts = np.zeros(rows, np.int64)
         self._holders = np.zeros(rows, np.int64)
 
@@ -41,11 +43,14 @@ class DeviceTables:
 
     def take_new(self, spans: Spans) -> npt.NDArray[np.int64]:
         """Take what the copy lacks: int64 [2, new], places in the flat copy and their blocks. It counts as copied then."""
-        tables = spans.tables
+        tables, rows = spans.tables, spans.rows
+        seen = rows.tobytes(), tables.changes
         if tables is not self._source:
             self._source = tables
             self._counts[:] = 0
-        rows = spans.rows
+        elif seen == self._seen:
+            return _NOTHING
+        self._seen = seen
         held, has = self._holders[rows] == tables.holders[rows], tables.counts[rows]
         had = np.where(held, self._counts[rows], 0)
         if (had == has).all():

@@ -55,25 +55,30 @@ def split_keys(lengths: Numbers, room: Room, window: int | None) -> Items:
     """Split sequences' keys into parts, at most room.spare more than sequences.
 
     lengths: int64 [sequences], each sequence's keys, at least 1. window: the number of newest keys that are split; None:
-    all.
+    all. Without a window, and with sequences for one wave at most, parts depend on how many SMALLEST_PARTs the lengths take,
+    rounded up, but for the ends of the sequences' last parts.
     """
-    seen = lengths if window is None else np.minimum(lengths, window)
-    parts, own = _parts(seen, _part_length(seen, room))
+    wanted = lengths if window is None else np.minimum(lengths, window)
+    seen = _rounded(wanted) if window is None else wanted
+    parts, own = _parts(seen, _part_length(wanted, seen, room))
     firsts = parts.cumsum() - parts
     sequence = np.repeat(np.arange(len(seen)), parts)
     first = firsts[sequence]
-    begin = (lengths - seen)[sequence] + (np.arange(len(sequence)) - first) * own[sequence]
+    begin = np.maximum(lengths - seen, 0)[sequence] + (np.arange(len(sequence)) - first) * own[sequence]
     end = np.minimum(begin + own[sequence], lengths[sequence])
     return Items(sequence, begin, end, first, parts[sequence])
 
 
-def _part_length(seen: Numbers, room: Room) -> int:
-    """The longest part that a sequence should have, a multiple of SMALLEST_PART; seen: the keys of each sequence."""
+def _part_length(wanted: Numbers, seen: Numbers, room: Room) -> int:
+    """The longest part that a sequence should have, a multiple of SMALLEST_PART.
+
+    wanted: the keys of each sequence; seen: these, or rounded up.
+    """
     if room.spare == 0:
         return int(seen.max())
     if len(seen) > room.wave:
         # Only a sequence that is much longer than the others is worth being split.
-        return max(SMALLEST_PART, _rounded(-(-int(seen.sum()) // room.spare)))
+        return max(SMALLEST_PART, _rounded(-(-int(wanted.sum()) // room.spare)))
     return _filling_length((-(-seen // SMALLEST_PART)).tobytes(), room)
 
 
