@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from server.engine.parallel.messages import ComputeStep, StepReader, StepWriter, ToWorker
+from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.batch import batch_of, step_input
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.scheduling.blocks import BlockManager
@@ -38,6 +39,7 @@ def test_a_worker_computes_the_same_batches_with_preemptions_and_shared_prefixes
         scored = 0 if index == 5 else None
         scheduler.add(make_sequence((common if index % 2 else []) + own, max_tokens=14, prompt_logprobs=scored))
     steps, bytes_sent = 0, []
+    copies = [DeviceTables(SEQUENCES, LONGEST // BLOCK_SIZE, 99, torch.device("cpu")) for _ in range(2)]
 
     def run(step: Step) -> None:
         nonlocal steps
@@ -53,6 +55,10 @@ def test_a_worker_computes_the_same_batches_with_preemptions_and_shared_prefixes
         for name in ("ids", "positions", "slots", "sampled_rows"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         assert found.num_single == expected.num_single
+        for copy, batch in zip(copies, (expected, found), strict=True):
+            copy.update(batch.spans)
+            for span, row in zip(expected.spans, expected.spans.rows.tolist(), strict=True):
+                assert copy.blocks[row, : len(span.blocks)].tolist() == span.blocks.tolist()
         for theirs, ours in zip(found.spans, expected.spans, strict=True):
             assert np.array_equal(theirs.blocks, ours.blocks)
             assert (theirs.row, theirs.start, theirs.length) == (ours.row, ours.start, ours.length)

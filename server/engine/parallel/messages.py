@@ -186,8 +186,7 @@ class StepReader:
         tables = self._tables
         new, place = np.frombuffer(message.blocks, np.int32), 0
         for row, holder, first, end in _numbers(message.changed).reshape(4, -1).T.tolist():
-            tables.blocks[row, first:end] = new[place : place + end - first]
-            tables.holders[row], tables.counts[row] = holder, end
+            tables.copy(row, holder, first, new[place : place + end - first])
             place += end - first
         rows, starts, lengths = _numbers(message.chunks).reshape(3, -1)
         adapters = [None] * len(rows) if message.adapters is None else message.adapters

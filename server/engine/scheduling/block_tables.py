@@ -12,7 +12,8 @@ class BlockTables:
     """A row of int32 block numbers for each running sequence: row r holds the blocks [:counts[r]] of its holder.
 
     A row only grows while it has one holder; entries beyond its count are of earlier holders, or 0. Who keeps a copy of
-    the rows compares holders and counts with those that it has seen, and so learns which entries are new.
+    the rows compares holders and counts with those that it has seen, and so learns which entries are new. Where changes is
+    what it was, none is. Only the methods here write to the arrays.
     """
 
     def __init__(self, rows: int, width: int) -> None:
@@ -44,6 +45,13 @@ class BlockTables:
         self.changes += 1
         self.blocks[row, had:has] = blocks[had:]
         self.counts[row] = has
+
+    def copy(self, row: int, holder: int, first: int, blocks: npt.NDArray[np.int32]) -> None:
+        """Write what a row of other tables has from its block `first` on; holder: how many have held it there."""
+        end = first + len(blocks)
+        self.blocks[row, first:end] = blocks
+        self.holders[row], self.counts[row] = holder, end
+        self.changes += 1
 
     def give_back(self, row: int) -> None:
         """Let another sequence have a row."""
