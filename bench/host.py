@@ -27,7 +27,7 @@ from bench.machine import cores, cpu_name, versions
 from nf4_kernels.timing import KernelTimes
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.attention.kernels.decode import layout
+from server.engine.runtime.attention.kernels.decode import Layouts
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.attention.page_tables import page_tables
@@ -71,6 +71,7 @@ class HostRunner:
     def __post_init__(self) -> None:
         self.memory = MemoryGauge(self.device)
         self.tables = DeviceTables(self.sequences, -(-self.limits.max_model_len // self.block_size), 0, self.device)
+        self.layouts = Layouts([None], [ROOM])
         self.batch: Batch | None = None
         """The batch of the latest step."""
 
@@ -99,7 +100,7 @@ class HostRunner:
             self.batch = batch_of(step_input(step), self.block_size)
         with self.timed("layout"):
             self.tables.take_new(self.batch.spans)
-            layout(self.batch.spans.ends, self.batch.spans.rows, [None], [ROOM])
+            self.layouts.of(self.batch.spans.ends, self.batch.spans.rows)
         return PendingStep(step, torch.full((2, len(step.chunks)), 7.0))
 
 

@@ -15,6 +15,7 @@ import math
 import numpy as np
 import torch
 from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.kernels.advance_kernel import advance
 from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout, tokens_before
 from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
 from server.engine.runtime.attention.kernels.instances import Shared
@@ -26,7 +27,7 @@ from server.engine.runtime.trials import relative_error
 torch.cuda.get_device_capability = lambda device=None: (8, 0)
 
 
-def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare=6):
+def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare=6, shift=0):
     torch.manual_seed(sum(cached))
     kv_heads, size, dtype = 2, 16, torch.float16
     options = AttentionOptions(0.3, window=window, softcap=cap)
@@ -55,13 +56,29 @@ def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare
         expected.append(torch.einsum("hgqn,nhd->qhgd", p, values.double()).flatten(1, 2))
         query.append(own), key.append(keys[had:]), value.append(values[had:])
         places.append([own[had:] for own in slots])
-    # Behind the step's tokens there is padding.
-    query, key, value = (torch.cat((*own, torch.full_like(own[0][:1], math.nan))) for own in (query, key, value))
-    lengths = np.array([a + i + 1 for a, b in zip(cached, new) for i in range(b)])
-    rows = np.repeat(np.arange(len(cached)), new)
+    # Three tokens of padding, of a row of their own with a scratch block. All are parts of one tensor, with others between.
+    query, key, value = (torch.cat((*own, own[0][:1].expand(3, -1, -1))) for own in (query, key, value))
+    joined = torch.full((len(query), kv_heads * (group + 3) + 1, dim), math.nan, dtype=dtype)
+    given, at = [], 1
+    for own in (query, key, value):
+        joined[:, at : at + own.shape[1]] = own
+        given.append(joined[:, at : at + own.shape[1]])
+        at += own.shape[1] + (0 if own is query else 1)
+    query, key, value = given
+    value = value.transpose(0, 1).contiguous().transpose(0, 1)
+    cache = LayerCache(torch.cat((cache.data, torch.zeros_like(cache.data[:1]))), None)
+    tables = torch.cat((tables, torch.full((1, per), len(cache.data) - 1, dtype=torch.int32)))
+    lengths = np.array([a + i + 1 for a, b in zip(cached, new) for i in range(b)] + [1] * 3)
+    rows = np.append(np.repeat(np.arange(len(cached)), new), [len(cached)] * 3)
     room = Room(spare, spare)
-    numbers = torch.from_numpy(layout(lengths, rows, [window], [room], before=tokens_before(rows, len(rows))))
+    # With a shift the step is laid out for earlier tokens and then moved on.
+    earlier = lengths - shift * (rows < len(cached))
+    numbers = torch.from_numpy(layout(earlier, rows, [window], [room], before=tokens_before(rows)))
     items = (len(numbers) - HEADER) // FIELDS
+    if shift:
+        inputs, going = torch.zeros(3, len(rows), dtype=torch.int64), sum(new)
+        shifts = torch.full((going,), shift)
+        advance(numbers, HEADER, FIELDS, items, inputs, torch.arange(going), tables, size, shifts)
     partials = Partials(items, kv_heads, kv_heads * group, dim, torch.device("cpu"))
     found = attend_newest(
         cache, query, key, value, numbers, HEADER, 0, items, tables, partials, options, None, sinks=sinks,
@@ -84,7 +101,8 @@ STEPS = {
     # Tokens of more than one tile.
     "many": "check([0, 100], [40, 17])",
     # Parts of 64 keys: the first keys of the last one are among the step's.
-    "parts": "numbers = check([126, 61], [9, 8], spare=40)\nassert numbers[0] > 17 + 9",
+    "parts": "numbers = check([126, 61], [9, 8], spare=60)\nassert numbers[0] > 20 + 9",
+    "moved on": "check([70, 9, 200], [2, 2, 3], shift=3)",
     "a window": "check([100, 2], [20, 20], window=11)",
     "sinks and a cap": "check([60], [5], cap=2.0, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0, 2.0, 1.0]))",
     "a large group": "check([60, 9], [5, 2], group=8, dim=128)",
@@ -102,5 +120,5 @@ def test_tokens_of_one_sequence_see_those_in_front_of_them(name: str) -> None:
     [([7], None), ([4, 2, 9], None), ([3, 3, 3], [0, 1, 2]), ([5, 5, 1, 8, 8, 8], [0, 1, 0, 0, 1, 2])],
 )
 def test_how_many_tokens_are_in_front(rows: list[int], before: list[int] | None) -> None:
-    found = tokens_before(np.array(rows), len(rows))
+    found = tokens_before(np.array(rows))
     assert (None if found is None else found.tolist()) == before

@@ -12,8 +12,8 @@ class BlockTables:
     """A row of int32 block numbers for each running sequence: row r holds the blocks [:counts[r]] of its holder.
 
     A row only grows while it has one holder; entries beyond its count are of earlier holders, or 0. Who keeps a copy of
-    the rows compares holders and counts with those that it has seen, and so learns which entries are new. Where changes is
-    what it was, none is. Only the methods here write to the arrays.
+    the rows compares holders and counts with those that it has seen, and so learns which entries are new; while changes is
+    the same, none is. Only the methods here write to the arrays.
     """
 
     def __init__(self, rows: int, width: int) -> None:

@@ -135,8 +135,8 @@ class GraphBackend(AttentionBackend):
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
         """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding.
 
-        For a graph that was captured as shared, spans may be tokens of one sequence that follow one another. The copies to
-        the device of the plan that is PLANS_AHEAD plans old must be over.
+        For a graph that was captured as shared, spans may be tokens of one sequence, one after another, side by side and in
+        the same row of the block tables. The copies to the device of the plan that is PLANS_AHEAD plans old must be over.
         """
 
     def advance_decode_graph(

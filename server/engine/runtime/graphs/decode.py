@@ -255,7 +255,7 @@ def _compiled_layers(
 ) -> Iterator[None]:
     """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation.
 
-    So does what runs once for all of them: as the model's own operations it takes some twenty launches, 36 us.
+    What runs once for all of them is compiled, too: as the model's own operations it takes some twenty launches, 36 us.
 
     applies_rotary: whether the attention computes queries' and keys' norms and rotary embeddings. shared: compile apart
     from what has been compiled for graphs that are not shared. cut: called behind the parts of the layers that _CUTS has.

@@ -2,7 +2,7 @@
 
 Every token goes through the graph of that one size: GEMMs, reductions and attention are chosen for the size, not for the
 batch, and no token's sums depend on the other tokens of its group. Tokens of one chunk see each other because every layer
-writes the keys and values of the whole group before it attends.
+of that graph writes the keys and values of the whole group before it attends.
 """
 
 from __future__ import annotations

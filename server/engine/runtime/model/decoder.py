@@ -23,7 +23,7 @@ def outer_modules(model: PreTrainedModel) -> list[nn.Module]:
     """
     decoder = model.get_decoder()
     modules = (getattr(decoder, name, None) for name in _OUTER_NAMES)
-    return [module for module in modules if isinstance(module, nn.Module)]
+    return [module for module in dict.fromkeys(modules) if isinstance(module, nn.Module)]
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
@@ -60,8 +61,9 @@ def _try(paged: PagedModel, decode: DecodeGraphs, verify: VerifyGraphs) -> None:
 
 def _singles(chunk: Batch, rows: list[int]) -> Batch:
     """Some tokens of a chunk, each by itself."""
-    blocks = tuple(chunk.spans.blocks_of(0).tolist())
-    spans = Spans.of([Span(index, row, 1, blocks) for index, row in enumerate(rows)])
+    one, starts = chunk.spans, np.array(rows, np.int64)
+    counts = np.full(len(rows), one.counts[0])
+    spans = Spans(one.tables, one.rows[[0] * len(rows)], starts, np.ones_like(starts), counts, [None] * len(rows))
     ids, positions, slots = (numbers[rows] for numbers in (chunk.ids, chunk.positions, chunk.slots))
     return replace(
         chunk, ids=ids, positions=positions, slots=slots, sampled_rows=torch.arange(len(rows)), spans=spans,

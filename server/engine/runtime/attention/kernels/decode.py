@@ -65,10 +65,10 @@ def layout(
     return numbers
 
 
-def tokens_before(rows: Numbers, count: int) -> Numbers | None:
+def tokens_before(rows: Numbers) -> Numbers | None:
     """For each of a step's tokens, how many of the same sequence are right in front of it; None: there are none.
 
-    rows: int64 [tokens], their rows of the block tables. Those behind the first count have nothing in front of them.
+    rows: int64 [tokens], their rows of the block tables. What it says of padding is not read, which has no earlier keys.
     """
     changes = rows[1:] != rows[:-1]
     if changes.all():
@@ -77,7 +77,6 @@ def tokens_before(rows: Numbers, count: int) -> Numbers | None:
     begins = np.zeros(len(rows), np.int64)
     begins[1:][changes] = places[1:][changes]
     before: Numbers = places - np.maximum.accumulate(begins)
-    before[count:] = 0
     return before
 
 
@@ -114,6 +113,33 @@ class _Kept:
         self.columns[:, 3] = lengths[self.sequence] - 1
 
 
+class Layouts:
+    """Makes the layouts of steps for certain windows."""
+
+    def __init__(self, windows: list[int | None], rooms: list[Room]) -> None:
+        """rooms: of the launches of each window's layers."""
+        self.windows = windows
+        self.rooms = rooms
+        self._kept: dict[int, _Kept] = {}
+
+    def of(self, lengths: Numbers, rows: Numbers) -> npt.NDArray[np.int32]:
+        """layout() of a step in which several tokens may be of one sequence; valid until the next one of as many.
+
+        Most steps have the parts of the step before, and the device may wait for a layout. So parts are kept where a launch
+        has no more sequences than one wave.
+        """
+        if self.windows != [None] or len(lengths) > self.rooms[0].wave:
+            return layout(lengths, rows, self.windows, self.rooms, before=tokens_before(rows))
+        key = (-(-lengths // SMALLEST_PART)).tobytes(), rows.tobytes()
+        kept = self._kept.get(len(lengths))
+        if kept is not None and kept.key == key:
+            kept.move(lengths)
+        else:
+            numbers = layout(lengths, rows, self.windows, self.rooms, before=tokens_before(rows))
+            kept = self._kept[len(lengths)] = _Kept.of(key, numbers)
+        return kept.numbers
+
+
 class DecodeAttention:
     """Attention of one new token for each sequence in CUDA graphs, whose tables always lie in the same memory."""
 
@@ -136,17 +162,16 @@ class DecodeAttention:
 
         self._attend: Callable[..., torch.Tensor] = attend_newest
         self._advance: Callable[..., None] = advance
-        self._windows = list(dict.fromkeys(kind.options.window for kind in kinds))
-        if len(self._windows) > HEADER:
-            raise ValueError(f"layers have {len(self._windows)} different windows")
+        windows = list(dict.fromkeys(kind.options.window for kind in kinds))
+        if len(windows) > HEADER:
+            raise ValueError(f"layers have {len(windows)} different windows")
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        heads = [max(kind.kv_heads for kind in kinds if kind.options.window == window) for window in self._windows]
+        heads = [max(kind.kv_heads for kind in kinds if kind.options.window == window) for window in windows]
         found = [Room.of(processors, own) for own in heads]
-        self._rooms = found if split else [Room(room.wave, 0) for room in found]
+        self._layouts = Layouts(windows, found if split else [Room(room.wave, 0) for room in found])
         sequences = max(largest, TRIAL_SEQUENCES)
-        items = sequences + max(room.spare for room in self._rooms)
-        self._numbers = torch.zeros(HEADER + len(self._windows) * items * FIELDS, dtype=torch.int32, device=device)
-        self._kept: dict[int, _Kept] = {}
+        items = sequences + max(room.spare for room in self._layouts.rooms)
+        self._numbers = torch.zeros(HEADER + len(windows) * items * FIELDS, dtype=torch.int32, device=device)
         # Taken in turn, so that a layout need not wait for the copies of the one before.
         self._pinned = [torch.empty_like(self._numbers, device="cpu", pin_memory=True) for _ in range(PLANS_AHEAD)]
         self.tables = DeviceTables(sequences, max(most_blocks, TRIAL_BLOCKS), scratch_block, device)
@@ -165,7 +190,7 @@ class DecodeAttention:
         """
         lengths, rows = np.ones(size, np.int64), np.full(size, self.tables.padding_row)
         lengths[: len(spans)], rows[: len(spans)] = spans.ends, spans.rows
-        numbers = self._layout(lengths, rows, len(spans))
+        numbers = self._layouts.of(lengths, rows)
         count = len(numbers)
         pinned = self._pinned.pop(0)
         self._pinned.append(pinned)
@@ -173,33 +198,21 @@ class DecodeAttention:
         self._numbers[:count].copy_(pinned[:count], non_blocking=True)
         self.tables.update(spans)
 
-    def _layout(self, lengths: Numbers, rows: Numbers, count: int) -> npt.NDArray[np.int32]:
-        """layout() of a step, valid until the next one of its size; sequences behind the first count are padding."""
-        if self._windows != [None] or len(lengths) > self._rooms[0].wave:
-            return layout(lengths, rows, self._windows, self._rooms, before=tokens_before(rows, count))
-        # Most steps have the parts of the step before, and the device may wait for a layout.
-        key = (-(-lengths // SMALLEST_PART)).tobytes(), rows.tobytes()
-        kept = self._kept.get(len(lengths))
-        if kept is not None and kept.key == key:
-            kept.move(lengths)
-        else:
-            numbers = layout(lengths, rows, self._windows, self._rooms, before=tokens_before(rows, count))
-            kept = self._kept[len(lengths)] = _Kept.of(key, numbers)
-        return kept.numbers
-
     def advance(
         self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int, shifts: torch.Tensor | None = None
     ) -> bool:
         """Lay out the step behind the one that plan() or this has laid out, see GraphBackend.advance_decode_graph()."""
-        if self._windows != [None]:
+        if self._layouts.windows != [None]:
             return False  # a window's first key would move, too
-        items = inputs.shape[1] + self._rooms[0].spare
+        items = inputs.shape[1] + self._layouts.rooms[0].spare
         self._advance(self._numbers, HEADER, FIELDS, items, inputs, tokens, self.tables.blocks, block_size, shifts)
         return True
 
     def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
         """Lay out a step's first `singles` spans, one token each, for a launch that has room for `sequences` sequences."""
-        numbers = layout(spans.ends[:singles], spans.rows[:singles], self._windows, self._rooms, sequences)
+        numbers = layout(
+            spans.ends[:singles], spans.rows[:singles], self._layouts.windows, self._layouts.rooms, sequences
+        )
         # A copy from memory that is not pinned would wait for the step that is running.
         self._numbers[: len(numbers)].copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
         self.tables.update(spans)
@@ -222,7 +235,8 @@ class DecodeAttention:
 
         sequences: what plan_singles() was told; None after plan().
         """
-        window, room_for = self._windows.index(options.window), query.shape[0] if sequences is None else sequences
-        first = item_places(room_for, self._rooms)[window]
-        step = self._numbers, first, window, room_for + self._rooms[window].spare, self.tables.blocks
+        rooms, window = self._layouts.rooms, self._layouts.windows.index(options.window)
+        room_for = query.shape[0] if sequences is None else sequences
+        first = item_places(room_for, rooms)[window]
+        step = self._numbers, first, window, room_for + rooms[window].spare, self.tables.blocks
         return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out, shared)
