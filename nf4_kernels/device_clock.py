@@ -84,6 +84,7 @@ class DeviceClock:
         self._kept = [0] * len(KINDS)
         self._next = [0] * len(KINDS)
         self._known = [[0] * TOTALS for _ in KINDS]
+        self._noted: Tensor | None = None
         self.notes = 0
         """How often totals have been noted."""
         self._decoding = {kind: DecodingShare() for kind in FUSED}
@@ -127,22 +128,32 @@ class DeviceClock:
             self._check(status)
 
     def note(self, totals: Tensor) -> None:
-        """Remember a reading of totals that has reached the host."""
-        known = totals.tolist()
+        """Remember a reading of totals, on the host or not, which is looked at when it is asked for.
+
+        What is on the host must not change any more.
+        """
+        self._noted = totals.cpu() if totals.is_cuda else totals
+        self.notes += 1
+
+    def _look(self) -> None:
+        if self._noted is None:
+            return
+        known, self._noted = self._noted.tolist(), None
         for index, kind in enumerate(KINDS):
             if kind in FUSED:
                 self._decoding[kind].add(
                     *(new - old for new, old in zip(known[index], self._known[index], strict=True))
                 )
         self._known = known
-        self.notes += 1
 
     def seconds(self) -> dict[str, float]:
         """The launches' times as last noted, by kind."""
+        self._look()
         return {kind: self._known[index][0] * 1e-9 for index, kind in enumerate(KINDS)}
 
     def decoding(self) -> dict[str, float]:
         """Seconds of decoding as last noted, by kind of FUSED; 0 until a launch of the kind has been sampled."""
+        self._look()
         return {kind: share.nanoseconds * 1e-9 for kind, share in self._decoding.items()}
 
     def _address(self, index: int, place: int) -> int:

@@ -53,7 +53,10 @@ class RequestClock:
 
 
 class StepClock:
-    """Times one step after another. read() gives the kernels' own clocks as of the end of the step that stop() ends."""
+    """Times one step after another. read() gives the kernels' own clocks as of the end of the step that stop() ends.
+
+    It is read when it is asked for: the device may wait for what the host does behind stop().
+    """
 
     def __init__(self, read: Callable[[], KernelTimes]) -> None:
         self._read = read
@@ -61,25 +64,41 @@ class StepClock:
         self.stopped = 0.0
         self.seconds = 0.0
         """Length of the last step that has ended."""
-        self.kernels = KernelTimes()
-        """Since the process began, at the end of the last step."""
-        self._before = KernelTimes()
+        self._kernels = self._before = KernelTimes()
+        # Whether the clocks have not been read since the last step ended, and whether the next one has begun since.
+        self._is_unread = self._goes_on = False
         self._dequant = 0.0
         self._linear = 0.0
 
     def start(self) -> None:
         """Note that a step begins."""
-        self._before = self._read()
+        self._goes_on = self._is_unread
+        if not self._is_unread:
+            self._before = self._read()
         self.started = time.perf_counter()
 
     def stop(self) -> None:
         """Note that the step has ended; its results are on the host."""
         self.stopped = time.perf_counter()
         self.seconds = self.stopped - self.started
-        self.kernels = self._read()
-        self._dequant = self.kernels.dequant - self._before.dequant
-        self._linear = self.kernels.linear - self._before.linear
+        self._is_unread = True
+
+    @property
+    def kernels(self) -> KernelTimes:
+        """Since the process began, at the end of the last step."""
+        if self._is_unread:
+            self._is_unread = False
+            self._kernels = self._read()
+            self._dequant = self._kernels.dequant - self._before.dequant
+            self._linear = self._kernels.linear - self._before.linear
+            if self._goes_on:
+                self._before = self._kernels
+        return self._kernels
 
     def shares(self, tokens: int) -> tuple[float, float]:
-        """A token's share of the step's kernel times, if so many tokens have one: dequantization, all of linear layers."""
+        """A token's share of the last step's kernel times, if so many have one: dequantization, all of linear layers.
+
+        It has to be asked for before the next step ends.
+        """
+        _ = self.kernels
         return self._dequant / tokens, self._linear / tokens
