@@ -89,7 +89,7 @@ def test_penalties_on_the_device_are_those_of_the_host() -> None:
         )
         assert on_host == on_device
         for sequence, token in zip(sequences, on_host, strict=True):
-            sequence.append(token, 1000)
+            sequence.append(token)
 
 
 def test_options_on_the_device_are_those_of_the_host() -> None:
@@ -121,7 +121,7 @@ def test_options_on_the_device_are_those_of_the_host() -> None:
             if one.logprob is not None and other.logprob is not None:
                 assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
                 assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
-            sequence.append(other.token, 1000)
+            sequence.append(other.token)
 
 
 def make_engine(folder: Path, **changes: object) -> tuple[Engine, ModelRunner]:

@@ -42,7 +42,7 @@ def test_which_tokens_need_the_largest_logit_only() -> None:
     sequence = make_sequence([1], min_tokens=2)
     assert not is_greedy(sequence)
     for token in (5, 6):
-        sequence.append(token, 100)
+        sequence.append(token)
     assert is_greedy(sequence)
 
 
@@ -137,7 +137,7 @@ def test_uniform_numbers_are_uniform() -> None:
 def test_penalties_are_openais_and_transformers() -> None:
     sequence = make_sequence([0], presence_penalty=0.5, frequency_penalty=0.25, logprobs=4)
     for token in (1, 1, 2):
-        sequence.append(token, 100)
+        sequence.append(token)
     (result,) = sample(torch.zeros(1, 4), [sequence])
     expected = torch.tensor([0.0, -1.0, -0.75, 0.0]).log_softmax(-1)
     assert result.logprob is not None
@@ -184,7 +184,7 @@ def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: p
             assert result.logprob is not None
             found = dict(result.logprob.top)
             assert [found[i] for i in range(vocabulary)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-4)
-            sequence.append(int(torch.randint(vocabulary, (1,), generator=generator)), 10_000)
+            sequence.append(int(torch.randint(vocabulary, (1,), generator=generator)))
 
 
 def test_bias_and_min_tokens() -> None:
@@ -231,7 +231,7 @@ def test_the_device_sampler_gives_the_same_numbers_whatever_the_options() -> Non
         assert launched.read() == expected
         assert launched.tokens.tolist() == [result.token for result in expected]
         for sequence, result in zip(alive, expected, strict=True):
-            sequence.append(result.token, 10_000)
+            sequence.append(result.token)
 
 
 def test_the_penalty_table_has_a_row_for_each_living_sequence() -> None:

@@ -149,6 +149,19 @@ def test_the_step_after_the_last_token_is_dropped() -> None:
     assert blocks.num_used == 0
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_longest_length_ends_a_sequence(async_scheduling: bool) -> None:
+    scheduler, _ = make_scheduler(length=20)
+    sequences = [make_sequence(prompt, request_id=f"{prompt}", max_tokens=15) for prompt in (10, 3, 19)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    driver = SchedulerDriver(scheduler, async_scheduling=async_scheduling)
+    while driver.has_work:
+        driver.step()
+    assert [len(sequence.tokens) for sequence in sequences] == [20, 18, 20]
+    assert [sequence.finish_reason for sequence in sequences] == ["length"] * 3
+
+
 def test_what_can_never_run_is_refused() -> None:
     scheduler, _ = make_scheduler(length=16)
     with pytest.raises(ValueError, match="does not fit"):

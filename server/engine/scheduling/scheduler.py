@@ -98,6 +98,7 @@ class Scheduler:
             raise ValueError(f"request id {sequence.request_id!r} is in use")
         if not 0 < sequence.num_prompt < self._max_model_len:
             raise ValueError(f"a prompt of {sequence.num_prompt} tokens does not fit into {self._max_model_len}")
+        sequence.most_tokens = min(sequence.most_tokens, self._max_model_len)
         self._by_id[sequence.request_id] = sequence
         self._waiting.append(sequence)
 
@@ -164,7 +165,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 break
             sequence.num_computed += 1
-            sequence.append(token, self._max_model_len)
+            sequence.append(token)
             added += 1
         if sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
             self._name_blocks(sequence)
@@ -189,7 +190,7 @@ class Scheduler:
         tokens has one for each of step.sampled, in its order. Sequences that this ends are finished here: their blocks
         are free and their finish_reason is set.
         """
-        finished, longest, block_size = Phase.FINISHED, self._max_model_len, self._blocks.block_size
+        finished, block_size = Phase.FINISHED, self._blocks.block_size
         count = sum([chunk.samples for chunk in step.chunks])
         if count != len(tokens):
             raise ValueError(f"{len(tokens)} tokens for a step that samples {count}")
@@ -200,7 +201,7 @@ class Scheduler:
                 token = next(following)
                 # Sequences that are not running ended while the step ran, or were preempted and wait.
                 if sequence.phase is not finished and sequence.tokens[-1] == PLACEHOLDER:
-                    sequence.resolve(token, longest)
+                    sequence.resolve(token)
             if sequence.num_computed >= (sequence.num_named + 1) * block_size:
                 self._name_blocks(sequence)
             if sequence.finish_reason is not None and sequence.phase is not finished:
@@ -219,7 +220,7 @@ class Scheduler:
 
     def _add_decoding(self, step: Step) -> list[Sequence]:
         """Add the sequences that have one token to compute, with the block that it needs; gives those that have more."""
-        prefilling, longest = list[Sequence](), self._max_model_len
+        prefilling = list[Sequence]()
         chunks, running, block_size = step.chunks, Phase.RUNNING, self._blocks.block_size
         # Making room for one may preempt others. There is no call for most of a thousand sequences.
         for sequence in [*self._running]:
@@ -230,8 +231,8 @@ class Scheduler:
             elif (
                 count > computed
                 and sequence.phase is running
-                # As ends_by_length() says.
-                and (tokens[-1] != PLACEHOLDER or (count < sequence.most_tokens and count < longest))
+                # Behind a token that is not known yet there is another one unless that is the last.
+                and (tokens[-1] != PLACEHOLDER or count < sequence.most_tokens)
                 and (count <= len(sequence.blocks) * block_size or self._make_room(sequence, step))
             ):
                 chunks.append(Chunk(sequence, computed, 1, True))

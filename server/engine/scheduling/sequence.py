@@ -147,7 +147,7 @@ class Sequence:
         self.stop_token_id: int | None = None
         sampling = request.sampling
         self.most_tokens = self.num_prompt + sampling.max_tokens
-        """The prompt's tokens and all that may be generated."""
+        """The prompt's tokens and all that may be generated; a scheduler has a limit of its own."""
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.is_penalized = (
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
@@ -220,26 +220,20 @@ class Sequence:
         """How many tokens may follow the present last one."""
         return min(self.most_tokens, max_model_len) - len(self.tokens)
 
-    def ends_by_length(self, max_model_len: int) -> bool:
-        """Whether no token may follow the present last one, whatever that one is."""
-        count = len(self.tokens)
-        return count >= self.most_tokens or count >= max_model_len
-
-    def resolve(self, token: int, max_model_len: int) -> None:
+    def resolve(self, token: int) -> None:
         """Put the sampled token in the place of the placeholder, with append()'s effects."""
         tokens = self.tokens
         tokens[-1] = token
-        # As ends_by_length() says, without a call for each of a thousand sequences.
-        is_last = len(tokens) >= self.most_tokens or len(tokens) >= max_model_len
-        if is_last or token in self.stop_ids or self.constraint is not None:
-            self._note_newest(token, max_model_len)
+        # Most of a thousand sequences need no call.
+        if len(tokens) >= self.most_tokens or token in self.stop_ids or self.constraint is not None:
+            self._note_newest(token)
 
-    def append(self, token: int, max_model_len: int) -> None:
+    def append(self, token: int) -> None:
         """Add a sampled token and set finish_reason if it is the last one."""
         self.tokens.append(token)
-        self._note_newest(token, max_model_len)
+        self._note_newest(token)
 
-    def _note_newest(self, token: int, max_model_len: int) -> None:
+    def _note_newest(self, token: int) -> None:
         if self.constraint is not None and token not in self.stop_ids:
             self.constraint.accept(token)
         if token in self.stop_ids and self.num_generated > self.sampling.min_tokens:
@@ -247,7 +241,7 @@ class Sequence:
             self.stop_token_id = token
         elif self.constraint is not None and self.constraint.done:
             self.finish_reason = "stop"
-        elif self.ends_by_length(max_model_len):
+        elif len(self.tokens) >= self.most_tokens:
             self.finish_reason = "length"
         elif self.constraint is not None:
             self.constraint.look_ahead()
