@@ -274,8 +274,8 @@ def _compiled_layers(
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
     for module in outer:
-        # These gain nothing from knowing the size, so one compilation serves all sizes but the largest and 1.
-        module.forward = torch.compile(module.forward)
+        # These gain nothing from knowing the size, so one compilation serves all sizes but 1.
+        module.forward = torch.compile(module.forward, dynamic=True)
     if cut is not None:
         for index in {-(-len(layers) // part) for part in _CUTS}:
             if index < len(layers):
