@@ -62,7 +62,7 @@ def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_
         logits = torch.randn(len(running) + 1, VOCABULARY) * 3
         for chosen, result in zip([*running, free], choose(logits, [*running, free]), strict=True):
             assert result.error is None
-            chosen.append(result.token, 4096)
+            chosen.append(result.token)
     for ended in rows:
         assert ended.finish_reason == "stop"
         text = tokenizer.decode(ended.tokens[2:])
@@ -76,7 +76,7 @@ def test_the_end_may_come_only_where_the_text_may_end(grammars: Grammars, choose
         logits = torch.zeros(1, VOCABULARY)
         logits[0, END] = 100.0
         token = choose(logits, [wanting])[0].token
-        wanting.append(token, 4096)
+        wanting.append(token)
         if token == END:
             break
     assert wanting.finish_reason == "stop"
@@ -139,7 +139,7 @@ def test_sampled_tokens_depend_on_nothing_but_the_seed(grammars: Grammars, optio
             if own.constraint is not None and logprobs is not None:
                 assert result.logprob is not None
                 assert all(own.constraint.permits(token) for token, _ in result.logprob.top)
-            own.append(result.token, 4096)
+            own.append(result.token)
             if own.finish_reason is not None:
                 break
             if found_before and own.constraint is not None:

@@ -35,9 +35,9 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
         sequence.blocks = list(range(10 * i, 10 * i + 8))
         sequence.take_row(tables)
     found = [runner.forward(Step([Chunk(a, 0, 21, True)]))]
-    a.append(5, 100)
+    a.append(5)
     found.append(runner.forward(Step([Chunk(a, 21, 1, True), Chunk(b, 0, 2, True), Chunk(c, 0, 9, True)])))
-    a.append(7, 100)
+    a.append(7)
     found.append(runner.forward(Step([Chunk(a, 22, 1, True)])))
     return found
 

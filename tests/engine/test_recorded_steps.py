@@ -42,13 +42,13 @@ def _logits(runner: ModelRunner, greedy: bool = False) -> list[torch.Tensor]:
     found = [runner.forward(Step([Chunk(s, 0, n, True) for s, n in zip(sequences, lengths, strict=True)]), greedy)]
     for batch in [*range(1, count + 1)] * 2:
         for i in range(batch):
-            sequences[i].append(11 * batch + i, 100)
+            sequences[i].append(11 * batch + i)
         step = Step([Chunk(sequences[i], lengths[i], 1, True) for i in range(batch)])
         found.append(runner.forward(step, greedy))
         lengths[:batch] = [length + 1 for length in lengths[:batch]]
     for chunk in (3, 5):
         # The first one decodes; the last one's tokens are computed anew, as if they were a prompt's.
-        sequences[0].append(chunk, 100)
+        sequences[0].append(chunk)
         last = Chunk(sequences[-1], 2, chunk, True)
         found.append(runner.forward(Step([Chunk(sequences[0], lengths[0], 1, True), last]), greedy))
         lengths[0] += 1

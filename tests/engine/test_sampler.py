@@ -143,7 +143,7 @@ def test_penalties_are_openais_and_transformers() -> None:
     assert result.logprob is not None
     assert dict(result.logprob.top) == pytest.approx({i: float(v) for i, v in enumerate(expected)})
     repeated = make_sequence([0], repetition_penalty=2.0, logprobs=4)
-    repeated.append(1, 100)
+    repeated.append(1)
     (result,) = sample(torch.tensor([[2.0, -1.0, 2.0, 0.0]]), [repeated])
     expected = torch.tensor([1.0, -2.0, 2.0, 0.0]).log_softmax(-1)
     assert result.logprob is not None
@@ -192,7 +192,7 @@ def test_bias_and_min_tokens() -> None:
     assert next_token([0.0, 1.0, 2.0], make_sequence([0], logit_bias={2: -100.0})) == 1
     early = make_sequence([0], eos=frozenset({2}), min_tokens=1, stop_token_ids=(1, 99))
     assert next_token([0.0, 1.0, 2.0], early) == 0
-    early.append(0, 100)
+    early.append(0)
     assert next_token([0.0, 1.0, 2.0], early) == 2
 
 
