@@ -86,13 +86,7 @@ class StepClock:
     @property
     def kernels(self) -> KernelTimes:
         """Since the process began, at the end of the last step."""
-        if self._is_unread:
-            self._is_unread = False
-            self._kernels = self._read()
-            self._dequant = self._kernels.dequant - self._before.dequant
-            self._linear = self._kernels.linear - self._before.linear
-            if self._goes_on:
-                self._before = self._kernels
+        self._look()
         return self._kernels
 
     def shares(self, tokens: int) -> tuple[float, float]:
@@ -100,5 +94,15 @@ class StepClock:
 
         It has to be asked for before the next step ends.
         """
-        _ = self.kernels
+        self._look()
         return self._dequant / tokens, self._linear / tokens
+
+    def _look(self) -> None:
+        if not self._is_unread:
+            return
+        self._is_unread = False
+        self._kernels = self._read()
+        self._dequant = self._kernels.dequant - self._before.dequant
+        self._linear = self._kernels.linear - self._before.linear
+        if self._goes_on:
+            self._before = self._kernels

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, Layouts, item_places, layout, tokens_before
+from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, Layouts, item_places, layout
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART, Room, split_keys
 from server.engine.runtime.batch import Spans
@@ -128,7 +128,7 @@ def test_a_kept_layout_is_what_a_new_one_would_be(seed: int) -> None:
         before = layouts._kept.get(size)
         found = layouts.of(every, rows)
         kept += before is not None and layouts._kept[size] is before
-        expected = layout(every, rows, [None], [room], before=tokens_before(rows))
+        expected = layout(every, rows, [None], [room])
         assert found.tolist() == expected.tolist()
         lengths = [length + chance.choice((0, 1, 3)) for length in lengths]
     assert kept > 10 if seed else kept == 0

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.advance_kernel import advance
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout, tokens_before
+from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout
 from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.key_parts import Room
@@ -73,7 +73,7 @@ def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare
     room = Room(spare, spare)
     # With a shift the step is laid out for earlier tokens and then moved on.
     earlier = lengths - shift * (rows < len(cached))
-    numbers = torch.from_numpy(layout(earlier, rows, [window], [room], before=tokens_before(rows)))
+    numbers = torch.from_numpy(layout(earlier, rows, [window], [room]))
     items = (len(numbers) - HEADER) // FIELDS
     if shift:
         inputs, going = torch.zeros(3, len(rows), dtype=torch.int64), sum(new)
@@ -120,5 +120,7 @@ def test_tokens_of_one_sequence_see_those_in_front_of_them(name: str) -> None:
     [([7], None), ([4, 2, 9], None), ([3, 3, 3], [0, 1, 2]), ([5, 5, 1, 8, 8, 8], [0, 1, 0, 0, 1, 2])],
 )
 def test_how_many_tokens_are_in_front(rows: list[int], before: list[int] | None) -> None:
-    found = tokens_before(np.array(rows))
+    # Each token has one key more than the one in front of it, as far as that is of its sequence.
+    lengths = [40 + index for index in range(len(rows))]
+    found = tokens_before(np.array(lengths), np.array(rows))
     assert (None if found is None else found.tolist()) == before

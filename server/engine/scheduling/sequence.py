@@ -147,7 +147,7 @@ class Sequence:
         self.stop_token_id: int | None = None
         sampling = request.sampling
         self.most_tokens = self.num_prompt + sampling.max_tokens
-        """The prompt's tokens and all that may be generated; a scheduler has a limit of its own."""
+        """The prompt's tokens and all that may be generated, at most the scheduler's longest length."""
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.is_penalized = (
             sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from server.engine.runtime.batch import Batch, Spans
+from server.engine.runtime.batch import Batch, StepInput, batch_of
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
@@ -49,7 +48,7 @@ def _try(paged: PagedModel, decode: DecodeGraphs, verify: VerifyGraphs) -> None:
     for graphs, rows in ((verify, [2, 3]), (decode, [3])):
         later = [row + _FURTHER for row in rows]
         shifts = torch.full((len(rows),), _FURTHER, device=device)
-        launched = graphs.launch_shifted(_singles(chunk, rows), chunk.ids[later].to(device), shifts)
+        launched = graphs.launch_shifted(_singles(chunk, rows, paged.block_size), chunk.ids[later].to(device), shifts)
         if launched is None:
             raise ValueError("the attention does not move steps on")
         wrong = steps.difference(launched[0].float(), expected[later].float(), len(rows))
@@ -59,13 +58,9 @@ def _try(paged: PagedModel, decode: DecodeGraphs, verify: VerifyGraphs) -> None:
         raise ValueError("the attention does not move a step on that was moved on")
 
 
-def _singles(chunk: Batch, rows: list[int]) -> Batch:
-    """Some tokens of a chunk, each by itself."""
-    one, starts = chunk.spans, np.array(rows, np.int64)
-    counts = np.full(len(rows), one.counts[0])
-    spans = Spans(one.tables, one.rows[[0] * len(rows)], starts, np.ones_like(starts), counts, [None] * len(rows))
-    ids, positions, slots = (numbers[rows] for numbers in (chunk.ids, chunk.positions, chunk.slots))
-    return replace(
-        chunk, ids=ids, positions=positions, slots=slots, sampled_rows=torch.arange(len(rows)), spans=spans,
-        num_single=len(rows),
-    )  # fmt: skip
+def _singles(chunk: Batch, rows: list[int], block_size: int) -> Batch:
+    """Some tokens of a sequence's first chunk, each by itself."""
+    starts, ids, row = np.array(rows, np.int64), chunk.ids[rows].tolist(), chunk.spans.rows[[0] * len(rows)]
+    wanted, ones = np.arange(len(rows)), np.ones(len(rows), np.int64)
+    given = StepInput(chunk.spans.tables, row, starts, ones, ids, wanted, [None] * len(rows))
+    return batch_of(given, block_size)

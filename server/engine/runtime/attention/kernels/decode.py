@@ -33,20 +33,19 @@ def layout(
     windows: Sequence[int | None],
     rooms: Sequence[Room],
     sequences: int | None = None,
-    before: Numbers | None = None,
 ) -> npt.NDArray[np.int32]:
     """A step of one-token sequences as the kernel reads it: a header, and each window's items; int32.
 
     lengths: int64 [sequences], each sequence's keys; rows: its row of the block tables. The header says how many items
     each window has. Each window has room for its room's spare items more than there are sequences, but for the last one,
     whose room ends with its items. An item is a part of a sequence's keys: sequence, first key, key behind the last,
-    newest key, the sequence's first item, its number of items, its row of the block tables, and its number in
-    before. sequences: how many the launch makes room for, by default those that there are. before: int64 [sequences], how
-    many right in front of each are tokens of the same one as it; by default none.
+    newest key, the sequence's first item, its number of items, its row of the block tables, tokens_before(). sequences: how
+    many the launch makes room for, by default those that there are.
     """
     if not len(lengths):
         return np.zeros(HEADER, np.int32)
     found = [split_keys(lengths, room, window) for window, room in zip(windows, rooms, strict=True)]
+    before = tokens_before(lengths, rows)
     places = item_places(len(lengths) if sequences is None else sequences, rooms)
     numbers = np.zeros(places[-1] + len(found[-1].parts) * FIELDS, np.int32)
     for window, (place, items) in enumerate(zip(places, found, strict=True)):
@@ -65,17 +64,17 @@ def layout(
     return numbers
 
 
-def tokens_before(rows: Numbers) -> Numbers | None:
+def tokens_before(lengths: Numbers, rows: Numbers) -> Numbers | None:
     """For each of a step's tokens, how many of the same sequence are right in front of it; None: there are none.
 
-    rows: int64 [tokens], their rows of the block tables. What it says of padding is not read, which has no earlier keys.
+    lengths, rows: as of layout(). Tokens of padding have a row in common, and no earlier keys.
     """
-    changes = rows[1:] != rows[:-1]
-    if changes.all():
+    follows = (rows[1:] == rows[:-1]) & (lengths[1:] > 1)
+    if not follows.any():
         return None
     places = np.arange(len(rows))
-    begins = np.zeros(len(rows), np.int64)
-    begins[1:][changes] = places[1:][changes]
+    begins = places.copy()
+    begins[1:][follows] = 0
     before: Numbers = places - np.maximum.accumulate(begins)
     return before
 
@@ -123,20 +122,19 @@ class Layouts:
         self._kept: dict[int, _Kept] = {}
 
     def of(self, lengths: Numbers, rows: Numbers) -> npt.NDArray[np.int32]:
-        """layout() of a step in which several tokens may be of one sequence; valid until the next one of as many.
+        """layout() of a step; valid until the next one of as many tokens.
 
         Most steps have the parts of the step before, and the device may wait for a layout. So parts are kept where a launch
         has no more sequences than one wave.
         """
         if self.windows != [None] or len(lengths) > self.rooms[0].wave:
-            return layout(lengths, rows, self.windows, self.rooms, before=tokens_before(rows))
+            return layout(lengths, rows, self.windows, self.rooms)
         key = (-(-lengths // SMALLEST_PART)).tobytes(), rows.tobytes()
         kept = self._kept.get(len(lengths))
         if kept is not None and kept.key == key:
             kept.move(lengths)
         else:
-            numbers = layout(lengths, rows, self.windows, self.rooms, before=tokens_before(rows))
-            kept = self._kept[len(lengths)] = _Kept.of(key, numbers)
+            kept = self._kept[len(lengths)] = _Kept.of(key, layout(lengths, rows, self.windows, self.rooms))
         return kept.numbers
 
 
