@@ -89,7 +89,7 @@ def run_dequantize() -> int:
 def run_rows() -> int:
     """Every way to divide linear_rows' work, for one to 32 tokens."""
     count, arch = 0, device()[0]
-    for n, k in ((200, 4096), (333, 1024), (90, 5376)):
+    for n, k in ((200, 4096), (333, 1024), (90, 5376), (80, 1600)):
         for nested in (False, True):
             weight = whole_pieces(random_weight(n, k, 64, nested).weight)
             for tiles, m in ((1, 1), (1, 7), (2, 13), (4, 32)):

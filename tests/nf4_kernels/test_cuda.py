@@ -44,7 +44,7 @@ def test_an_offset_for_every_256_blocks(blocksize: int) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 1024), (63, 192), (1000, 4160), (64, 64), (96, 8192), (48, 25600), (300, 5376)]
+    ("n", "k"), [(1, 1024), (63, 192), (1000, 4160), (64, 64), (96, 8192), (48, 25600), (300, 5376), (80, 960)]
 )
 def test_linear_of_every_number_of_tokens(n: int, k: int, nested: bool, dtype: torch.dtype) -> None:
     w = random_weight(n, k, 64, nested)
@@ -61,7 +61,7 @@ def test_linear_of_every_number_of_tokens(n: int, k: int, nested: bool, dtype: t
 
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512])
 def test_linear_of_every_blocksize_and_an_odd_k(blocksize: int) -> None:
-    for n, k in [(100, 4160), (40, 1000), (33, 8192)]:
+    for n, k in [(100, 4160), (40, 1000), (33, 8192), (160, 6400)]:
         w = random_weight(n, k, blocksize)
         for m in (1, 8, 9, 16, 31, 70):
             x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
@@ -94,7 +94,7 @@ def test_results_do_not_change_from_run_to_run(m: int) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("multiprocessors", [5, 9])
-@pytest.mark.parametrize(("n", "k"), [(200, 8192), (136, 3072), (333, 1024), (90, 5376)])
+@pytest.mark.parametrize(("n", "k"), [(200, 8192), (136, 3072), (333, 1024), (90, 5376), (80, 12800), (112, 1600)])
 def test_every_rows_instance_however_its_work_is_split(
     n: int, k: int, multiprocessors: int, nested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ struct RowsArgs {
   int run_halves;       // halves of row groups of a cluster; the first runs_with_more clusters do one more
   int runs_with_more;
   int scale_pitch;      // scales of a row where all rows' begin at multiples of 16 bytes, else 0
+  int whole_rows;       // whether 16 bytes more may be read behind those of each row but the last
   int chunk;            // row groups that go through all passes together
   int constant_weights; // weights and scales may be read before the kernel in front of this one has ended
   // Nanoseconds before the first load; between the loads that fill the ring while the activations are not there; and between

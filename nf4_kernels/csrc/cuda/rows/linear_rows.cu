@@ -101,8 +101,9 @@ RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
   args.runs_with_more = halves % runs;
   args.chunk = plan.chunk;
   int pitch = args.k_blocks >> args.scale_shift;
-  bool whole = args.k_blocks % (1 << args.scale_shift) == 0 && pitch * (w.absmax_8bit ? 1 : 4) % 16 == 0;
-  args.scale_pitch = whole ? pitch : 0;
+  int bytes = pitch * (w.absmax_8bit ? 1 : 4);
+  args.scale_pitch = args.k_blocks % (1 << args.scale_shift) == 0 && bytes % 16 == 0 ? pitch : 0;
+  args.whole_rows = args.scale_pitch || bytes >= 16;
   args.constant_weights = linear.constant_weights;
   args.clock = linear.clock;
   args.next = linear.next;

@@ -18,6 +18,13 @@ struct ScaleSpan {
   }
 };
 
+// Bytes of the 16-byte pieces in which the scales of count k blocks of a row lie, wherever in a piece the first one is.
+template <int kSize>
+__device__ __forceinline__ unsigned most_scale_bytes(const RowsArgs& args, int count) {
+  int scales = ((count - 1 + (1 << args.scale_shift) - 1) >> args.scale_shift) + 1;
+  return (scales * kSize + (16 - kSize) + 15) & ~15;
+}
+
 // Loads a stage: the codes of 16 rows and one part of k, and their scales in whole 16-byte pieces (a piece with one byte
 // inside an allocation is inside it whole). On Hopper one lane issues the copies: its addresses lie in uniform registers,
 // while a warp's lanes would issue theirs one by one, at 75 cycles each.
@@ -41,28 +48,39 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
     unsigned all = count * 32, bytes = kFirst ? min(all, kFirst * 32) : all, rest = all - bytes;
     unsigned rest_full = kFirst ? Layout::rest_full(base, stage) : 0;
     uint64_t policy = evict_first_policy();
-    int64_t first = block >> args.scale_shift, piece = first & ~int64_t{kNested ? 15 : 3};
-    if (args.scale_pitch && rows == kGroupRows) {
-      unsigned more = scale_bytes(block, piece);
-      barrier_expect(full, kGroupRows * (bytes + more));
+    constexpr int64_t kInPiece = 16 / kSize - 1;
+    if (rows == kGroupRows && args.whole_rows) {
+      int64_t last = block + (kGroupRows - 1) * int64_t{args.k_blocks};
+      unsigned last_more = scale_bytes(last, (last >> args.scale_shift) & ~kInPiece);
+      unsigned more = args.scale_pitch ? last_more : most_scale_bytes<kSize>(args, count);
+      barrier_expect(full, kGroupRows * bytes + (kGroupRows - 1) * more + last_more);
+      int64_t code = block;
 #pragma unroll Layout::kCopyUnroll
-      for (int r = 0; r < kGroupRows; ++r) {
-        bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full, policy);
-        block += args.k_blocks;
+      for (int r = 0; r < kGroupRows; ++r, code += args.k_blocks) {
+        bulk_copy(target + r * Layout::kWeightPitch, codes + code * 32, bytes, full, policy);
       }
+      if (args.scale_pitch) {
+        int64_t piece = (block >> args.scale_shift) & ~kInPiece;
 #pragma unroll Layout::kCopyUnroll
-      for (int r = 0; r < kGroupRows; ++r) {
-        bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
-        piece += args.scale_pitch;
+        for (int r = 0; r < kGroupRows; ++r, piece += args.scale_pitch) {
+          bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
+        }
+      } else {
+        int64_t scale = block;
+#pragma unroll Layout::kCopyUnroll
+        for (int r = 0; r < kGroupRows; ++r, scale += args.k_blocks) {
+          int64_t piece = (scale >> args.scale_shift) & ~kInPiece;
+          bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize,
+                    r + 1 < kGroupRows ? more : last_more, full, policy);
+        }
       }
       if constexpr (kFirst > 0) {
         barrier_expect(rest_full, kGroupRows * rest);
         if (rest) {
-          block -= kGroupRows * args.k_blocks - kFirst;
+          code = block + kFirst;
 #pragma unroll
-          for (int r = 0; r < kGroupRows; ++r) {
-            bulk_copy(target + r * Layout::kWeightPitch + kFirst * 32, codes + block * 32, rest, rest_full, policy);
-            block += args.k_blocks;
+          for (int r = 0; r < kGroupRows; ++r, code += args.k_blocks) {
+            bulk_copy(target + r * Layout::kWeightPitch + kFirst * 32, codes + code * 32, rest, rest_full, policy);
           }
         }
       }
@@ -70,7 +88,7 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
       unsigned total = 0;
 #pragma unroll 1
       for (int r = 0; r < rows; ++r, block += args.k_blocks) {
-        piece = (block >> args.scale_shift) & ~int64_t{kNested ? 15 : 3};
+        int64_t piece = (block >> args.scale_shift) & ~kInPiece;
         unsigned more = scale_bytes(block, piece);
         bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full, policy);
         bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
