@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "http": tables.http,
     "options": sampling_tables.options,
     "speculation": speculation_tables.speculation,
+    "speculation-texts": partial(speculation_tables.speculation, speculation_tables.TEXTS_FILE),
     "speculation-cpu": partial(speculation_tables.speculation, speculation_tables.CPU_FILE),
     "speculation-steps": speculation_tables.speculation_steps,
     "fidelity": tables.fidelity,

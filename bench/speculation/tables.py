@@ -8,7 +8,8 @@ from typing import Any
 from bench.markdown import table, wrapped
 from bench.tables import NAMES, load
 
-FILE, CPU_FILE = "speculation-nvidia-h200.json", "speculation-cpu-2-cores.json"
+FILE, TEXTS_FILE = "speculation-nvidia-h200.json", "speculation-nvidia-h100.json"
+CPU_FILE = "speculation-cpu-2-cores.json"
 HEADS = (
     "model",
     "guesses by",
