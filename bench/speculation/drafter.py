@@ -68,6 +68,10 @@ class Drafter:
         """See GuessSource."""
         return [self._right ** (place + 1) for place in range(count)]
 
+    def promise(self, unknown: int, count: int) -> float:
+        """See GuessSource."""
+        return sum(self.survival(unknown + count)[unknown:])
+
     def guesses(self, count: int) -> list[int]:
         """See GuessSource."""
         return list(range(5, 5 + count))

@@ -51,6 +51,9 @@ class Accounting:
         failures: requests whose computation failed, with the reasons.
         """
         self._outputs.step_clock.stop()
+        # What guesses delay, because they need the tokens of the step in front, is no cost of a step without them.
+        if step.ahead and self._speculator is not None:
+            self._speculator.note_time(step, self._outputs.step_clock.seconds)
         step, results = self._settle(step, results, failures)
         return self._outputs.tell(step.chunks, results, failures)
 

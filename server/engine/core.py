@@ -192,6 +192,7 @@ class Engine:
             return StepOutputs(outputs, self.stats(ran))
         self._outputs.schedule([sequence for sequence in step.admitted if sequence.phase is Phase.RUNNING])
         if launched is not None:
+            step.ahead = pending is not None and not guessing
             self._scheduler.advance(step)
             self._pending = launched
         elif step.chunks:
@@ -199,8 +200,7 @@ class Engine:
             outputs += self._compute(step)
             ran = step
         if self._speculator is not None:
-            launches_guesses = launched is not None and bool(step.guesses)
-            if checked is None and (pending is None) == (launched is None) and not launches_guesses:
+            if ran is step and pending is None and checked is None:
                 self._speculator.note_time(step, time.perf_counter() - begun)
             self._speculator.catch_up(step)
         return StepOutputs(outputs, self.stats(ran), before)

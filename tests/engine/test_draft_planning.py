@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -206,3 +206,52 @@ def test_gains(
     drafted = [_decoded(on, machine, sequences, 1 + number) for number in range(3 * rounds)]
     ratio = statistics.mean(drafted) / plain
     assert least <= ratio <= most, [own / plain for own in drafted]
+
+
+class LookupRunner(VirtualRunner):
+    """Gives a text of few different tokens, whose repetitions seldom go on as guesses by lookup have it."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        chance = random.Random(3)
+        self.text = [chance.randrange(3, 9) for _ in range(1000)]
+        self.step_costs = StepCosts(_seconds(CHECKING), _seconds(PLAIN))
+        self.launched = 0
+
+    def execute_async(self, step: Step, previous: Launched | None) -> Launched | None:
+        self.launched += 1
+        launched = super().execute_async(step, previous)
+        # Tokens that are not known yet will be by the time that these are read.
+        found = [self.text[len(chunk.sequence.tokens)] for chunk in step.chunks]
+        return None if launched is None else replace(launched, results=[Sampled(token) for token in found])
+
+    def launch_check(self, step: Step) -> Launched:
+        self.launched += 1
+        launched = super().launch_check(step)
+        places = [
+            len(chunk.sequence.tokens) + place
+            for chunk in step.chunks
+            for place in range(1 + len(step.guesses.get(chunk.sequence.request_id, ())))
+        ]
+        return replace(launched, results=[Sampled(self.text[place]) for place in places])
+
+
+def test_what_guesses_delay_is_no_cost_of_a_step_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: machine.now * 1e-3)
+    runner = LookupRunner(machine)
+    engine = Engine(cast(ModelRunner, runner), EngineConfig(speculation="lookup", device="cpu", max_num_seqs=8))
+    noted: list[tuple[float, bool]] = []
+    note = runner.step_costs.note
+    monkeypatch.setattr(
+        runner.step_costs,
+        "note",
+        lambda n, seconds, guessed: noted.append((seconds, guessed)) or note(n, seconds, guessed),
+    )
+    _decoded(engine, machine, 1, 0)
+    plain, checks = ([seconds for seconds, guessed in noted if guessed == way] for way in (False, True))
+    assert len(plain) > 100
+    assert len(checks) > 10
+    # A step that is not launched ahead takes LAUNCHING_MS more.
+    assert max(plain) < 1e-3 * (SERVING[1] * 1.05 + READING_MS + 0.01)
+    assert len(plain) + len(checks) < runner.launched

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 
 from server.config import ConfigError, EngineConfig
@@ -9,7 +12,8 @@ from server.config.sources import load_config
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import Step
-from server.engine.speculation.costs import StepCosts
+from server.engine.speculation.costs import StepCosts, gains_of
+from server.engine.speculation.guesser import Guesser
 from server.engine.speculation.speculator import MOST_GUESSES, Speculator
 from tests.engine.factories import make_sequence
 
@@ -30,32 +34,75 @@ STEEP = {size: float(size) for size in (1, 2, 3, 4, 8)}
         ({1: 1.0, 2: 1.2, 3: 2.4}, 1, [0.9, 0.9], 1),
     ],
 )
-def test_the_best_number_gives_the_most_tokens_per_second(
+def test_the_best_number_lets_sequences_go_on_fastest(
     costs: dict[int, float], sequences: int, survivals: list[float], best: int
 ) -> None:
-    assert StepCosts(costs).best(sequences, survivals) == best
+    assert number(StepCosts(costs), sequences, survivals) == best
+
+
+def number(costs: StepCosts, sequences: int, survivals: list[float]) -> int:
+    """How many guesses pay best, of sequences that have them in turn; survivals: how likely each yields a token."""
+    own = (gains_of(survivals[first::sequences]) for first in range(sequences))
+    return costs.fastest(sequences, sorted(itertools.chain(*own), reverse=True))[0]
+
+
+def test_one_sequences_guesses_do_not_slow_down_the_others() -> None:
+    costs = StepCosts({1: 1.0, 8: 1.0, 16: 1.5, 24: 2.0})
+    one = gains_of([1.0] * 8)
+    assert sum(one) == pytest.approx(math.log(9))
+    # 16 tokens instead of 8 in 1.5 times the time are more tokens per second, but seven of eight sequences get fewer.
+    assert costs.fastest(8, one) == (0, 0.0)
+    count, gain = costs.fastest(8, gains_of([1.0]) * 8)
+    assert (count, round(gain, 3)) == (8, round(2 / 1.5, 3))
+    # Where it costs next to nothing, one may have them: 9 ** (1 / 8) = 1.316.
+    assert StepCosts({8: 1.0, 16: 1.05}).fastest(8, one)[0] == 8
+
+
+def test_whether_guesses_may_pay() -> None:
+    assert [StepCosts(FLAT).may_pay(count) for count in (1, 8, 14, 15, 16, 17)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert not StepCosts(STEEP).may_pay(1)
+    drafting = {1: 0.2, 8: 0.2}
+    assert StepCosts(FLAT, drafting=drafting).may_pay(1)
+    assert not StepCosts(FLAT, drafting={1: 1.0, 8: 1.0}).may_pay(1)
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_what_guesses_promise_is_the_sum_of_how_likely_they_are(unknown: int) -> None:
+    guesser, tokens = Guesser(3), [1, 2, 3, 1, 2, 4, 1, 2, 3, 1]
+    for known in range(1, len(tokens) + 1):
+        guesser.follow(tokens, known, 100)
+        for count in (0, 1, 4, MOST_GUESSES):
+            likely = guesser.survival(count + unknown)[unknown:]
+            assert sum(likely) - 0.01 * len(likely) <= guesser.promise(unknown, count) <= sum(likely) + 1e-9
 
 
 def test_costs_follow_what_steps_take() -> None:
     costs = StepCosts(FLAT)
-    assert costs.best(1, [0.3]) == 1
+    assert number(costs, 1, [0.3]) == 1
     for _ in range(100):
         costs.note(1, 1.0, guessed=False)
         costs.note(2, 1.6, guessed=True)
-    assert costs.best(1, [0.3]) == 0
-    assert costs.best(1, [0.9]) == 1
+    assert number(costs, 1, [0.3]) == 0
+    assert number(costs, 1, [0.9]) == 1
     for _ in range(100):
         costs.note(1, 1.6, guessed=False)
-    assert costs.best(1, [0.3]) == 1
+    assert number(costs, 1, [0.3]) == 1
 
 
 def test_guesses_are_tried_again_when_steps_with_them_were_held_up() -> None:
     costs = StepCosts(FLAT)
     for _ in range(100):
         costs.note(2, 3.0, guessed=True)
-    assert costs.best(1, [0.5]) == 0
+    assert number(costs, 1, [0.5]) == 0
     steps = 0
-    while not costs.best(1, [0.5]):
+    while not number(costs, 1, [0.5]):
         costs.note(1, 1.0, guessed=False)
         steps += 1
     assert 16 < steps < 512
@@ -153,5 +200,5 @@ def test_a_draft_model_and_its_method_belong_together() -> None:
 
 def test_a_draft_models_guesses_need_not_promise_as_much() -> None:
     flat = {1: 1.0, 2: 1.0}
-    assert [StepCosts(flat).best(1, [likely]) for likely in (0.08, 0.12)] == [0, 1]
-    assert [StepCosts(flat, drafting={1: 1e-9}).best(1, [likely]) for likely in (0.03, 0.08)] == [0, 1]
+    assert [number(StepCosts(flat), 1, [likely]) for likely in (0.08, 0.12)] == [0, 1]
+    assert [number(StepCosts(flat, drafting={1: 1e-9}), 1, [likely]) for likely in (0.03, 0.08)] == [0, 1]

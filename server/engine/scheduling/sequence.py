@@ -69,6 +69,10 @@ class GuessSource(Protocol):
         """How likely it is, for each of the next count guesses, that it and all before it are right."""
         ...
 
+    def promise(self, unknown: int, count: int) -> float:
+        """How many tokens up to count guesses yield on average, where so many tokens, 0 or 1, in front are not known yet."""
+        ...
+
     def guesses(self, count: int) -> list[int]:
         """The next count tokens, as far as there is a guess."""
         ...

@@ -53,6 +53,8 @@ class Step:
     """The guesses that the step checks behind decode chunks (speculation), by request id. Such chunks come last."""
     drafted: Drafted | None = None
     """Where the host does not know the guesses yet; PLACEHOLDER then stands for each of them."""
+    ahead: bool = False
+    """Whether it was launched while the step in front of it still ran."""
 
     def read_guesses(self) -> None:
         """Wait for guesses that the host does not know yet."""

@@ -1,9 +1,10 @@
-"""The costs of steps by their number of tokens, and how many tokens to check to get the most tokens per second."""
+"""The costs of steps by their number of tokens, and how many tokens to check for sequences to go on fastest."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _LEARNING_RATE = 1 / 16
 # How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
@@ -16,6 +17,18 @@ _LEAST_GAIN, _LEAST_GAIN_DRAFTED = 1.1, 1.05
 _MOST_SAVED = 0.05
 # Numbers of guesses for each sequence; if a draft model pays at all, it pays with one of these.
 _TRIED = (1, 3, 7)
+
+
+def gains_of(survivals: Iterable[float]) -> list[float]:
+    """What each of a sequence's guesses adds to the logarithm of how many tokens a step gives it, each less than the last.
+
+    survivals: how likely each yields a token, which it does where it and all before it are right.
+    """
+    tokens, gains = 1.0, []
+    for likely in survivals:
+        gains.append(math.log1p(likely / tokens))
+        tokens += likely
+    return gains
 
 
 class _Times:
@@ -90,12 +103,12 @@ class StepCosts:
             # A few steps with guesses that something else held up must not end guessing for good: it is tried again later.
             self._checking.forget()
 
-    def best(self, sequences: int, survivals: Sequence[float]) -> int:
-        """How many guesses a step of `sequences` sequences should check; survivals: of all guesses, likeliest first.
-
-        A guess's survival is how likely it yields a token. The best number gives the most tokens per second.
-        """
-        return self.fastest(sequences, survivals)[0]
+    def least_gained(self, sequences: int) -> float:
+        """Tokens that guesses have to promise at least, together, to pay in a step of `sequences` sequences."""
+        plain, checking = self._plain.of(sequences), self._checking.of(sequences + 1)
+        if plain is None or checking is None:
+            return math.inf
+        return sequences * (self._least_gain * checking / plain - 1)
 
     def drafting(self, sequences: int, guesses: int) -> float:
         """Seconds in which a draft model makes that many guesses for each of some sequences."""
@@ -105,32 +118,46 @@ class StepCosts:
         assert seconds is not None
         return guesses * seconds
 
-    def fastest(self, sequences: int, survivals: Sequence[float], before: float = 0.0) -> tuple[int, float]:
-        """best(), and the tokens per second that it gives; before: seconds that it takes to make guesses.
+    def fastest(self, sequences: int, gains: Sequence[float], before: float = 0.0) -> tuple[int, float]:
+        """How many guesses a step of `sequences` sequences should check, and what that gives.
 
-        Without a number that pays, 0 guesses and 0 tokens per second.
+        gains: what each guess adds to the logarithm of how many tokens its sequence gets (gains_of()), greatest first. The
+        best number gives the sequences the highest speeds, in the geometric mean: a step that takes longer because of one
+        sequence's guesses slows down all others, and none counts more for having more tokens. What it gives is how many
+        times as fast they go on as without guesses; 0 guesses and 0.0 where no number pays. before: seconds that it takes to
+        make the guesses.
         """
         plain, checking = self._plain.of(sequences), self._checking
-        if plain is None or not survivals:
+        if plain is None or not gains:
             return 0, 0.0
-        least_gain = _LEAST_GAIN if self._drafting is None else _LEAST_GAIN_DRAFTED
-        best, most = 0, least_gain * sequences / plain
+        best, most = 0, sequences * math.log(self._least_gain)
         gained, taken = 0.0, 0
         for size, seconds in zip(checking.sizes, checking.seconds, strict=True):
-            room = min(size - sequences, len(survivals))
+            room = min(size - sequences, len(gains))
             if room <= taken:
                 continue
-            gained += sum(survivals[taken:room])
+            gained += sum(gains[taken:room])
             taken = room
-            rate = (sequences + gained) / (seconds + checking.extra + before)
-            if rate > most:
-                best, most = taken, rate
-        return best, most if best else 0.0
+            gain = gained - sequences * math.log((seconds + checking.extra + before) / plain)
+            if gain > most:
+                best, most = taken, gain
+        return (best, math.exp(most / sequences)) if best else (0, 0.0)
 
     def may_pay(self, sequences: int) -> bool:
         """Whether guesses could pay in a step of `sequences` sequences if every one of them were right."""
-        room = max(0, self.most_tokens - sequences)
+        plain, checking = self._plain.of(sequences), self._checking
+        if plain is None:
+            return False
         if self._drafting is None:
-            return self.best(sequences, [1.0] * room) > 0
-        each = [count for count in _TRIED if count * sequences <= room]
-        return any(self.fastest(sequences, [1.0] * (n * sequences), self.drafting(sequences, n))[0] for n in each)
+            least = self._least_gain * sequences / plain
+            sizes = zip(checking.sizes, checking.seconds, strict=True)
+            return any(size > sequences and size > least * (seconds + checking.extra) for size, seconds in sizes)
+        return any(
+            seconds is not None and (count + 1) * plain > self._least_gain * (seconds + self.drafting(sequences, count))
+            for count in _TRIED
+            for seconds in (checking.of(sequences * (count + 1)),)
+        )
+
+    @property
+    def _least_gain(self) -> float:
+        return _LEAST_GAIN if self._drafting is None else _LEAST_GAIN_DRAFTED

@@ -10,7 +10,7 @@ from typing import Protocol
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.engine.scheduling.step import Drafted, Running, Step
-from server.engine.speculation.costs import StepCosts
+from server.engine.speculation.costs import StepCosts, gains_of
 from server.engine.speculation.speculator import Speculator, can_guess
 
 MOST_DRAFTED = 8
@@ -128,19 +128,22 @@ class DraftSpeculator(Speculator):
         return found
 
     def _chosen(self, sequences: int, rates: list[tuple[float, int, Sequence]]) -> list[Sequence]:
-        """The sequences of the guesses that give the most tokens per second, one entry a guess.
+        """The sequences of the guesses with which all go on fastest, one entry a guess.
 
         All guesses up to a depth cost as many steps of the draft model as the depth is.
         """
         found: list[tuple[float, Sequence]] = []
         best: list[Sequence] = []
         highest = 0.0
+        gains = [gains_of(rate ** (place + 1) for place in range(most)) for rate, most, _ in rates]
         for place in range(max((most for _, most, _ in rates), default=0)):
-            found += [(rate ** (place + 1), sequence) for rate, most, sequence in rates if most > place]
+            found += [
+                (own[place], sequence) for own, (_, _, sequence) in zip(gains, rates, strict=True) if len(own) > place
+            ]
             found.sort(key=lambda pair: -pair[0])
             room = found[: self.costs.most_tokens - sequences]
             drafted = self.costs.drafting(len(rates), place + 1)
-            count, speed = self.costs.fastest(sequences, [likely for likely, _ in room], drafted)
+            count, speed = self.costs.fastest(sequences, [gain for gain, _ in room], drafted)
             if count and speed > highest:
                 best, highest = [sequence for _, sequence in room[:count]], speed
         return best

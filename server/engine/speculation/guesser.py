@@ -15,7 +15,11 @@ _PRIORS = (0.2, 0.4, 0.5, 0.65, 0.75, 0.82, 0.9, 0.95)
 # Other answers say less about this one until experience shows otherwise.
 _SHARED_PRIORS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
 _CLASS = tuple(sum(length >= step for step in _STEPS) for length in range(_LONGEST + 1))
+# Their places among the rates for a suffix of some length and the longer ones that right guesses make of it.
+_LATER = tuple(tuple(_CLASS[min(length + more, _LONGEST)] for more in range(16)) for length in range(_LONGEST + 1))
 _LEARNING_RATE = 1 / 8
+# What is less likely than this adds nothing that counts.
+_UNLIKELY = 0.01
 
 
 class _Rates:
@@ -32,12 +36,22 @@ class _Rates:
         self._rates[kind] += (right - self._rates[kind]) * _LEARNING_RATE
 
     def survival(self, match: int, count: int) -> list[float]:
-        """How likely it is, for each of count guesses behind a suffix, that it and all before it are right."""
-        together, found = 1.0, []
-        for length in range(match, match + count):
-            together *= self._rates[_CLASS[min(length, _LONGEST)]]
+        """How likely it is, for each of up to 16 guesses behind a suffix, that it and all before it are right."""
+        together, found, rates = 1.0, [], self._rates
+        for kind in _LATER[min(match, _LONGEST)][:count]:
+            together *= rates[kind]
             found.append(together)
         return found
+
+    def promise(self, match: int, unknown: int, count: int) -> float:
+        """The sum of survival(match, unknown + count)[unknown:], without what is unlikely."""
+        together, total, rates = 1.0, 0.0, self._rates
+        for kind in _LATER[min(match, _LONGEST)][: unknown + count]:
+            together *= rates[kind]
+            if together < _UNLIKELY:
+                break
+            total += together
+        return total - rates[_LATER[min(match, _LONGEST)][0]] if unknown and total else total
 
 
 class SharedReader:
@@ -127,6 +141,13 @@ class Guesser:
         if shared is not None:
             return shared.rates.survival(shared.match, len(shared.following(count)))
         return self._rates.survival(self._index.match, count) if self._index.match else []
+
+    def promise(self, unknown: int, count: int) -> float:
+        """How many tokens up to count guesses yield on average, where so many tokens, 0 or 1, in front are not known yet."""
+        shared = self._likelier_shared()
+        if shared is not None:
+            return shared.rates.promise(shared.match, unknown, len(shared.following(unknown + count)) - unknown)
+        return self._rates.promise(self._index.match, unknown, count) if self._index.match else 0.0
 
     def guesses(self, count: int) -> list[int]:
         """The next count tokens, as far as there is a guess."""

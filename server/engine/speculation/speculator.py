@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from heapq import nlargest
 
-from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.sequence import GuessSource, Sequence
 from server.engine.scheduling.step import Running, Step
-from server.engine.speculation.costs import StepCosts
+from server.engine.speculation.costs import StepCosts, gains_of
 from server.engine.speculation.guesser import Guesser, SharedReader
 from server.engine.speculation.shared_store import SharedStore
 
@@ -45,7 +45,34 @@ class Speculator:
         chunks = step.chunks
         if not self.may_have_guesses(step):
             return False
-        budget, found = FOLLOWED_PER_STEP, list[tuple[float, Sequence]]()
+        promised, candidates = self._candidates(step)
+        # Most steps promise too little, which is known without putting guesses in order.
+        if promised < self.costs.least_gained(len(chunks)):
+            return False
+        found = [
+            (gain, sequence)
+            for sequence, guesser, count, unknown in candidates
+            for gain in gains_of(guesser.survival(count + unknown)[unknown:])
+        ]
+        found = nlargest(self.costs.most_tokens - len(chunks), found, key=lambda pair: pair[0])
+        best, _ = self.costs.fastest(len(chunks), [gain for gain, _ in found])
+        counts: dict[Sequence, int] = {}
+        for _, sequence in found[:best]:
+            counts[sequence] = counts.get(sequence, 0) + 1
+        for sequence, count in counts.items():
+            assert sequence.guesser is not None
+            step.guesses[sequence.request_id] = sequence.guesser.guesses(count)
+        return bool(counts)
+
+    def _candidates(self, step: Step) -> tuple[float, list[tuple[Sequence, GuessSource, int, int]]]:
+        """How many tokens the guesses of a step's sequences promise, and the sequences that may have some.
+
+        With each its guesser, the most guesses, and how many tokens are not known yet: one of these must be the first guess
+        for the others to come up.
+        """
+        budget, promised = FOLLOWED_PER_STEP, 0.0
+        candidates: list[tuple[Sequence, GuessSource, int, int]] = []
+        chunks = step.chunks
         # Not every sequence can get the largest number of guesses.
         reach = min(MOST_GUESSES, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
         for chunk in chunks:
@@ -62,17 +89,9 @@ class Speculator:
                 budget -= guesser.follow(sequence.tokens, known, budget)
             if guesser.known == known:
                 count = min(sequence.most_new_tokens(self._max_model_len) - 1, reach)
-                # A token that is not known yet must be the first guess for the others to come up.
-                found += [(likely, sequence) for likely in guesser.survival(count + unknown)[unknown:]]
-        found = nlargest(self.costs.most_tokens - len(chunks), found, key=lambda pair: pair[0])
-        best = self.costs.best(len(chunks), [likely for likely, _ in found])
-        counts: dict[Sequence, int] = {}
-        for _, sequence in found[:best]:
-            counts[sequence] = counts.get(sequence, 0) + 1
-        for sequence, count in counts.items():
-            assert sequence.guesser is not None
-            step.guesses[sequence.request_id] = sequence.guesser.guesses(count)
-        return bool(counts)
+                promised += guesser.promise(unknown, count)
+                candidates.append((sequence, guesser, count, unknown))
+        return promised, candidates
 
     def may_have_guesses(self, step: Step) -> bool:
         """Whether the step decodes only, with few enough sequences for right guesses to pay."""
@@ -119,7 +138,7 @@ class Speculator:
             self.accepted[place] += 1
 
     def note_time(self, step: Step, seconds: float) -> None:
-        """Learn what a decode step cost."""
+        """Learn what a decode step took, from the end of the one in front to its own."""
         if step.chunks and all(chunk.is_decode for chunk in step.chunks):
             self.costs.note(step.num_tokens, seconds, bool(step.guesses))
 
