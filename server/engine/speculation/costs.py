@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 _LEARNING_RATE = 1 / 16
 # How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
 _FORGETTING_RATE = 1 / 256
+# How many times its time at the start a step takes longer at most, behind long contexts; more is taken for something else
+# that held it up, which should not count for long.
+_MOST_EXTRA = 4.0
 # Guesses are checked only where they promise this many times the tokens per second, because costs are not known more
 # precisely. A draft model checks guesses in most steps or in none, so their costs are learned from more steps.
 _LEAST_GAIN, _LEAST_GAIN_DRAFTED = 1.1, 1.05
@@ -61,8 +64,8 @@ class _Times:
         at = bisect_left(self.sizes, tokens)
         if at < len(self.sizes):
             own = self.seconds[at]
-            # One step that was held up by something else should not count for long.
-            self.extra += (min(max(-own * self._most_saved, seconds - own), own) - self.extra) * _LEARNING_RATE
+            least, most = -own * self._most_saved, own * _MOST_EXTRA
+            self.extra += (min(max(least, seconds - own), most) - self.extra) * _LEARNING_RATE
 
     def forget(self) -> None:
         """Forget a part of how much longer it takes, where no step says so any more."""

@@ -32,14 +32,16 @@ inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 // e^x for x <= 0, e^-87 below that.
 inline Vec exp_negative(Vec x) { return exp_in_range<Vec, Ints>(larger(x, all(-87.0f))); }
 
-// c[kRows][kTile] = scale * c + a b, where a[i][d] is a[i * a_row + d * a_depth] and b is [depth][kTile]; scale null: 0.
+// c[kRows][kTile] = scale * c + a b, where a[i][d] is a[i * a_row + d * a_depth] and b is [depth][kTile]; scale null: 0. Of c
+// and b only the first kUsed vectors of a row.
+template <int kUsed>
 inline void multiply_add(const float* a, int64_t a_row, int64_t a_depth, const Vec* b, Vec* c, const Vec* scale,
                     int64_t depth) {
-  Vec sums[kRows][kVectors];
+  Vec sums[kRows][kUsed];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v) sums[i][v] = scale ? c[i * kVectors + v] * scale[v] : Vec{};
+    for (int v = 0; v < kUsed; ++v) sums[i][v] = scale ? c[i * kVectors + v] * scale[v] : Vec{};
   }
   for (int64_t d = 0; d < depth; ++d) {
     const Vec* right = b + d * kVectors;
@@ -47,13 +49,13 @@ inline void multiply_add(const float* a, int64_t a_row, int64_t a_depth, const V
     for (int i = 0; i < kRows; ++i) {
       const Vec left = all(a[i * a_row + d * a_depth]);
 #pragma GCC unroll 3
-      for (int v = 0; v < kVectors; ++v) sums[i][v] += left * right[v];
+      for (int v = 0; v < kUsed; ++v) sums[i][v] += left * right[v];
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v) c[i * kVectors + v] = sums[i][v];
+    for (int v = 0; v < kUsed; ++v) c[i * kVectors + v] = sums[i][v];
   }
 }
 
@@ -87,7 +89,8 @@ class Workspace {
   int64_t size_ = 0;
 };
 
-// A block of queries of one sequence: all query heads of one key head.
+// A block of queries of one sequence: all query heads of one key head. A tile has queries of one head, or all queries of as
+// many heads as fit into it: results of a query do not depend on which others are beside it.
 struct Task {
   const PagedAttention& a;
   int64_t row, start, end;  // rows [row, ...) of the batch are the sequence's tokens [start, end)
@@ -95,20 +98,38 @@ struct Task {
   int64_t head;             // of the keys
   int64_t first, last;      // of the queries, as places in the sequence
   int64_t group() const { return a.heads / a.kv_heads; }
-  int64_t columns() const { return whole(last - first, kTile) / kTile; }
+  int64_t count() const { return last - first; }
+  int64_t columns() const { return whole(count(), kTile) / kTile; }  // tiles of a head
+  int64_t heads() const { return std::max<int64_t>(1, std::min(group(), kTile / count())); }  // of a tile
+  int64_t tiles() const { return whole(group(), heads()) / heads() * columns(); }
+  int64_t first_place(int64_t tile) const { return first + tile % columns() * kTile; }
+  // The queries of a tile.
+  int64_t lanes(int64_t tile) const {
+    const int64_t own = std::min(heads(), group() - tile / columns() * heads());
+    return own * std::min<int64_t>(kTile, last - first_place(tile));
+  }
+};
+
+// A query: its head among those of the key head, and its place in the sequence.
+struct Lane {
+  int64_t head, place;
+  static Lane of(const Task& t, int64_t tile, int64_t i) {
+    if (t.columns() > 1) return {tile / t.columns(), t.first_place(tile) + i};
+    return {tile * t.heads() + i / t.count(), t.first + i % t.count()};
+  }
 };
 
 inline void load_queries(const Task& t, Workspace& w) {
   const PagedAttention& a = t.a;
-  for (int64_t q = 0; q < t.group(); ++q) {
-    for (int64_t c = 0; c < t.columns(); ++c) {
-      float* to = w.query + (q * t.columns() + c) * a.key_dim * kTile;
-      for (int64_t i = 0; i < kTile; ++i) {
-        // Places behind the last query hold copies of it, whose results are not read.
-        const int64_t place = std::min(t.first + c * kTile + i, t.last - 1);
-        const float* from = a.query + (t.row + place - t.start) * a.query_token + (t.head * t.group() + q) * a.query_head;
-        for (int64_t d = 0; d < a.key_dim; ++d) to[d * kTile + i] = from[d] * a.scaling;
-      }
+  for (int64_t tile = 0; tile < t.tiles(); ++tile) {
+    float* to = w.query + tile * a.key_dim * kTile;
+    const int64_t lanes = t.lanes(tile);
+    for (int64_t i = 0; i < kTile; ++i) {
+      // Lanes behind the last query hold copies of it, whose results are not read.
+      const Lane own = Lane::of(t, tile, std::min(i, lanes - 1));
+      const float* from =
+          a.query + (t.row + own.place - t.start) * a.query_token + (t.head * t.group() + own.head) * a.query_head;
+      for (int64_t d = 0; d < a.key_dim; ++d) to[d * kTile + i] = from[d] * a.scaling;
     }
   }
 }
@@ -134,7 +155,8 @@ inline void load_keys(const Task& t, int64_t begin, int64_t end, Workspace& w) {
 
 // The scores of `keys` keys from place `begin` on become their exponentials; hidden ones become 0. scale: what the sums
 // so far are worth now.
-inline void soften(const Task& t, int64_t begin, int64_t keys, int64_t place, Vec* scores, Vec* peak, Vec* total,
+template <int kUsed>
+inline void soften(const Task& t, int64_t begin, int64_t keys, int64_t tile, Vec* scores, Vec* peak, Vec* total,
                    Vec* scale) {
   const float cap = t.a.softcap;
   if (cap > 0) {
@@ -142,12 +164,15 @@ inline void soften(const Task& t, int64_t begin, int64_t keys, int64_t place, Ve
     for (int64_t i = 0; i < keys * kTile; ++i) each[i] = cap * std::tanh(each[i] / cap);
   }
   const int64_t window = t.a.window > 0 ? t.a.window : INT64_MAX / 2;
+  const int64_t place = t.first_place(tile);
   const bool all_seen = begin + keys - 1 <= place && begin > place + kTile - 1 - window;
-  Ints lane;
-  for (int i = 0; i < kLanes; ++i) lane[i] = i;
-  for (int v = 0; v < kVectors; ++v) {
-    // Key `begin + i` counts for lanes from i - last on and, with a window, before i - last + window.
-    const Ints last = lane + static_cast<int32_t>(std::min<int64_t>(place + v * kLanes - begin, 1 << 29));
+  for (int v = 0; v < kUsed; ++v) {
+    // The last key that a lane's query sees, as one of these keys; with a window it sees `reach` of them.
+    Ints last;
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t own = Lane::of(t, tile, v * kLanes + i).place - begin;
+      last[i] = static_cast<int32_t>(std::min<int64_t>(own, 1 << 29));
+    }
     const int32_t reach = static_cast<int32_t>(std::min<int64_t>(window, 1 << 29));
     if (!all_seen) {
       for (int32_t i = 0; i < keys; ++i) {
@@ -173,16 +198,40 @@ inline void soften(const Task& t, int64_t begin, int64_t keys, int64_t place, Ve
 inline void store(const Task& t, Workspace& w) {
   const PagedAttention& a = t.a;
   const int64_t padded = whole(a.value_dim, kRows);
-  for (int64_t q = 0; q < t.group(); ++q) {
-    for (int64_t c = 0; c < t.columns(); ++c) {
-      const int64_t tile = q * t.columns() + c;
-      const int64_t count = std::min<int64_t>(kTile, t.last - t.first - c * kTile);
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = t.row + t.first + c * kTile + i - t.start;
-        float* to = a.out + (row * a.heads + t.head * t.group() + q) * a.value_dim;
-        const float* from = w.out + tile * padded * kTile + i;
-        const float share = 1.0f / w.total[tile * kTile + i];
-        for (int64_t d = 0; d < a.value_dim; ++d) to[d] = from[d * kTile] * share;
+  for (int64_t tile = 0; tile < t.tiles(); ++tile) {
+    for (int64_t i = 0; i < t.lanes(tile); ++i) {
+      const Lane own = Lane::of(t, tile, i);
+      const int64_t row = t.row + own.place - t.start;
+      float* to = a.out + (row * a.heads + t.head * t.group() + own.head) * a.value_dim;
+      const float* from = w.out + tile * padded * kTile + i;
+      const float share = 1.0f / w.total[tile * kTile + i];
+      for (int64_t d = 0; d < a.value_dim; ++d) to[d] = from[d * kTile] * share;
+    }
+  }
+}
+
+template <int kUsed>
+inline void run_tiles(const Task& t, Workspace& w) {
+  const PagedAttention& a = t.a;
+  const int64_t tiles = t.tiles(), padded = whole(a.value_dim, kRows);
+  const int64_t from = a.window > 0 ? std::max<int64_t>(0, t.first - a.window + 1) / kKeys * kKeys : 0;
+  for (int64_t begin = from; begin < t.last; begin += kKeys) {
+    load_keys(t, begin, t.last, w);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t place = t.first_place(tile);
+      const int64_t keys = whole(std::min<int64_t>(kKeys, std::min(place + kTile, t.last) - begin), kRows);
+      if (keys <= 0 || (a.window > 0 && begin + kKeys <= place - a.window + 1)) continue;
+      const Vec* query = reinterpret_cast<Vec*>(w.query + tile * a.key_dim * kTile);
+      Vec* scores = reinterpret_cast<Vec*>(w.scores);
+      Vec* out = reinterpret_cast<Vec*>(w.out + tile * padded * kTile);
+      for (int64_t i = 0; i < keys; i += kRows) {
+        multiply_add<kUsed>(w.keys + i * a.key_dim, a.key_dim, 1, query, scores + i * kVectors, nullptr, a.key_dim);
+      }
+      Vec scale[kVectors];
+      soften<kUsed>(t, begin, keys, tile, scores, reinterpret_cast<Vec*>(w.peak) + tile * kVectors,
+                    reinterpret_cast<Vec*>(w.total) + tile * kVectors, scale);
+      for (int64_t d = 0; d < padded; d += kRows) {
+        multiply_add<kUsed>(w.values + d, 1, padded, scores, out + d * kVectors, scale, keys);
       }
     }
   }
@@ -190,36 +239,27 @@ inline void store(const Task& t, Workspace& w) {
 
 inline void run(const Task& t, Workspace& w) {
   const PagedAttention& a = t.a;
-  const int64_t tiles = t.group() * t.columns(), padded = whole(a.value_dim, kRows);
+  const int64_t tiles = t.tiles(), padded = whole(a.value_dim, kRows);
   w.reserve(a.key_dim, a.value_dim, tiles);
   load_queries(t, w);
   std::fill(w.out, w.out + tiles * padded * kTile, 0.0f);
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    // A sink is a key that every query has seen. Without one it is finite, so that a query with no key stays a number.
-    const float* sink = a.sinks ? a.sinks + t.head * t.group() + tile / t.columns() : nullptr;
-    std::fill_n(w.total + tile * kTile, kTile, sink ? 1.0f : 0.0f);
-    std::fill_n(w.peak + tile * kTile, kTile, sink ? *sink : -1e30f);
-  }
-  const int64_t from = a.window > 0 ? std::max<int64_t>(0, t.first - a.window + 1) / kKeys * kKeys : 0;
-  for (int64_t begin = from; begin < t.last; begin += kKeys) {
-    load_keys(t, begin, t.last, w);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t place = t.first + tile % t.columns() * kTile;
-      const int64_t keys = whole(std::min<int64_t>(kKeys, std::min(place + kTile, t.last) - begin), kRows);
-      if (keys <= 0 || (a.window > 0 && begin + kKeys <= place - a.window + 1)) continue;
-      const Vec* query = reinterpret_cast<Vec*>(w.query + tile * a.key_dim * kTile);
-      Vec* scores = reinterpret_cast<Vec*>(w.scores);
-      Vec* out = reinterpret_cast<Vec*>(w.out + tile * padded * kTile);
-      for (int64_t i = 0; i < keys; i += kRows) {
-        multiply_add(w.keys + i * a.key_dim, a.key_dim, 1, query, scores + i * kVectors, nullptr, a.key_dim);
-      }
-      Vec scale[kVectors];
-      soften(t, begin, keys, place, scores, reinterpret_cast<Vec*>(w.peak) + tile * kVectors,
-             reinterpret_cast<Vec*>(w.total) + tile * kVectors, scale);
-      for (int64_t d = 0; d < padded; d += kRows) {
-        multiply_add(w.values + d, 1, padded, scores, out + d * kVectors, scale, keys);
-      }
+    for (int64_t i = 0; i < kTile; ++i) {
+      // A sink is a key that every query has seen. Without one it is finite, so that a query with no key stays a number.
+      const int64_t head = std::min(Lane::of(t, tile, i).head, t.group() - 1);
+      w.total[tile * kTile + i] = a.sinks ? 1.0f : 0.0f;
+      w.peak[tile * kTile + i] = a.sinks ? a.sinks[t.head * t.group() + head] : -1e30f;
     }
+  }
+  // The first tile has the most queries.
+  const int64_t lanes = t.lanes(0);
+  static_assert(kVectors == 3, "one form for each number of vectors");
+  if (lanes <= kLanes) {
+    run_tiles<1>(t, w);
+  } else if (lanes <= 2 * kLanes) {
+    run_tiles<2>(t, w);
+  } else {
+    run_tiles<3>(t, w);
   }
   store(t, w);
 }
