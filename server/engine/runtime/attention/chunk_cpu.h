@@ -161,7 +161,9 @@ inline void soften(const Task& t, int64_t begin, int64_t keys, int64_t tile, Vec
   const float cap = t.a.softcap;
   if (cap > 0) {
     float* each = reinterpret_cast<float*>(scores);
-    for (int64_t i = 0; i < keys * kTile; ++i) each[i] = cap * std::tanh(each[i] / cap);
+    for (int64_t i = 0; i < keys; ++i, each += kTile) {
+      for (int lane = 0; lane < kUsed * kLanes; ++lane) each[lane] = cap * std::tanh(each[lane] / cap);
+    }
   }
   const int64_t window = t.a.window > 0 ? t.a.window : INT64_MAX / 2;
   const int64_t place = t.first_place(tile);
@@ -169,10 +171,9 @@ inline void soften(const Task& t, int64_t begin, int64_t keys, int64_t tile, Vec
   for (int v = 0; v < kUsed; ++v) {
     // The last key that a lane's query sees, as one of these keys; with a window it sees `reach` of them.
     Ints last;
-    for (int i = 0; i < kLanes; ++i) {
-      const int64_t own = Lane::of(t, tile, v * kLanes + i).place - begin;
-      last[i] = static_cast<int32_t>(std::min<int64_t>(own, 1 << 29));
-    }
+    for (int i = 0; i < kLanes; ++i) last[i] = v * kLanes + i;
+    if (t.heads() > 1) last %= static_cast<int32_t>(t.count());
+    last += static_cast<int32_t>(std::min<int64_t>(place - begin, 1 << 29));
     const int32_t reach = static_cast<int32_t>(std::min<int64_t>(window, 1 << 29));
     if (!all_seen) {
       for (int32_t i = 0; i < keys; ++i) {
