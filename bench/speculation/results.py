@@ -32,11 +32,17 @@ class Row:
     off_tok_s: float
     ratio: float
     """The median of the rounds' ratios."""
+    last_ratio: float | None = None
+    """The same of the time until the last sequence's answer ended, where answers are of unlike length in time."""
 
     @property
     def place(self) -> tuple[str, str, str, int]:
         """What the row is a measurement of."""
         return self.model, self.method, self.task, self.batch
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if value is not None}
 
 
 def device_name(on_gpu: bool) -> str:
@@ -67,5 +73,5 @@ def write(path: Path, rows: list[Row], on_gpu: bool, **about: Any) -> None:
             if (row["model"], row["method"], row["task"], row["batch"]) not in places
         ]
     machine = {"device": torch.cuda.get_device_name() if on_gpu else cpu_name(), "cores": cores(), **versions()}
-    found = {"machine": machine, "rows": kept + [asdict(row) | about for row in rows]}
+    found = {"machine": machine, "rows": kept + [_fields(row) | about for row in rows]}
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -3,9 +3,11 @@
 python -m bench.speculation.texts --batches 1,8
 
 Tasks whose answers repeat their prompts (edit this file, answer from this document, JSON in and JSON out) and tasks whose
-answers do not, greedy, over texts of this repository. Decode is timed from the step in which every request has its first
-token to the last one. A round runs each engine once; figures are those of the median round, and the ratio is the median of
-the rounds' ratios. Writes bench/results/speculation-<device>.json.
+answers do not, greedy, over texts of this repository. Every text of a task counts: with one sequence they run one after
+another, with more side by side. Decode is timed from the step in which every request has its first token to that in which
+the first one ends, while all sequences run; how much later or earlier the last one ends is in a figure of its own. A round
+runs each engine once; figures are those of the median round, and ratios are the medians of the rounds' ratios. Writes
+bench/results/speculation-<device>.json.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -114,42 +116,53 @@ TASKS = (
 
 @dataclass
 class Run:
-    """One run of a batch."""
+    """One run of a task."""
 
-    rate: float
-    """Tokens per second of decode."""
-    answers: list[list[int]]
-    drafts: int
-    draft_tokens: int
-    accepted: int
+    tokens: int = 0
+    """Tokens that were decoded while all sequences ran."""
+    seconds: float = 0.0
+    """How long all sequences ran."""
+    last: float = 0.0
+    """Seconds until the last sequence ended."""
+    answers: list[list[int]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second while all sequences ran."""
+        return self.tokens / self.seconds
 
 
 def run(engine: Engine, prompts: list[list[int]], tokens: int, clock: Callable[[], float]) -> Run:
     """Generate from all prompts at once."""
-    before = engine.stats()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     answers: dict[str, list[int]] = {}
     for prompt in prompts:
         request = GenerateRequest(str(next(_numbers)), prompt, params)
         answers[request.request_id] = []
         engine.add(request)
-    started, begun, counted = 0.0, False, 0
+    begun = first_end = None
+    before = counted = 0
     while engine.has_work:
+        ended = False
         for output in engine.step().outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
             answers[output.request_id] += output.new_token_ids
-        if not begun and all(answers.values()):
-            begun, started, counted = True, clock(), sum(map(len, answers.values()))
-    seconds = clock() - started
-    after = engine.stats()
-    return Run(
-        (sum(map(len, answers.values())) - counted) / seconds,
-        list(answers.values()),
-        after.drafts - before.drafts,
-        after.draft_tokens - before.draft_tokens,
-        sum(after.accepted_by_place) - sum(before.accepted_by_place),
-    )
+            ended |= output.finish_reason is not None
+        if begun is None and all(answers.values()):
+            begun, before = clock(), sum(map(len, answers.values()))
+        if ended and first_end is None:
+            first_end, counted = clock(), sum(map(len, answers.values()))
+    assert begun is not None
+    assert first_end is not None
+    return Run(counted - before, first_end - begun, clock() - begun, list(answers.values()))
+
+
+def run_task(engine: Engine, batches: list[list[list[int]]], tokens: int, clock: Callable[[], float]) -> Run:
+    """Run batches of prompts one after another, as one run."""
+    runs = [run(engine, prompts, tokens, clock) for prompts in batches]
+    tokens, seconds, last = (sum(getattr(own, name) for own in runs) for name in ("tokens", "seconds", "last"))
+    return Run(tokens, seconds, last, [answer for own in runs for answer in own.answers])
 
 
 def measure(
@@ -163,21 +176,23 @@ def measure(
 ) -> Row:
     """A row from that many rounds, after one that does not count. Says where answers differ."""
     off, on = engines
-    chosen = [prompts[i % len(prompts)] for i in range(batch)]
+    batches = [[prompt] for prompt in prompts] if batch == 1 else [[prompts[i % len(prompts)] for i in range(batch)]]
     plain: list[Run] = []
     guessed: list[Run] = []
+    before = on.stats()
     for number in range(rounds + 1):
+        if number == 1:
+            before = on.stats()
         # The engine that runs first changes from round to round.
         for engine in (off, on) if number % 2 else (on, off):
-            (guessed if engine is on else plain).append(run(engine, chosen, tokens, clock))
+            (guessed if engine is on else plain).append(run_task(engine, batches, tokens, clock))
     for one, other in zip(plain[-1].answers, guessed[-1].answers, strict=True):
         if one != other:
             place = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
             print(f"  {task.name}: answers differ from token {place} on")
-    plain, guessed = plain[1:], guessed[1:]
-    drafts, checked, accepted = (
-        sum(getattr(own, name) for own in guessed) for name in ("drafts", "draft_tokens", "accepted")
-    )
+    plain, guessed, after = plain[1:], guessed[1:], on.stats()
+    drafts, checked = after.drafts - before.drafts, after.draft_tokens - before.draft_tokens
+    accepted = sum(after.accepted_by_place) - sum(before.accepted_by_place)
     return Row(
         EMBEDDED_MODEL,
         "lookup",
@@ -188,6 +203,7 @@ def measure(
         round(statistics.median(own.rate for own in guessed), 1),
         round(statistics.median(own.rate for own in plain), 1),
         round(statistics.median(a.rate / b.rate for a, b in zip(guessed, plain, strict=True)), 3),
+        round(statistics.median(b.last / a.last for a, b in zip(guessed, plain, strict=True)), 3),
     )
 
 
@@ -234,7 +250,7 @@ def main() -> int:
         row = rows[-1]
         print(
             f"{row.task:16} batch {row.batch:3}: {row.tok_s:8.1f} tokens/s, {row.off_tok_s:8.1f} without, {row.ratio:.2f} x;"
-            f" {row.guesses:.1f} guesses, {row.accept_rate:.2f} right",
+            f" {row.last_ratio:.2f} x until the last; {row.guesses:.1f} guesses, {row.accept_rate:.2f} right",
             flush=True,
         )
     path = asked.out or default_path(on_gpu)

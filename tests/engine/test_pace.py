@@ -119,5 +119,7 @@ def test_the_ladder_has_few_sizes_and_little_padding() -> None:
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
     assert ladder(128) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128]
-    assert len(ladder(1024)) == 27
-    assert all(b <= 1.25 * a for a, b in itertools.pairwise(ladder(1024)) if a >= 48)
+    assert len(ladder(1024)) == 31
+    pairs = list(itertools.pairwise(ladder(1024)))
+    assert all(b <= 1.25 * a for a, b in pairs if a >= 48)
+    assert all(b <= 1.125 * a for a, b in pairs if 128 <= a < 256)

@@ -42,11 +42,11 @@ _CUTS = (64, 6)
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 128, of 32 to 256, of 64 to 512, of 128 beyond.
+    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 256, of 64 to 512, of 128 beyond.
 
-    max_num_seqs is the last one. Each size is compiled on its own at the first start, so 1024 sequences get 27 sizes.
+    max_num_seqs is the last one. Each size is compiled on its own at the first start, so 1024 sequences get 31 sizes.
     """
-    few = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)]
+    few = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16)]
     sizes = [*few, *range(256, 512, 64), *range(512, max_num_seqs, 128)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
