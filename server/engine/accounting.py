@@ -52,8 +52,11 @@ class Accounting:
         """
         self._outputs.step_clock.stop()
         # What guesses delay, because they need the tokens of the step in front, is no cost of a step without them.
-        if step.ahead and self._speculator is not None:
-            self._speculator.note_time(step, self._outputs.step_clock.seconds)
+        if self._speculator is not None:
+            if step.ahead:
+                self._speculator.note_time(step, self._outputs.step_clock.seconds)
+            elif all(chunk.is_decode for chunk in step.chunks):
+                self._speculator.note_void()
         step, results = self._settle(step, results, failures)
         return self._outputs.tell(step.chunks, results, failures)
 

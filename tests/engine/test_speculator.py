@@ -71,6 +71,9 @@ def test_whether_guesses_may_pay() -> None:
     drafting = {1: 0.2, 8: 0.2}
     assert StepCosts(FLAT, drafting=drafting).may_pay(1)
     assert not StepCosts(FLAT, drafting={1: 1.0, 8: 1.0}).may_pay(1)
+    # Eight tokens of six sequences: two of them have a guess.
+    checking = {1: 1.0, 4: 1.06, 6: 1.12, 8: 1.15, 12: 2.1, 16: 2.2}
+    assert StepCosts(checking, {1: 1.0, 8: 1.0}, {1: 0.1, 8: 0.1}).may_pay(6)
 
 
 @pytest.mark.parametrize("unknown", [0, 1])
@@ -106,6 +109,41 @@ def test_guesses_are_tried_again_when_steps_with_them_were_held_up() -> None:
         costs.note(1, 1.0, guessed=False)
         steps += 1
     assert 16 < steps < 512
+
+
+def test_one_step_that_is_held_up_counts_little() -> None:
+    costs = StepCosts(FLAT)
+    costs.note(2, 50.0, guessed=True)
+    assert number(costs, 1, [0.3]) == 1
+    costs = StepCosts({2: 1.3}, {1: 1.0})
+    for _ in range(2):
+        costs.note(1, 50.0, guessed=False)
+    assert number(costs, 1, [0.15]) == 0
+
+
+def test_a_step_that_always_takes_longer_is_learned() -> None:
+    costs = StepCosts(FLAT)
+    for _ in range(100):
+        costs.note(2, 5.0, guessed=True)
+    assert number(costs, 1, [1.0]) == 0
+    assert costs.fastest(1, gains_of([1.0] * 15))[0] > 4
+
+
+def test_void_steps_do_not_keep_up_what_one_step_seemed_to_cost() -> None:
+    costs = StepCosts(FLAT)
+    for _ in range(100):
+        costs.note(1, 2.0, guessed=False)
+    assert number(costs, 1, [0.05]) == 1
+    for _ in range(1000):
+        costs.note_void()
+    assert number(costs, 1, [0.05]) == 0
+
+
+def test_a_check_of_few_tokens_costs_something_whatever_is_saved_of_many() -> None:
+    costs = StepCosts({2: 1.0, 64: 40.0}, {1: 1.0, 64: 40.0}, {1: 0.1})
+    for _ in range(100):
+        costs.note(64, 30.0, guessed=True)
+    assert costs.fastest(1, gains_of([0.5]), 0.1)[1] < 1.5
 
 
 def test_step_costs_need_times() -> None:

@@ -9,17 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 _LEARNING_RATE = 1 / 16
 # How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
 _FORGETTING_RATE = 1 / 256
-# How many times its time at the start a step takes longer at most, behind long contexts; more is taken for something else
-# that held it up, which should not count for long.
-_MOST_EXTRA = 4.0
-# Guesses are checked only where they promise this many times the tokens per second, because costs are not known more
+# How many times what is expected of a step counts of its time at most. A step that something else held up should not count
+# for long, while contexts that get longer are still learned.
+_MOST_EXPECTED = 2.0
+# Guesses are checked only where they promise sequences this many times their speed, because costs are not known more
 # precisely. A draft model checks guesses in most steps or in none, so their costs are learned from more steps.
 _LEAST_GAIN, _LEAST_GAIN_DRAFTED = 1.1, 1.05
 # The start times a step with guesses until its tokens are read, and the device does not wait for that where guesses are made
 # ahead.
 _MOST_SAVED = 0.05
-# Numbers of guesses for each sequence; if a draft model pays at all, it pays with one of these.
-_TRIED = (1, 3, 7)
+# More guesses than this no sequence has.
+_MOST = 15
 
 
 def gains_of(survivals: Iterable[float]) -> list[float]:
@@ -64,8 +64,10 @@ class _Times:
         at = bisect_left(self.sizes, tokens)
         if at < len(self.sizes):
             own = self.seconds[at]
-            least, most = -own * self._most_saved, own * _MOST_EXTRA
-            self.extra += (min(max(least, seconds - own), most) - self.extra) * _LEARNING_RATE
+            seconds = min(seconds, _MOST_EXPECTED * (own + self.extra))
+            # What is saved is saved of each size, of which none may come to cost nothing.
+            least = -self.seconds[0] * self._most_saved
+            self.extra += (max(least, seconds - own) - self.extra) * _LEARNING_RATE
 
     def forget(self) -> None:
         """Forget a part of how much longer it takes, where no step says so any more."""
@@ -105,6 +107,15 @@ class StepCosts:
         if not guessed:
             # A few steps with guesses that something else held up must not end guessing for good: it is tried again later.
             self._checking.forget()
+
+    def note_void(self) -> None:
+        """Learn from a step without guesses that waited for its tokens because it was likely to have some.
+
+        It says nothing of what steps cost. But where there are only such steps, a plain step that was held up must not make
+        them seem worth the wait for good.
+        """
+        self._plain.forget()
+        self._checking.forget()
 
     def least_gained(self, sequences: int) -> float:
         """Tokens that guesses have to promise at least, together, to pay in a step of `sequences` sequences."""
@@ -151,14 +162,14 @@ class StepCosts:
         plain, checking = self._plain.of(sequences), self._checking
         if plain is None:
             return False
-        if self._drafting is None:
-            least = self._least_gain * sequences / plain
-            sizes = zip(checking.sizes, checking.seconds, strict=True)
-            return any(size > sequences and size > least * (seconds + checking.extra) for size, seconds in sizes)
+        least = self._least_gain * sequences / plain
+        # A check that is full gains most, or one whose sequences have equally many guesses. Those that have unlike numbers gain
+        # a little less than this says.
         return any(
-            seconds is not None and (count + 1) * plain > self._least_gain * (seconds + self.drafting(sequences, count))
-            for count in _TRIED
-            for seconds in (checking.of(sequences * (count + 1)),)
+            min(size, sequences * (1 + steps)) > least * (seconds + checking.extra + self.drafting(sequences, steps))
+            for size, seconds in zip(checking.sizes, checking.seconds, strict=True)
+            if size > sequences
+            for steps in {min(_MOST, size // sequences - 1), min(_MOST, -(-size // sequences) - 1)}
         )
 
     @property

@@ -142,6 +142,10 @@ class Speculator:
         if step.chunks and all(chunk.is_decode for chunk in step.chunks):
             self.costs.note(step.num_tokens, seconds, bool(step.guesses))
 
+    def note_void(self) -> None:
+        """Learn that a step without guesses waited for its tokens because some were likely."""
+        self.costs.note_void()
+
 
 def can_guess(sequence: Sequence) -> bool:
     """Whether a sequence may have guesses.

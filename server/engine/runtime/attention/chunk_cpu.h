@@ -20,7 +20,7 @@ constexpr int kBytes = 32, kRows = 4;
 #endif
 constexpr int kVectors = 3;
 constexpr int kLanes = kBytes / 4;
-constexpr int kTile = kVectors * kLanes;  // queries of one head that are computed together
+constexpr int kTile = kVectors * kLanes;  // queries that are computed together, of one head or of several
 constexpr int kKeys = 64;                 // of one step: they and their values stay in L1
 
 typedef float Vec __attribute__((vector_size(kBytes)));
@@ -169,13 +169,13 @@ inline void soften(const Task& t, int64_t begin, int64_t keys, int64_t tile, Vec
   const int64_t place = t.first_place(tile);
   const bool all_seen = begin + keys - 1 <= place && begin > place + kTile - 1 - window;
   for (int v = 0; v < kUsed; ++v) {
-    // The last key that a lane's query sees, as one of these keys; with a window it sees `reach` of them.
-    Ints last;
-    for (int i = 0; i < kLanes; ++i) last[i] = v * kLanes + i;
-    if (t.heads() > 1) last %= static_cast<int32_t>(t.count());
-    last += static_cast<int32_t>(std::min<int64_t>(place - begin, 1 << 29));
-    const int32_t reach = static_cast<int32_t>(std::min<int64_t>(window, 1 << 29));
     if (!all_seen) {
+      // The last key that a lane's query sees, as one of these keys; with a window it sees `reach` of them.
+      Ints last;
+      for (int i = 0; i < kLanes; ++i) last[i] = v * kLanes + i;
+      if (t.heads() > 1) last %= static_cast<int32_t>(t.count());
+      last += static_cast<int32_t>(std::min<int64_t>(place - begin, 1 << 29));
+      const int32_t reach = static_cast<int32_t>(std::min<int64_t>(window, 1 << 29));
       for (int32_t i = 0; i < keys; ++i) {
         Vec& score = scores[i * kVectors + v];
         score = (last >= i) & (last - reach < i) ? score : all(-INFINITY);
