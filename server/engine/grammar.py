@@ -78,9 +78,28 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """Take a generated token. One that the grammar forbids shows as GrammarError when the next one is asked for."""
+        if isinstance(self._next, Future):
+            self._next.cancel()
         matcher = self.matcher()
         self._next = None
         matcher.consume_token(token)
+
+    def permitted(self, tokens: list[int]) -> int:
+        """How many of these tokens, which have not been sampled, the grammar would take one after another."""
+        try:
+            matcher = self.matcher()
+            return 0 if matcher.is_error() else int(matcher.validate_tokens(tokens))
+        except GrammarError:
+            return 0  # the next sampled token says so
+
+    def ahead(self, token: int) -> GrammarState | None:
+        """The state behind one more token, which has not been sampled; None where nothing can follow it."""
+        if not self.permitted([token]):
+            return None
+        state = GrammarState(self._compiled)
+        matcher = state._matcher = self.matcher().deep_copy()
+        matcher.consume_token(token)
+        return None if matcher.is_stopped() else state
 
     def look_ahead(self) -> None:
         """Begin to find allowed() in the thread, while the model computes the next token's logits."""

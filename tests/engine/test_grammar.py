@@ -199,6 +199,32 @@ def test_a_sequence_that_leaves_its_grammar_ends_alone(grammars: Grammars) -> No
     assert failed.error.startswith("the model failed: GrammarError: ")
 
 
+def test_the_state_behind_tokens_that_may_come(grammars: Grammars, embedded_folder: Path) -> None:
+    tokenizer = Tokenizer.load(embedded_folder)
+    text = tokenizer.encode('{"a": 12, "b": "x"}')
+    grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
+    state = grammars.start(grammar)
+    assert state.permitted(text) == len(text)
+    assert state.permitted([*text[:3], END, *text[3:]]) == 3
+    assert state.permitted([END]) == 0
+    ahead, followed = state, grammars.start(grammar)
+    for token in text[:-1]:
+        behind = ahead.ahead(token)
+        assert behind is not None
+        ahead = behind
+        followed.accept(token)
+        followed.look_ahead()
+        assert ahead.allowed() == followed.allowed()
+        assert ahead.may_end == followed.may_end
+    assert ahead.ahead(END) is None
+    assert ahead.ahead(text[-1]) is None  # with the last bracket nothing can follow
+    # The state itself is where it was.
+    assert state.allowed() == grammars.start(grammar).allowed()
+    broken = grammars.start("{")
+    assert broken.permitted(text) == 0
+    assert broken.ahead(text[0]) is None
+
+
 def test_a_search_that_has_not_begun_is_given_up(embedded_folder: Path) -> None:
     grammars = Grammars(embedded_folder, VOCABULARY, END, look_ahead=True)
     first, second = (grammars.start(LLMatcher.grammar_from_regex("[a-z]+")) for _ in range(2))

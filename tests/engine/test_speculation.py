@@ -19,6 +19,7 @@ from server.engine.scheduling.step import Step
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.guessing import (
+    GRAMMAR,
     WAVE,
     AheadDraftModel,
     LaunchingRunner,
@@ -165,6 +166,44 @@ def test_a_step_brings_several_tokens_and_says_how_guesses_fared(
     alone = make_request([5, 6, 7] * 5, max_tokens=40, logit_bias={9: 100.0}, ignore_eos=True, speculation=False)
     assert len(next(iter(run_together(guessing, alone).values()))) == 40
     assert guessing.stats().draft_tokens == stats.draft_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("method", ["lookup", "draft"])
+def test_guesses_under_a_grammar(
+    method: str, temperature: float, model: Any, adapter: LoraModule, embedded_folder: Path
+) -> None:
+    """Guesses go on as the grammar has it, or are cut where it refuses them; the answer is the one without guesses."""
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, speculation=method)
+    checked: list[tuple[int, int]] = []
+    execute = guessing._runner.execute
+
+    def seen(step: Step) -> list[Sampled]:
+        for chunk in step.chunks:
+            constraint, guesses = chunk.sequence.constraint, step.guesses.get(chunk.sequence.request_id)
+            if constraint is not None and guesses:
+                checked.append((len(guesses), constraint.permitted(guesses)))
+        return execute(step)
+
+    guessing._runner.execute = seen  # type: ignore[method-assign]
+    # The letters a, b and c come again and again.
+    bias = dict.fromkeys((81, 82, 83), 20.0)
+    requests = [
+        make_request([5, 6, 7] * 5, max_tokens=40, temperature=temperature, seed=seed, grammar=GRAMMAR, logit_bias=bias)
+        for seed in range(6)
+    ]
+    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    for request in requests:
+        wanted, got = joined(expected[request.request_id]), joined(found[request.request_id])
+        assert got.new_token_ids == wanted.new_token_ids
+        assert (got.finish_reason, got.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
+    stats = guessing.stats()
+    # The draft model knows nothing of the bias and of the grammar. One of its guesses that is refused is checked, too.
+    refused = 0 if method == "lookup" else 1
+    assert sum(stats.accepted_by_place) > 50 or refused
+    assert checked
+    assert all(permitted <= count <= permitted + refused for count, permitted in checked)
 
 
 def test_a_step_with_guesses_that_fails_is_tried_without_them(

@@ -8,7 +8,7 @@ that token. So guesses change how many tokens a step yields, and never which.
 from __future__ import annotations
 
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.sequence import Constraint, Sequence
 from server.engine.scheduling.step import Step
 
 
@@ -29,18 +29,27 @@ class SequenceAhead(Sequence):
     Its tokens have the right number and no content: sequences whose logits depend on it have no guesses.
     """
 
-    def __init__(self, sequence: Sequence, more: int) -> None:
+    def __init__(self, sequence: Sequence, more: int, constraint: Constraint | None = None) -> None:
+        """constraint: the grammar's state behind these tokens, if they are bound by one."""
         self.__dict__.update(sequence.__dict__)
         self.tokens = _Length(len(sequence.tokens) + more)
+        self.constraint = constraint
 
 
 def sampled_sequences(step: Step) -> list[Sequence]:
-    """The sequence that each row of a step's logits is sampled for; the guesses in front of a row count as tokens."""
+    """The sequence that each row of a step's logits is sampled for; the guesses in front of a row count as tokens.
+
+    Rows behind a guess that a sequence's grammar does not take, or that completes it, are bound by none: what is sampled
+    there is never taken.
+    """
     found: list[Sequence] = []
     for chunk in step.chunks:
         sequence = chunk.sequence
         found.append(sequence)
-        found += [SequenceAhead(sequence, i + 1) for i in range(len(step.guesses.get(sequence.request_id, ())))]
+        constraint = sequence.constraint
+        for more, guess in enumerate(step.guesses.get(sequence.request_id, ()), start=1):
+            constraint = None if constraint is None else constraint.ahead(guess)
+            found.append(SequenceAhead(sequence, more, constraint))
     return found
 
 

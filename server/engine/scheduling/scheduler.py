@@ -165,8 +165,8 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 break
             sequence.num_computed += 1
-            sequence.append(token)
             added += 1
+            sequence.append(token, more=added < len(tokens))
         if sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
             self._name_blocks(sequence)
         if sequence.finish_reason is not None:

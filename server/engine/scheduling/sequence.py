@@ -48,6 +48,14 @@ class Constraint(Protocol):
         """Take a generated token."""
         ...
 
+    def permitted(self, tokens: list[int]) -> int:
+        """How many of these tokens, which have not been sampled, the grammar would take one after another."""
+        ...
+
+    def ahead(self, token: int) -> Constraint | None:
+        """The state behind one more token, which has not been sampled; None where nothing can follow it."""
+        ...
+
     def look_ahead(self) -> None:
         """Begin to find allowed() in a thread, where that can be hidden behind the model's next step."""
         ...
@@ -232,12 +240,12 @@ class Sequence:
         if len(tokens) >= self.most_tokens or token in self.stop_ids or self.constraint is not None:
             self._note_newest(token)
 
-    def append(self, token: int) -> None:
-        """Add a sampled token and set finish_reason if it is the last one."""
+    def append(self, token: int, more: bool = False) -> None:
+        """Add a sampled token and set finish_reason if it is the last one; more: whether another follows at once."""
         self.tokens.append(token)
-        self._note_newest(token)
+        self._note_newest(token, more)
 
-    def _note_newest(self, token: int) -> None:
+    def _note_newest(self, token: int, more: bool = False) -> None:
         if self.constraint is not None and token not in self.stop_ids:
             self.constraint.accept(token)
         if token in self.stop_ids and self.num_generated > self.sampling.min_tokens:
@@ -247,5 +255,5 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.most_tokens:
             self.finish_reason = "length"
-        elif self.constraint is not None:
+        elif self.constraint is not None and not more:
             self.constraint.look_ahead()

@@ -163,8 +163,8 @@ class StepCosts:
         if plain is None:
             return False
         least = self._least_gain * sequences / plain
-        # A check that is full gains most, or one whose sequences have equally many guesses. Those that have unlike numbers gain
-        # a little less than this says.
+        # A check that is full gains most, or one whose sequences have equally many guesses. Those that have unlike numbers
+        # gain a little less than this says.
         return any(
             min(size, sequences * (1 + steps)) > least * (seconds + checking.extra + self.drafting(sequences, steps))
             for size, seconds in zip(checking.sizes, checking.seconds, strict=True)

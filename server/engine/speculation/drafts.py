@@ -11,7 +11,7 @@ from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.engine.scheduling.step import Drafted, Running, Step
 from server.engine.speculation.costs import StepCosts, gains_of
-from server.engine.speculation.speculator import Speculator, can_guess
+from server.engine.speculation.speculator import Speculator, can_guess, cut_refused
 
 MOST_DRAFTED = 8
 """Guesses for one sequence in one step at most: each takes a step of the draft model."""
@@ -153,6 +153,8 @@ class DraftSpeculator(Speculator):
         ahead, self._planned_ahead = self._planned_ahead, None
         self._model.guess(step, ahead)
         self._name(before)
+        # One that is refused is checked as a wrong one, from which it is learned how often guesses are right.
+        cut_refused(step, kept=1)
 
     def next_counts(self, step: Step) -> dict[Sequence, int]:
         counts = Counter(() if self._prepared is None else self._prepared[2])

@@ -103,7 +103,11 @@ class Speculator:
         )
 
     def draft(self, step: Step) -> None:
-        """Put guesses in the places that plan() has left for them; their KV blocks are taken."""
+        """Put guesses in the places that plan() has left for them, but for those that grammars refuse.
+
+        Their KV blocks are taken.
+        """
+        cut_refused(step)
 
     def next_counts(self, step: Step) -> dict[Sequence, int]:
         """How many guesses each sequence will likely have behind a step that runs; none where they cannot be made yet."""
@@ -150,7 +154,21 @@ class Speculator:
 def can_guess(sequence: Sequence) -> bool:
     """Whether a sequence may have guesses.
 
-    Penalties depend on the tokens before, and so would differ from guess to guess; a grammar knows only the tokens that it
-    has taken. Such sequences have none.
+    Penalties depend on the tokens before, and so would differ from guess to guess. Such sequences have none.
     """
-    return sequence.sampling.speculation and not sequence.is_penalized and sequence.constraint is None
+    return sequence.sampling.speculation and not sequence.is_penalized
+
+
+def cut_refused(step: Step, kept: int = 0) -> None:
+    """Cut each sequence's guesses from the first one on that its grammar refuses, but for `kept` of them."""
+    for chunk in step.chunks:
+        constraint, name = chunk.sequence.constraint, chunk.sequence.request_id
+        if constraint is None or name not in step.guesses:
+            continue
+        step.read_guesses()
+        guesses = step.guesses[name]
+        own = guesses[: constraint.permitted(guesses) + kept]
+        if own:
+            step.guesses[name] = own
+        else:
+            del step.guesses[name]
