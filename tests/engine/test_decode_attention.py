@@ -160,3 +160,14 @@ def test_the_devices_tables_get_what_is_new() -> None:
     row = others.take([7])
     assert device.take_new(step_of(others, [row])).tolist() == [[row * 8], [7]]
     assert device.take_new(step_of(tables, [second])).tolist() == [[second * 8 + i for i in range(3)], [1, 2, 4]]
+
+
+def test_tokens_of_one_sequence_bring_its_blocks_once() -> None:
+    tables, device = BlockTables(4, 6), DeviceTables(4, 8, 99, torch.device("cpu"))
+    first, second = tables.take([5, 6]), tables.take([1])
+    guessing = [first] * 2 + [second] * 3
+    expected = [[first * 8, first * 8 + 1, second * 8], [5, 6, 1]]
+    assert device.take_new(step_of(tables, guessing)).tolist() == expected
+    assert device.take_new(step_of(tables, [*guessing, second])).shape == (2, 0)
+    tables.extend(second, [1, 2])
+    assert device.take_new(step_of(tables, guessing)).tolist() == [[second * 8 + 1], [2]]

@@ -44,6 +44,12 @@ class DeviceTables:
     def take_new(self, spans: Spans) -> npt.NDArray[np.int64]:
         """Take what the copy lacks: int64 [2, new], places in the flat copy and their blocks. It counts as copied then."""
         tables, rows = spans.tables, spans.rows
+        if len(rows) > 1:
+            # Each token of a step with guesses is a span, beside those of the same sequence.
+            differs = np.empty(len(rows), bool)
+            differs[0] = True
+            np.not_equal(rows[1:], rows[:-1], out=differs[1:])
+            rows = rows[differs]
         seen = rows.tobytes(), tables.changes
         if tables is not self._source:
             self._source = tables
