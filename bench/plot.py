@@ -114,11 +114,14 @@ def _scale(axis: Any, title: str, ticks: list[int]) -> None:
     axis.grid(alpha=0.3)
 
 
+SHOWN = ("kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "speculation-nvidia-h100.json")
+
+
 def main() -> int:
-    """Plot the files given, or the H200's; returns the exit status."""
+    """Plot the files given, or those whose pictures docs/ shows; returns the exit status."""
     mpl.use("Agg")
     plots = {"kernels": plot_kernels, "e2e": plot_engines, "speculation": plot_speculation}
-    for source in map(Path, sys.argv[1:] or (RESULTS / f"{name}-nvidia-h200.json" for name in plots)):
+    for source in map(Path, sys.argv[1:] or map(RESULTS.joinpath, SHOWN)):
         target = DOCS / source.with_suffix(".png").name
         plot = plots[source.name.partition("-")[0]]
         plot(json.loads(source.read_text()), target)

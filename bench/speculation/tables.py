@@ -8,7 +8,7 @@ from typing import Any
 from bench.markdown import table, wrapped
 from bench.tables import NAMES, load
 
-FILE, TEXTS_FILE = "speculation-nvidia-h200.json", "speculation-nvidia-h100.json"
+FILE, H200_FILE = "speculation-nvidia-h100.json", "speculation-nvidia-h200.json"
 CPU_FILE = "speculation-cpu-2-cores.json"
 HEADS = (
     "model",
@@ -39,15 +39,23 @@ def text_rows(found: Result) -> list[Result]:
 
 
 def speculation(file: str = FILE) -> str:
-    """A row for each model, method, text and batch; the times are medians of rounds, not the quotient of the columns."""
+    """A row for each model, method, share of right guesses and batch; the times are medians of rounds, not a quotient."""
     found = load(file)
-    lines = []
-    for row in text_rows(found):
-        guesses = (f"{row['guesses']:.1f}", f"{row['accept_rate']:.2f}") if row["guesses"] else ("0", "")
-        speeds = f"{row['tok_s']:.1f}", f"{row['off_tok_s']:.1f}", f"**{row['ratio']:.2f}**"
-        place = name_of(row), row["method"], row["task"], str(row["batch"])
-        lines.append([*place, *guesses, *speeds, row.get("commit", "")])
+    lines = [_cells(row, row["ratio"]) for row in text_rows(found) if "last_ratio" not in row]
     return f"{wrapped(_machine(found))}\n\n{table(HEADS, lines)}"
+
+
+def speculation_texts(file: str = FILE) -> str:
+    """The same of real texts, and how much sooner the last answer of a batch has ended."""
+    found = load(file)
+    lines = [_cells(row, row["ratio"], row["last_ratio"]) for row in text_rows(found) if "last_ratio" in row]
+    return f"{wrapped(_machine(found))}\n\n{table([*HEADS[:-1], 'until the last', HEADS[-1]], lines)}"
+
+
+def _cells(row: Result, ratio: float, *others: float) -> list[str]:
+    guesses = (f"{row['guesses']:.1f}", f"{row['accept_rate']:.2f}") if row["guesses"] else ("0", "")
+    speeds = f"{row['tok_s']:.1f}", f"{row['off_tok_s']:.1f}", f"**{ratio:.2f}**", *(f"{own:.2f}" for own in others)
+    return [name_of(row), row["method"], row["task"], str(row["batch"]), *guesses, *speeds, row.get("commit", "")]
 
 
 def speculation_steps(file: str = FILE) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from bench.speculation import results
 from bench.speculation.results import Row, write
-from bench.speculation.tables import speculation, speculation_steps
+from bench.speculation.tables import speculation, speculation_steps, speculation_texts
 
 ROWS = [
     Row("qwen3-32b", "free drafter", "3 guesses behind 500 tokens, none right", 1, 3, 0.0, 125.0, 160.0, 0.8),
@@ -17,6 +17,7 @@ ROWS = [
     Row("qwen3-32b", "draft by qwen3-0.6b", "0.7 of guesses right", 1, 4.25, 0.691, 281.25, 160.5, 1.751),
     Row("qwen3-32b", "draft by qwen3-0.6b", "0.7 of guesses right", 8, 2.0, 0.7, 1300.0, 1000.0, 1.3),
     Row("qwen3-32b", "lookup", "random text", 128, 0.0, 0.0, 5000.0, 5005.0, 0.999),
+    Row("smollm2-135m-instruct", "lookup", "edit, copies", 8, 9.0, 0.75, 15000.0, 10000.0, 1.5, 1.1),
 ]
 
 
@@ -38,6 +39,11 @@ def test_tables(written: Path) -> None:
         "| Qwen3-32B | draft by qwen3-0.6b | 0.7 of guesses right | 8 | 2.0 | 0.70 | 1300.0 | 1000.0 | **1.30** | 0123abc |",
         "| Qwen3-32B | lookup | random text | 128 | 0 |  | 5000.0 | 5005.0 | **1.00** | 0123abc |",
     ]
+    heads, _, line = speculation_texts(str(written)).splitlines()[2:]
+    assert heads.endswith("| times as fast | until the last | commit |")
+    assert line == (
+        "| smollm2-135m-instruct | lookup | edit, copies | 8 | 9.0 | 0.75 | 15000.0 | 10000.0 | **1.50** | 1.10 | 0123abc |"
+    )
     heads, _, line = speculation_steps(str(written)).splitlines()
     assert heads == "| model | tokens before | no guess | 3 guesses | 7 guesses | commit |"
     assert line == "| Qwen3-32B | 500 | 6.25 | 8.00 (1.25) | 10.00 (1.60) | 0123abc |"
