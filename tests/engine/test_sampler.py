@@ -17,6 +17,7 @@ from server.engine.runtime.sampling.inverse_cdf import uniform, uniforms
 from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import is_greedy, sample
+from server.engine.runtime.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from tests.engine.factories import make_sequence
 
@@ -185,6 +186,32 @@ def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: p
             found = dict(result.logprob.top)
             assert [found[i] for i in range(vocabulary)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-4)
             sequence.append(int(torch.randint(vocabulary, (1,), generator=generator)))
+
+
+@pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu"))])
+def test_penalties_behind_guesses_are_those_of_the_tokens(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, alone, chance = kind(), kind(), random.Random(5)
+    vocabulary, generator = 50, torch.Generator().manual_seed(2)
+    options = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.3, "logprobs": vocabulary}
+    alive = [make_sequence([1 + index, 2, 3], ignore_eos=True, **options) for index in range(6)]
+    for _ in range(20):
+        rows: list[Sequence] = []
+        behind: list[Sequence] = []
+        for sequence in alive:
+            # Some guesses come twice, and some are among the sequence's tokens.
+            guesses = tuple(chance.randrange(12) for _ in range(chance.randrange(5)))
+            rows += [sequence, *(SequenceAhead(sequence, n, guesses[:n]) for n in range(1, len(guesses) + 1))]
+            for count in range(len(guesses) + 1):
+                behind.append(copy := make_sequence(sequence.tokens[:3], ignore_eos=True, **options))
+                for token in (*sequence.tokens[3:], *guesses[:count]):
+                    copy.append(token)
+        logits = torch.randn(len(rows), vocabulary, generator=generator)
+        monkeypatch.setattr(sampler, "penalties", lambda *_: kept)
+        found = sample(logits.clone(), rows)
+        monkeypatch.setattr(sampler, "penalties", lambda *_: alone)
+        assert found == sample(logits.clone(), behind)
+        for sequence in alive:
+            sequence.append(chance.randrange(12))
 
 
 def test_bias_and_min_tokens() -> None:

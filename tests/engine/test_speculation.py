@@ -206,6 +206,30 @@ def test_guesses_under_a_grammar(
     assert all(permitted <= count <= permitted + refused for count, permitted in checked)
 
 
+@pytest.mark.parametrize(
+    "penalties",
+    [{"repetition_penalty": 0.9}, {"presence_penalty": -2.0, "frequency_penalty": 0.02}, {"repetition_penalty": 1.1}],
+)
+def test_guesses_under_penalties(
+    penalties: dict[str, float], model: Any, adapter: LoraModule, embedded_folder: Path
+) -> None:
+    """Each place is sampled with the penalties of the guesses in front of it."""
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    requests = [
+        make_request([5, 6, 7 + seed] * 5, max_tokens=60, temperature=t, seed=seed, ignore_eos=True, **penalties)
+        for seed in range(4)
+        for t in (0.0, 0.5)
+    ]
+    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    for request in requests:
+        wanted, got = joined(expected[request.request_id]), joined(found[request.request_id])
+        if not is_at_a_boundary(model, adapter, request, got.new_token_ids, wanted.new_token_ids):
+            assert got.new_token_ids == wanted.new_token_ids
+    stats = guessing.stats()
+    assert sum(stats.accepted_by_place) > (100 if penalties.get("repetition_penalty", 1) < 1 else 10)
+
+
 def test_a_step_with_guesses_that_fails_is_tried_without_them(
     model: Any, adapter: LoraModule, embedded_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

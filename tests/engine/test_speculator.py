@@ -190,9 +190,7 @@ def test_guesses_take_no_block_that_a_sequence_may_need() -> None:
     assert [len(guesses) for guesses in step.guesses.values()] == [1]
 
 
-@pytest.mark.parametrize(
-    "options", [{"speculation": False}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"max_tokens": 2}]
-)
+@pytest.mark.parametrize("options", [{"speculation": False}, {"max_tokens": 2}])
 def test_some_sequences_have_no_guesses(options: dict[str, object]) -> None:
     _, step = started([REPEATING], **options)
     assert not Speculator(StepCosts(FLAT), 400).plan(step)

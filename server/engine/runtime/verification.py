@@ -26,14 +26,22 @@ class _Length(list[int]):
 class SequenceAhead(Sequence):
     """A sequence as it would be with some more tokens, for sampling what follows them.
 
-    Its tokens have the right number and no content: sequences whose logits depend on it have no guesses.
+    Its tokens have the right number and no content: what depends on that goes by original and guessed.
     """
 
-    def __init__(self, sequence: Sequence, more: int, constraint: Constraint | None = None) -> None:
-        """constraint: the grammar's state behind these tokens, if they are bound by one."""
+    def __init__(
+        self, sequence: Sequence, more: int, guessed: tuple[int, ...] = (), constraint: Constraint | None = None
+    ) -> None:
+        """guessed: these tokens, where they are known. constraint: the grammar's state behind them, if they are bound."""
         self.__dict__.update(sequence.__dict__)
         self.tokens = _Length(len(sequence.tokens) + more)
+        self.guessed = guessed
         self.constraint = constraint
+        self._original = sequence
+
+    @property
+    def original(self) -> Sequence:
+        return self._original
 
 
 def sampled_sequences(step: Step) -> list[Sequence]:
@@ -46,10 +54,10 @@ def sampled_sequences(step: Step) -> list[Sequence]:
     for chunk in step.chunks:
         sequence = chunk.sequence
         found.append(sequence)
-        constraint = sequence.constraint
-        for more, guess in enumerate(step.guesses.get(sequence.request_id, ()), start=1):
+        constraint, guesses = sequence.constraint, tuple(step.guesses.get(sequence.request_id, ()))
+        for more, guess in enumerate(guesses, start=1):
             constraint = None if constraint is None else constraint.ahead(guess)
-            found.append(SequenceAhead(sequence, more, constraint))
+            found.append(SequenceAhead(sequence, more, guesses[:more], constraint))
     return found
 
 

@@ -112,6 +112,8 @@ class Sequence:
 
     num_judged = 0
     """The draft model's guesses that acceptance has been learned from."""
+    guessed: tuple[int, ...] = ()
+    """The guesses behind its tokens, of a sequence as it would be with them."""
 
     def __init__(
         self,
@@ -181,6 +183,11 @@ class Sequence:
         return (
             f"Sequence({self.request_id}, {len(self.tokens)} tokens, {self.num_computed} computed, {self.phase.name})"
         )
+
+    @property
+    def original(self) -> Sequence:
+        """The sequence itself, of one as it would be with guesses."""
+        return self
 
     @property
     def num_generated(self) -> int:

@@ -11,7 +11,7 @@ from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.engine.scheduling.step import Drafted, Running, Step
 from server.engine.speculation.costs import StepCosts, gains_of
-from server.engine.speculation.speculator import Speculator, can_guess, cut_refused
+from server.engine.speculation.speculator import Speculator, cut_refused
 
 MOST_DRAFTED = 8
 """Guesses for one sequence in one step at most: each takes a step of the draft model."""
@@ -123,7 +123,7 @@ class DraftSpeculator(Speculator):
         for chunk in chunks:
             sequence = chunk.sequence
             most = min(reach, sequence.most_new_tokens(self._max_model_len) - 1)
-            if most >= 1 and can_guess(sequence):
+            if most >= 1 and sequence.sampling.speculation:
                 found.append((self._rate if sequence.acceptance is None else sequence.acceptance, most, sequence))
         return found
 
@@ -229,7 +229,7 @@ class DraftSpeculator(Speculator):
         super().note_time(step, seconds)
 
     def _may_go_on(self, sequence: Sequence) -> bool:
-        return can_guess(sequence) and sequence.most_new_tokens(self._max_model_len) > 1
+        return sequence.sampling.speculation and sequence.most_new_tokens(self._max_model_len) > 1
 
     def _name(self, before: dict[Sequence, int]) -> None:
         """Let later sequences know which full KV blocks the draft model has computed, too."""

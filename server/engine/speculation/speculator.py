@@ -77,7 +77,7 @@ class Speculator:
         reach = min(MOST_GUESSES, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
         for chunk in chunks:
             sequence = chunk.sequence
-            if not can_guess(sequence):
+            if not sequence.sampling.speculation:
                 continue
             guesser = sequence.guesser
             if guesser is None:
@@ -149,14 +149,6 @@ class Speculator:
     def note_void(self) -> None:
         """Learn that a step without guesses waited for its tokens because some were likely."""
         self.costs.note_void()
-
-
-def can_guess(sequence: Sequence) -> bool:
-    """Whether a sequence may have guesses.
-
-    Penalties depend on the tokens before, and so would differ from guess to guess. Such sequences have none.
-    """
-    return sequence.sampling.speculation and not sequence.is_penalized
 
 
 def cut_refused(step: Step, kept: int = 0) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -41,14 +42,22 @@ class HostPenalties:
 
     def apply(self, logits: torch.Tensor, rows: list[int], sequences: list[Sequence]) -> None:
         """Penalize some rows of logits, float32 [sequences, vocabulary], in place."""
+        # Rows behind guesses of one sequence have its tokens in common.
+        common: dict[Sequence, tuple[torch.Tensor, torch.Tensor]] = {}
         for row in rows:
-            sampling = sequences[row].sampling
-            had = self._count(sequences[row])
-            ids, counts = torch.tensor(list(had.items()), dtype=torch.int64).unbind(1)
-            scores = logits[row, ids]
-            by = sampling.repetition_penalty
-            scores = torch.where(scores < 0, scores * by, scores / by)
-            logits[row, ids] = scores - (sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts)
+            sequence, own = sequences[row], sequences[row].original
+            had = self._count(own)
+            if own not in common:
+                common[own] = _columns(had)
+            ids, counts = common[own]
+            if not sequence.guessed:
+                logits[row, ids] = _penalized(logits[row, ids], counts, sequence)
+                continue
+            guessed = Counter(sequence.guessed)
+            behind, more = _columns({token: had.get(token, 0) + count for token, count in guessed.items()})
+            scores = logits[row, behind]
+            logits[row, ids] = _penalized(logits[row, ids], counts, sequence)
+            logits[row, behind] = _penalized(scores, more, sequence)
 
     def _count(self, sequence: Sequence) -> dict[int, int]:
         history = self._histories.setdefault(sequence, _History())
@@ -57,6 +66,20 @@ class HostPenalties:
             history.counts[token] = history.counts.get(token, 0) + (place >= sequence.num_prompt)
         history.known = len(sequence.tokens)
         return history.counts
+
+
+def _columns(counts: dict[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [tokens]: the tokens, and how often each is in the answer."""
+    ids, found = torch.tensor([*counts.items()], dtype=torch.int64).view(-1, 2).unbind(1)
+    return ids, found
+
+
+def _penalized(scores: torch.Tensor, counts: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    """Scores of tokens that a sequence has, each so often in its answer."""
+    sampling = sequence.sampling
+    by = sampling.repetition_penalty
+    scores = torch.where(scores < 0, scores * by, scores / by)
+    return scores - (sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts)
 
 
 class Penalties:
@@ -101,16 +124,28 @@ class Penalties:
         repetition, presence, frequency = table[:, 2:].float().unsqueeze(2).unbind(1)
         scores = logits[index]
         repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
-        scores = torch.where(self._seen[table_row], repeated, scores)
+        found = torch.where(self._seen[table_row], repeated, scores)
         counts = self._counts[table_row]
-        scores -= presence * (counts > 0) + frequency * counts
-        logits[index] = scores
+        found -= presence * (counts > 0) + frequency * counts
+        guessed = [
+            (place, token, count)
+            for place, sequence in enumerate(sequences)
+            for token, count in Counter(sequence.guessed).items()
+        ]
+        if guessed:
+            # These the sequences would have had, too, and more often than the table says.
+            pinned = torch.tensor(guessed, dtype=torch.int64, pin_memory=logits.is_cuda)
+            place, token, more = pinned.to(logits.device, non_blocking=True).unbind(1)
+            count = counts[place, token] + more.int()
+            penalty = presence[place, 0] * (count > 0) + frequency[place, 0] * count
+            found[place, token] = repeated[place, token] - penalty
+        logits[index] = found
 
     def _count(self, sequences: list[Sequence]) -> list[int]:
         """Each sequence's row, after its new tokens have been counted."""
-        table_rows = [self._row(sequence) for sequence in sequences]
+        table_rows = [self._row(sequence.original) for sequence in sequences]
         entries: list[tuple[int, int, int]] = []
-        for row, sequence in zip(table_rows, sequences, strict=True):
+        for row, sequence in zip(table_rows, (own.original for own in sequences), strict=True):
             known = self._known[row]
             entries += [
                 (row, token, int(known + i >= sequence.num_prompt)) for i, token in enumerate(sequence.tokens[known:])
