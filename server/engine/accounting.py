@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from dataclasses import dataclass
 
 from server.engine.outputs import OutputBuilder
@@ -52,11 +53,8 @@ class Accounting:
         """
         self._outputs.step_clock.stop()
         # What guesses delay, because they need the tokens of the step in front, is no cost of a step without them.
-        if self._speculator is not None:
-            if step.ahead:
-                self._speculator.note_time(step, self._outputs.step_clock.seconds)
-            elif all(chunk.is_decode for chunk in step.chunks):
-                self._speculator.note_void()
+        if step.ahead and self._speculator is not None:
+            self._speculator.note_time(step, self._outputs.step_clock.seconds)
         step, results = self._settle(step, results, failures)
         return self._outputs.tell(step.chunks, results, failures)
 
@@ -67,7 +65,8 @@ class Accounting:
         assert speculator is not None
         firsts, others = accepted(step, results)
         failures: dict[str, str] = {}
-        settled, firsts = self._settle(step, firsts, failures)
+        followed = {request_id for request_id, following in others.items() if following}
+        settled, firsts = self._settle(step, firsts, failures, followed)
         found: list[tuple[Sequence, list[Sampled], int]] = []
         for chunk, first in zip(settled.chunks, firsts, strict=True):
             sequence = chunk.sequence
@@ -91,10 +90,12 @@ class Accounting:
             outputs.append(self._outputs.tokens(sequence, results))
         return outputs
 
-    def _settle(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> tuple[Step, list[Sampled]]:
+    def _settle(
+        self, step: Step, results: list[Sampled], failures: dict[str, str], followed: Container[str] = ()
+    ) -> tuple[Step, list[Sampled]]:
         """Give sequences their tokens; the chunks of those that had not ended, as a step, and their results.
 
-        Results that are errors are added to failures.
+        Results that are errors are added to failures. followed: the requests that get more tokens at once.
         """
         if self._pace is not None:
             seconds = self._outputs.step_clock.seconds
@@ -112,5 +113,5 @@ class Accounting:
             if reason := failures.get(chunk.sequence.request_id):
                 origin = concerning(chunk.sequence.http_request_id)
                 logger.error("%s failed: %s", chunk.sequence.request_id, reason, extra=origin)
-        self._scheduler.resolve(step, [result.token for result in results])
+        self._scheduler.resolve(step, [result.token for result in results], followed)
         return step, results

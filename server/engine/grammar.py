@@ -78,8 +78,6 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """Take a generated token. One that the grammar forbids shows as GrammarError when the next one is asked for."""
-        if isinstance(self._next, Future):
-            self._next.cancel()
         matcher = self.matcher()
         self._next = None
         matcher.consume_token(token)
@@ -88,9 +86,10 @@ class GrammarState:
         """How many of these tokens, which have not been sampled, the grammar would take one after another."""
         try:
             matcher = self.matcher()
-            return 0 if matcher.is_error() else int(matcher.validate_tokens(tokens))
         except GrammarError:
             return 0  # the next sampled token says so
+        # What fails must not fail the sequence.
+        return 0 if matcher.is_error() else max(0, int(matcher.deep_copy().validate_tokens(tokens)))
 
     def ahead(self, token: int) -> GrammarState | None:
         """The state behind one more token, which has not been sampled; None where nothing can follow it."""
@@ -114,9 +113,15 @@ class GrammarState:
         return self._next
 
     def matcher(self) -> LLMatcher:
-        """The sequence's own matcher. Raises GrammarError; waits until the grammar is compiled, and for look_ahead()."""
+        """The sequence's own matcher. Raises GrammarError; waits until the grammar is compiled.
+
+        It waits for look_ahead(), too, and gives that up where it has not begun.
+        """
         if isinstance(self._next, Future):
-            wait([self._next])  # a matcher is used by one thread at a time
+            if self._next.cancel():
+                self._next = None
+            else:
+                wait([self._next])  # a matcher is used by one thread at a time
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
         return self._matcher

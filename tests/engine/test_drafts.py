@@ -10,6 +10,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -261,3 +262,19 @@ def test_first_guesses_move_a_sequences_rate_further_than_later_ones(model: Any)
     assert moved == pytest.approx(sorted(moved, reverse=True))
     assert moved[0] == pytest.approx(1 / 8)
     assert moved[-1] == pytest.approx(1 / 24)
+
+
+def test_guesses_that_a_grammar_cuts_have_taken_their_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = StepCosts({size: 1 + size / 1000 for size in range(1, 33)}, drafting={1: 0.25})
+    _, speculator = make_engine(model, model, costs)
+    _, step = started([[5, 6, 7]])
+    (sequence,) = (chunk.sequence for chunk in step.chunks)
+    sequence.constraint = Mock(permitted=lambda tokens: 0)
+    step.guesses = {sequence.request_id: [5, 5, 5]}
+    monkeypatch.setattr(speculator._model, "guess", lambda *_: None)
+    speculator.draft(step)
+    assert step.guesses == {sequence.request_id: [5]}
+    noted: list[tuple[int, float, bool]] = []
+    monkeypatch.setattr(costs, "note", lambda *given: noted.append(given))
+    speculator.note_time(step, 3.0)
+    assert noted == [(2, 3.0 - 3 * 0.25, True)]

@@ -242,8 +242,14 @@ def test_a_search_that_has_not_begun_is_given_up(embedded_folder: Path) -> None:
     second.look_ahead()
     assert not second.is_known()
     assert second.permits(letter)
+    # Nor does anything else wait for it.
+    second.look_ahead()
+    assert second.permitted([letter]) == 1
+    second.look_ahead()
+    second.accept(letter)
     go_on.set()
-    first.accept(letter)
+    for _ in range(2):
+        first.accept(letter)
     first.look_ahead()
     assert first.allowed() == second.allowed()
     assert first.is_known()

@@ -5,6 +5,7 @@ The slow tests have 500 requests for each source of guesses, or SPECULATION_REQU
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -69,7 +70,13 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1500)]
     ],
 )
 def test_answers_are_the_same_with_and_without(
-    kind: str, method: str, count: int, model: Any, adapter: LoraModule, embedded_folder: Path
+    kind: str,
+    method: str,
+    count: int,
+    model: Any,
+    adapter: LoraModule,
+    embedded_folder: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner_type, blocks = KINDS[kind]
     chance = random.Random(f"{runner_type.__name__} {blocks}")
@@ -101,6 +108,8 @@ def test_answers_are_the_same_with_and_without(
             checked += 1
         assert guessing.stats().kv_blocks_used == 0
     stats = guessing.stats()
+    # A step that fails is computed again without guesses, which would hide it.
+    assert "trying each alone" not in caplog.text
     assert checked > 0.7 * count
     assert sum(stats.accepted_by_place) > (count // 4 if (kind, method) == ("async", "draft") else count)
     assert (stats.shared_store_bytes or 0) > 0 or method != "shared"
@@ -171,7 +180,12 @@ def test_a_step_brings_several_tokens_and_says_how_guesses_fared(
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("method", ["lookup", "draft"])
 def test_guesses_under_a_grammar(
-    method: str, temperature: float, model: Any, adapter: LoraModule, embedded_folder: Path
+    method: str,
+    temperature: float,
+    model: Any,
+    adapter: LoraModule,
+    embedded_folder: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Guesses go on as the grammar has it, or are cut where it refuses them; the answer is the one without guesses."""
     plain = make_engine(model, adapter, embedded_folder)
@@ -199,11 +213,43 @@ def test_guesses_under_a_grammar(
         assert got.new_token_ids == wanted.new_token_ids
         assert (got.finish_reason, got.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
     stats = guessing.stats()
+    assert "trying each alone" not in caplog.text
     # The draft model knows nothing of the bias and of the grammar. One of its guesses that is refused is checked, too.
     refused = 0 if method == "lookup" else 1
     assert sum(stats.accepted_by_place) > 50 or refused
     assert checked
     assert all(permitted <= count <= permitted + refused for count, permitted in checked)
+
+
+def test_grammars_that_refuse_all_guesses_of_some_sequences(
+    model: Any, adapter: LoraModule, embedded_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step in which only some of the sequences that were to have guesses keep any is computed as it is."""
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    # What followed before is mostly refused.
+    order = "".join("(abc){4}(acb){4}" for _ in range(3))
+    grammar = json.dumps({"grammars": [{"lark_grammar": f"start: /{order}/"}]})
+    requests = [
+        make_request([5, 6, 7 + i] * 5, max_tokens=60, ignore_eos=True, **({"grammar": grammar} if i > 1 else {}))
+        for i in range(6)
+    ]
+    lengths: set[tuple[bool, ...]] = set()
+    execute = guessing._runner.execute
+
+    def seen(step: Step) -> list[Sampled]:
+        if step.guesses:
+            lengths.add(tuple(chunk.sequence.request_id in step.guesses for chunk in step.chunks))
+        return execute(step)
+
+    guessing._runner.execute = seen  # type: ignore[method-assign]
+    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    for request in requests:
+        name = request.request_id
+        assert tokens(found[name]) == tokens(expected[name])
+        assert joined(found[name]).finish_reason == joined(expected[name]).finish_reason
+    assert "trying each alone" not in caplog.text
+    assert any(len(set(some)) == 2 for some in lengths)
 
 
 @pytest.mark.parametrize(

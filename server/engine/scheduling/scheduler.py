@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
@@ -141,7 +141,7 @@ class Scheduler:
                 del guesses[max(len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens), 0) :]
                 if not guesses:
                     del step.guesses[sequence.request_id]
-        step.chunks.sort(key=lambda chunk: chunk.sequence.request_id in step.guesses)
+        step.sort()
 
     def reserve_ahead(self, counts: dict[Sequence, int]) -> bool:
         """Take the KV blocks for that many tokens of each sequence beyond its present ones, if there are enough for all."""
@@ -184,11 +184,11 @@ class Scheduler:
                 if chunk.samples:
                     chunk.sequence.tokens.append(PLACEHOLDER)
 
-    def resolve(self, step: Step, tokens: list[int]) -> None:
+    def resolve(self, step: Step, tokens: list[int], followed: Container[str] = ()) -> None:
         """Put the tokens of a step that advance() was called for in the places of its placeholders.
 
         tokens has one for each of step.sampled, in its order. Sequences that this ends are finished here: their blocks
-        are free and their finish_reason is set.
+        are free and their finish_reason is set. followed: the requests for which follow() comes next.
         """
         finished, block_size = Phase.FINISHED, self._blocks.block_size
         count = sum([chunk.samples for chunk in step.chunks])
@@ -201,7 +201,10 @@ class Scheduler:
                 token = next(following)
                 # Sequences that are not running ended while the step ran, or were preempted and wait.
                 if sequence.phase is not finished and sequence.tokens[-1] == PLACEHOLDER:
-                    sequence.resolve(token)
+                    if followed and sequence.request_id in followed:
+                        sequence.resolve(token, more=True)
+                    else:
+                        sequence.resolve(token)
             if sequence.num_computed >= (sequence.num_named + 1) * block_size:
                 self._name_blocks(sequence)
             if sequence.finish_reason is not None and sequence.phase is not finished:

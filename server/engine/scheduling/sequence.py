@@ -239,13 +239,13 @@ class Sequence:
         """How many tokens may follow the present last one."""
         return min(self.most_tokens, max_model_len) - len(self.tokens)
 
-    def resolve(self, token: int) -> None:
+    def resolve(self, token: int, more: bool = False) -> None:
         """Put the sampled token in the place of the placeholder, with append()'s effects."""
         tokens = self.tokens
         tokens[-1] = token
         # Most of a thousand sequences need no call.
         if len(tokens) >= self.most_tokens or token in self.stop_ids or self.constraint is not None:
-            self._note_newest(token)
+            self._note_newest(token, more)
 
     def append(self, token: int, more: bool = False) -> None:
         """Add a sampled token and set finish_reason if it is the last one; more: whether another follows at once."""

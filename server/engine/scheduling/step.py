@@ -53,8 +53,14 @@ class Step:
     """The guesses that the step checks behind decode chunks (speculation), by request id. Such chunks come last."""
     drafted: Drafted | None = None
     """Where the host does not know the guesses yet; PLACEHOLDER then stands for each of them."""
+    drafting: tuple[int, int] = (0, 0)
+    """For how many sequences a draft model has made guesses, and how many for one at most."""
     ahead: bool = False
     """Whether it was launched while the step in front of it still ran."""
+
+    def sort(self) -> None:
+        """Put decode chunks that have guesses behind those that have none."""
+        self.chunks.sort(key=lambda chunk: chunk.sequence.request_id in self.guesses)
 
     def read_guesses(self) -> None:
         """Wait for guesses that the host does not know yet."""

@@ -151,6 +151,7 @@ class DraftSpeculator(Speculator):
     def draft(self, step: Step) -> None:
         before = {chunk.sequence: chunk.sequence.num_drafted for chunk in step.chunks}
         ahead, self._planned_ahead = self._planned_ahead, None
+        step.drafting = len(step.guesses), max(map(len, step.guesses.values()))
         self._model.guess(step, ahead)
         self._name(before)
         # One that is refused is checked as a wrong one, from which it is learned how often guesses are right.
@@ -225,7 +226,7 @@ class DraftSpeculator(Speculator):
 
     def note_time(self, step: Step, seconds: float) -> None:
         if step.guesses:
-            seconds -= self.costs.drafting(len(step.guesses), max(map(len, step.guesses.values())))
+            seconds -= self.costs.drafting(*step.drafting)
         super().note_time(step, seconds)
 
     def _may_go_on(self, sequence: Sequence) -> bool:

@@ -164,3 +164,4 @@ def cut_refused(step: Step, kept: int = 0) -> None:
             step.guesses[name] = own
         else:
             del step.guesses[name]
+    step.sort()
