@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 
@@ -44,6 +43,7 @@ from server.engine.supervisor.base import EngineStatus
 from server.engine.supervisor.client import EngineClient
 from server.images.client import ImagesUnavailableError
 from server.images.service import Images
+from server.objects import freeze_objects
 from server.observability.tracing import Tracing, TracingError
 from server.text.errors import TokenizerError
 from server.text.tokenizer import Tokenizer
@@ -189,10 +189,7 @@ async def _start(service: Service, part: Alone, on_status: StatusListener) -> No
         service.tokenizer = await in_thread(lambda: Tokenizer.load(folder))
         if not isinstance(service.images, str):
             await _start_images(service, service.images)
-        # Objects that the libraries have made by now stay alive; if the garbage collector kept looking through them, streams
-        # would stall for 50 ms.
-        gc.collect()
-        gc.freeze()
+        freeze_objects()
         await part.settle(service)
         if engine.status.state == "ready":
             on_status(engine.status)

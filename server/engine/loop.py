@@ -27,6 +27,7 @@ from server.engine.channel import Channel, send_from_thread
 from server.engine.permanence import is_permanent, is_refusal
 from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
+from server.objects import freeze_objects
 from server.types import (
     AbortRequest,
     AdapterResult,
@@ -213,6 +214,7 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
     grammars = Grammars(Path(setup.checkpoint_folder), limits.vocab_size, end, runner.looks_ahead)
     engine = Engine(runner, config, grammars, None if workers is None else workers.device_memory)
+    freeze_objects()
     channel.send(
         EngineReady(
             max_model_len=limits.max_model_len,

@@ -38,6 +38,7 @@ from server.engine.runtime.limits import sequence_limit
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.start import load_runner
 from server.logs import set_up_logging
+from server.objects import freeze_objects
 
 logger = logging.getLogger(f"{PACKAGE}.engine.parallel.worker")
 
@@ -94,6 +95,7 @@ class _Worker:
         width = -(-runner.limits.max_model_len // config.block_size)
         reader = StepReader(sequence_limit(config, runner.device), width)
         bound_waiting(EXCHANGE_S)
+        freeze_objects()
         self._wire.send(WorkerReady(setup.rank))
         self.is_ready = True
         beat = threading.Thread(target=_beat, args=(setup.rank, runner.memory, self._wire), name="beat", daemon=True)

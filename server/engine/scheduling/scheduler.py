@@ -167,7 +167,7 @@ class Scheduler:
             sequence.num_computed += 1
             added += 1
             sequence.append(token, more=added < len(tokens))
-        if sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
+        if self._prefix_caching and sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
             self._name_blocks(sequence)
         if sequence.finish_reason is not None:
             self._remove(sequence)
@@ -190,7 +190,7 @@ class Scheduler:
         tokens has one for each of step.sampled, in its order. Sequences that this ends are finished here: their blocks
         are free and their finish_reason is set. followed: the requests for which follow() comes next.
         """
-        finished, block_size = Phase.FINISHED, self._blocks.block_size
+        finished, block_size, naming = Phase.FINISHED, self._blocks.block_size, self._prefix_caching
         count = sum([chunk.samples for chunk in step.chunks])
         if count != len(tokens):
             raise ValueError(f"{len(tokens)} tokens for a step that samples {count}")
@@ -205,7 +205,7 @@ class Scheduler:
                         sequence.resolve(token, more=True)
                     else:
                         sequence.resolve(token)
-            if sequence.num_computed >= (sequence.num_named + 1) * block_size:
+            if naming and sequence.num_computed >= (sequence.num_named + 1) * block_size:
                 self._name_blocks(sequence)
             if sequence.finish_reason is not None and sequence.phase is not finished:
                 self._remove(sequence)
@@ -269,7 +269,7 @@ class Scheduler:
 
     def _name_blocks(self, sequence: Sequence) -> None:
         """Let other sequences find the full blocks of a running sequence that are computed."""
-        if self._prefix_caching and sequence.phase is Phase.RUNNING:
+        if sequence.phase is Phase.RUNNING:
             named, full = sequence.num_named, sequence.num_computed // self._blocks.block_size
             keys = sequence.block_keys(self._blocks.block_size, sequence.num_computed)
             for block, key in zip(sequence.blocks[named:full], keys[named:], strict=True):

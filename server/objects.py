@@ -1,0 +1,15 @@
+"""The garbage collector of a process that serves."""
+
+from __future__ import annotations
+
+import gc
+
+
+def freeze_objects() -> None:
+    """Keep the garbage collector from looking through the objects that there are now; call when a process is ready.
+
+    What the libraries have made stays alive. Looking through it takes 50 ms in the API process and 260 ms in the engine's
+    (half a million objects), in which all streams would stall.
+    """
+    gc.collect()
+    gc.freeze()
