@@ -18,6 +18,8 @@ from bench.speculation.tables import name_of, text_rows
 from bench.tables import RESULTS, large_rows
 
 DOCS = RESULTS.parents[1] / "docs"
+SHOWN = ("kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "speculation-nvidia-h100.json")
+"""The results whose pictures docs/ shows."""
 SERIES = (
     ("ours_us", "nf4_kernels", "tab:blue"),
     ("bf16_us", "bf16 cuBLAS", "tab:green"),
@@ -112,9 +114,6 @@ def _scale(axis: Any, title: str, ticks: list[int]) -> None:
     axis.set_yscale("log")
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-
-
-SHOWN = ("kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "speculation-nvidia-h100.json")
 
 
 def main() -> int:

@@ -41,21 +41,31 @@ def text_rows(found: Result) -> list[Result]:
 def speculation(file: str = FILE) -> str:
     """A row for each model, method, share of right guesses and batch; the times are medians of rounds, not a quotient."""
     found = load(file)
-    lines = [_cells(row, row["ratio"]) for row in text_rows(found) if "last_ratio" not in row]
+    lines = [_cells(row) for row in text_rows(found) if "last_ratio" not in row]
     return f"{wrapped(_machine(found))}\n\n{table(HEADS, lines)}"
 
 
 def speculation_texts(file: str = FILE) -> str:
     """The same of real texts, and how much sooner the last answer of a batch has ended."""
     found = load(file)
-    lines = [_cells(row, row["ratio"], row["last_ratio"]) for row in text_rows(found) if "last_ratio" in row]
+    lines = [_cells(row) for row in text_rows(found) if "last_ratio" in row]
     return f"{wrapped(_machine(found))}\n\n{table([*HEADS[:-1], 'until the last', HEADS[-1]], lines)}"
 
 
-def _cells(row: Result, ratio: float, *others: float) -> list[str]:
+def _cells(row: Result) -> list[str]:
     guesses = (f"{row['guesses']:.1f}", f"{row['accept_rate']:.2f}") if row["guesses"] else ("0", "")
-    speeds = f"{row['tok_s']:.1f}", f"{row['off_tok_s']:.1f}", f"**{ratio:.2f}**", *(f"{own:.2f}" for own in others)
-    return [name_of(row), row["method"], row["task"], str(row["batch"]), *guesses, *speeds, row.get("commit", "")]
+    speeds = f"{row['tok_s']:.1f}", f"{row['off_tok_s']:.1f}", f"**{row['ratio']:.2f}**"
+    last = [f"{row['last_ratio']:.2f}"] if "last_ratio" in row else []
+    return [
+        name_of(row),
+        row["method"],
+        row["task"],
+        str(row["batch"]),
+        *guesses,
+        *speeds,
+        *last,
+        row.get("commit", ""),
+    ]
 
 
 def speculation_steps(file: str = FILE) -> str:

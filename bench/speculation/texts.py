@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -118,13 +118,13 @@ TASKS = (
 class Run:
     """One run of a task."""
 
-    tokens: int = 0
+    tokens: int
     """Tokens that were decoded while all sequences ran."""
-    seconds: float = 0.0
+    seconds: float
     """How long all sequences ran."""
-    last: float = 0.0
+    last: float
     """Seconds until the last sequence ended."""
-    answers: list[list[int]] = field(default_factory=list)
+    answers: list[list[int]]
 
     @property
     def rate(self) -> float:
@@ -161,8 +161,12 @@ def run(engine: Engine, prompts: list[list[int]], tokens: int, clock: Callable[[
 def run_task(engine: Engine, batches: list[list[list[int]]], tokens: int, clock: Callable[[], float]) -> Run:
     """Run batches of prompts one after another, as one run."""
     runs = [run(engine, prompts, tokens, clock) for prompts in batches]
-    tokens, seconds, last = (sum(getattr(own, name) for own in runs) for name in ("tokens", "seconds", "last"))
-    return Run(tokens, seconds, last, [answer for own in runs for answer in own.answers])
+    return Run(
+        sum(own.tokens for own in runs),
+        sum(own.seconds for own in runs),
+        sum(own.last for own in runs),
+        [answer for own in runs for answer in own.answers],
+    )
 
 
 def measure(
@@ -179,18 +183,18 @@ def measure(
     batches = [[prompt] for prompt in prompts] if batch == 1 else [[prompts[i % len(prompts)] for i in range(batch)]]
     plain: list[Run] = []
     guessed: list[Run] = []
+    for engine in (on, off):
+        run_task(engine, batches, tokens, clock)
     before = on.stats()
-    for number in range(rounds + 1):
-        if number == 1:
-            before = on.stats()
+    for number in range(rounds):
         # The engine that runs first changes from round to round.
-        for engine in (off, on) if number % 2 else (on, off):
+        for engine in (on, off) if number % 2 else (off, on):
             (guessed if engine is on else plain).append(run_task(engine, batches, tokens, clock))
     for one, other in zip(plain[-1].answers, guessed[-1].answers, strict=True):
         if one != other:
             place = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
             print(f"  {task.name}: answers differ from token {place} on")
-    plain, guessed, after = plain[1:], guessed[1:], on.stats()
+    after = on.stats()
     drafts, checked = after.drafts - before.drafts, after.draft_tokens - before.draft_tokens
     accepted = sum(after.accepted_by_place) - sum(before.accepted_by_place)
     return Row(

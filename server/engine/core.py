@@ -271,7 +271,7 @@ class Engine:
             speculator.draft(step)
         if step.guesses:
             return self._runner.launch_check(step)
-        speculator.note_void()
+        speculator.costs.note_void()
         return self._runner.execute_async(step, None) if step.chunks else None
 
     def _guess_ahead(self, launched: LaunchedStep) -> None:

@@ -141,7 +141,7 @@ class Scheduler:
                 del guesses[max(len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens), 0) :]
                 if not guesses:
                     del step.guesses[sequence.request_id]
-        step.sort()
+        step.chunks.sort(key=lambda chunk: chunk.sequence.request_id in step.guesses)
 
     def reserve_ahead(self, counts: dict[Sequence, int]) -> bool:
         """Take the KV blocks for that many tokens of each sequence beyond its present ones, if there are enough for all."""

@@ -58,10 +58,6 @@ class Step:
     ahead: bool = False
     """Whether it was launched while the step in front of it still ran."""
 
-    def sort(self) -> None:
-        """Put decode chunks that have guesses behind those that have none."""
-        self.chunks.sort(key=lambda chunk: chunk.sequence.request_id in self.guesses)
-
     def read_guesses(self) -> None:
         """Wait for guesses that the host does not know yet."""
         if self.drafted is not None:

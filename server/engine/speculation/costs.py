@@ -6,6 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
+MOST_GUESSES = 15
+"""Guesses for one sequence in one step at most."""
 _LEARNING_RATE = 1 / 16
 # How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
 _FORGETTING_RATE = 1 / 256
@@ -18,8 +20,6 @@ _LEAST_GAIN, _LEAST_GAIN_DRAFTED = 1.1, 1.05
 # The start times a step with guesses until its tokens are read, and the device does not wait for that where guesses are made
 # ahead.
 _MOST_SAVED = 0.05
-# More guesses than this no sequence has.
-_MOST = 15
 
 
 def gains_of(survivals: Iterable[float]) -> list[float]:
@@ -169,7 +169,7 @@ class StepCosts:
             min(size, sequences * (1 + steps)) > least * (seconds + checking.extra + self.drafting(sequences, steps))
             for size, seconds in zip(checking.sizes, checking.seconds, strict=True)
             if size > sequences
-            for steps in {min(_MOST, size // sequences - 1), min(_MOST, -(-size // sequences) - 1)}
+            for steps in {min(MOST_GUESSES, own - 1) for own in (size // sequences, -(-size // sequences))}
         )
 
     @property

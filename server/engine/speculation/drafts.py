@@ -11,7 +11,7 @@ from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
 from server.engine.scheduling.step import Drafted, Running, Step
 from server.engine.speculation.costs import StepCosts, gains_of
-from server.engine.speculation.speculator import Speculator, cut_refused
+from server.engine.speculation.speculator import Speculator
 
 MOST_DRAFTED = 8
 """Guesses for one sequence in one step at most: each takes a step of the draft model."""
@@ -154,8 +154,13 @@ class DraftSpeculator(Speculator):
         step.drafting = len(step.guesses), max(map(len, step.guesses.values()))
         self._model.guess(step, ahead)
         self._name(before)
-        # One that is refused is checked as a wrong one, from which it is learned how often guesses are right.
-        cut_refused(step, kept=1)
+        for chunk in step.chunks:
+            constraint, name = chunk.sequence.constraint, chunk.sequence.request_id
+            if constraint is not None and name in step.guesses:
+                step.read_guesses()
+                guesses = step.guesses[name]
+                # The first that is refused is checked as a wrong one, from which it is learned how often guesses are right.
+                step.guesses[name] = guesses[: constraint.permitted(guesses) + 1]
 
     def next_counts(self, step: Step) -> dict[Sequence, int]:
         counts = Counter(() if self._prepared is None else self._prepared[2])

@@ -7,7 +7,7 @@ from heapq import nlargest
 
 from server.engine.scheduling.sequence import GuessSource, Sequence
 from server.engine.scheduling.step import Running, Step
-from server.engine.speculation.costs import StepCosts, gains_of
+from server.engine.speculation.costs import MOST_GUESSES, StepCosts, gains_of
 from server.engine.speculation.guesser import Guesser, SharedReader
 from server.engine.speculation.shared_store import SharedStore
 
@@ -17,8 +17,6 @@ LEAST_SHARED_PER_STEP = 32
 """Tokens of earlier answers that are indexed behind a step, or as many as it has (30 us)."""
 SHARED_WHEN_IDLE = 1024
 """Tokens of earlier answers that are indexed before it is seen whether there are new requests (1 ms)."""
-MOST_GUESSES = 15
-"""Guesses for one sequence in one step at most."""
 
 
 class Speculator:
@@ -61,8 +59,12 @@ class Speculator:
             counts[sequence] = counts.get(sequence, 0) + 1
         for sequence, count in counts.items():
             assert sequence.guesser is not None
-            step.guesses[sequence.request_id] = sequence.guesser.guesses(count)
-        return bool(counts)
+            guesses, constraint = sequence.guesser.guesses(count), sequence.constraint
+            if constraint is not None:
+                guesses = guesses[: constraint.permitted(guesses)]
+            if guesses:
+                step.guesses[sequence.request_id] = guesses
+        return bool(step.guesses)
 
     def _candidates(self, step: Step) -> tuple[float, list[tuple[Sequence, GuessSource, int, int]]]:
         """How many tokens the guesses of a step's sequences promise, and the sequences that may have some.
@@ -103,11 +105,7 @@ class Speculator:
         )
 
     def draft(self, step: Step) -> None:
-        """Put guesses in the places that plan() has left for them, but for those that grammars refuse.
-
-        Their KV blocks are taken.
-        """
-        cut_refused(step)
+        """Put guesses in the places that plan() has left for them; their KV blocks are taken."""
 
     def next_counts(self, step: Step) -> dict[Sequence, int]:
         """How many guesses each sequence will likely have behind a step that runs; none where they cannot be made yet."""
@@ -145,23 +143,3 @@ class Speculator:
         """Learn what a decode step took, from the end of the one in front to its own."""
         if step.chunks and all(chunk.is_decode for chunk in step.chunks):
             self.costs.note(step.num_tokens, seconds, bool(step.guesses))
-
-    def note_void(self) -> None:
-        """Learn that a step without guesses waited for its tokens because some were likely."""
-        self.costs.note_void()
-
-
-def cut_refused(step: Step, kept: int = 0) -> None:
-    """Cut each sequence's guesses from the first one on that its grammar refuses, but for `kept` of them."""
-    for chunk in step.chunks:
-        constraint, name = chunk.sequence.constraint, chunk.sequence.request_id
-        if constraint is None or name not in step.guesses:
-            continue
-        step.read_guesses()
-        guesses = step.guesses[name]
-        own = guesses[: constraint.permitted(guesses) + kept]
-        if own:
-            step.guesses[name] = own
-        else:
-            del step.guesses[name]
-    step.sort()

@@ -134,8 +134,7 @@ class Penalties:
         ]
         if guessed:
             # These the sequences would have had, too, and more often than the table says.
-            pinned = torch.tensor(guessed, dtype=torch.int64, pin_memory=logits.is_cuda)
-            place, token, more = pinned.to(logits.device, non_blocking=True).unbind(1)
+            place, token, more = _columns_on(logits.device, guessed)
             count = counts[place, token] + more.int()
             penalty = presence[place, 0] * (count > 0) + frequency[place, 0] * count
             found[place, token] = repeated[place, token] - penalty
@@ -152,8 +151,7 @@ class Penalties:
             ]
             self._known[row] = len(sequence.tokens)
         if entries:
-            pinned = torch.tensor(entries, dtype=torch.int64, pin_memory=self._seen.is_cuda)
-            at, tokens, generated = pinned.to(self._seen.device, non_blocking=True).unbind(1)
+            at, tokens, generated = _columns_on(self._seen.device, entries)
             self._seen[at, tokens] = True
             self._counts.index_put_((at, tokens), generated.int(), accumulate=True)
         return table_rows
@@ -177,3 +175,9 @@ class Penalties:
         self._seen = torch.cat([self._seen, self._seen.new_zeros(more, self._seen.shape[1])])
         self._counts = torch.cat([self._counts, self._counts.new_zeros(more, self._counts.shape[1])])
         self._free += range(count, count + more)
+
+
+def _columns_on(device: torch.device, rows: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
+    """The three columns of rows, int64 [rows]; the host does not wait for the device."""
+    pinned = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True).unbind(1)
