@@ -150,6 +150,18 @@ def test_guesses_that_are_wrong_end_and_are_tried_again(model: Any) -> None:
     assert not speculator.plan(step)
 
 
+def test_a_draft_model_that_follows_at_once_leaves_the_newest_token(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guesses begin behind a token that the draft model computes with them."""
+    engine, speculator = make_engine(model, model, max_num_batched_tokens=64)
+    parts = followed(speculator, monkeypatch)
+    run_together(engine, make_request(40, max_tokens=12, ignore_eos=True))
+    # Prompts are followed behind the first step that decodes, when two more tokens are known.
+    assert parts == [[(0, 41)]]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_a_draft_model_whose_guesses_are_wrong_does_not_follow_until_they_are_tried_again(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,7 +210,8 @@ class DraftSpeculator(Speculator):
         left, parts, before = self._token_budget(), list[tuple[Sequence, int]](), dict[Sequence, int]()
         for sequence in behind:
             if left > 0:
-                parts.append((sequence, min(_lag(sequence), left)))
+                # The newest token, known or not, is left: guesses begin behind a token that they compute.
+                parts.append((sequence, min(len(sequence.tokens) - 1 - sequence.num_drafted, left)))
                 before[sequence] = sequence.num_drafted
                 left -= parts[-1][1]
         self._model.follow(parts)
