@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -23,6 +24,21 @@ def failure(attempt: Callable[[], object]) -> str | None:
         logger.debug("what was tried fails", exc_info=True)
         return summary(e)
     return None
+
+
+def side_by_side(attempts: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Run attempts for a CUDA device in a thread each; raises what the first of them that fails raises.
+
+    Triton compiles a kernel in 1 to 4 seconds, without Python's lock for the most part.
+    """
+
+    def run(attempt: Callable[[], object]) -> None:
+        with torch.inference_mode(), torch.cuda.device(device):
+            attempt()
+
+    with ThreadPoolExecutor(len(attempts)) as pool:
+        for done in [pool.submit(run, attempt) for attempt in attempts]:
+            done.result()
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -105,6 +105,18 @@ class AttentionBackend(ABC):
         return out if tile == 0 else tile_activations(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
 
 
+@dataclass(frozen=True)
+class DecodeForm:
+    """What a decode graph asks of a launch that attends; a kernel is compiled for each form."""
+
+    rotary: bool
+    """Whether the launch computes rotary embeddings."""
+    norms: bool
+    """Whether it normalises queries and keys in front of them."""
+    tile: int
+    """Tokens of a tile of the result; 0: the result is not tiled."""
+
+
 class GraphBackend(AttentionBackend):
     """A backend whose forward passes can be captured in CUDA graphs.
 
@@ -124,8 +136,12 @@ class GraphBackend(AttentionBackend):
         """Whether decode graphs compute norms and rotary embeddings in the launch that attends."""
 
     @abstractmethod
-    def set_up_graphs(self, max_model_len: int, max_num_seqs: int, split_keys: bool) -> None:
+    def set_up_graphs(
+        self, max_model_len: int, max_num_seqs: int, split_keys: bool, forms: Collection[DecodeForm] = ()
+    ) -> None:
         """Prepare for graphs of up to max_num_seqs sequences of up to max_model_len tokens; call before any plan.
+
+        forms: those that decode graphs are likely to ask for, so that their kernels can be compiled side by side.
 
         split_keys: whether a sequence's keys may be divided among thread blocks, which depends on how many and how long
         the step's sequences are and so changes the order of sums.

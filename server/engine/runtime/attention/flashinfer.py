@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions, GraphBackend, LayerShape
+from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, LayerShape
 from server.engine.runtime.attention.flashinfer_graphs import (
     LONGEST,
     QUERIES_PER_BLOCK,
@@ -25,7 +25,7 @@ from server.engine.runtime.attention.flashinfer_graphs import (
     workspace,
 )
 from server.engine.runtime.attention.kernels.decode import DecodeAttention
-from server.engine.runtime.attention.kernels.decode_trial import disagreement
+from server.engine.runtime.attention.kernels.decode_trial import compile_forms, disagreement
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.page_tables import Padding, PageTables, page_tables
@@ -154,22 +154,26 @@ class FlashInferBackend(GraphBackend):
             **others,
         )
 
-    def set_up_graphs(self, max_model_len: int, max_num_seqs: int, split_keys: bool) -> None:
+    def set_up_graphs(
+        self, max_model_len: int, max_num_seqs: int, split_keys: bool, forms: Collection[DecodeForm] = ()
+    ) -> None:
         """Do as GraphBackend says. With split_keys our own kernel attends, if it computes what FlashInfer's do."""
         most_blocks = -(-max_model_len // self._block_size)
         self._split_keys = split_keys
         self._decode_graphs = DecodeWrappers(list(self._mixed), self._workspace, most_blocks)
         if split_keys:
-            failed = failure(lambda: self._load_decode(max_num_seqs, most_blocks))
+            failed = failure(lambda: self._load_decode(max_num_seqs, most_blocks, forms))
             if failed is not None:
                 logger.warning("decode steps attend by FlashInfer's kernels, more slowly: our own fails: %s", failed)
 
-    def _load_decode(self, sequences: int, most_blocks: int) -> None:
+    def _load_decode(self, sequences: int, most_blocks: int, forms: Collection[DecodeForm]) -> None:
         """Use our own kernel for graphs. Raises what the kernel raises, and ValueError if its results differ."""
         decode = DecodeAttention(self._mixed, sequences, most_blocks, self.scratch_block, self._device)
-        for kind in self._mixed:
-            layer = self._kinds.index(kind)
-            wrong = disagreement(decode, self, self._cache[layer], layer, kind)
+        firsts = [self._kinds.index(kind) for kind in self._mixed]
+        compile_forms(decode, [(self._cache[n], self._kinds[n], self.sinks.get(n)) for n in firsts], forms)
+        norms = not forms or any(form.norms for form in forms)
+        for kind, layer in zip(self._mixed, firsts, strict=True):
+            wrong = disagreement(decode, self, self._cache[layer], layer, kind, norms)
             if wrong is not None:
                 raise ValueError(wrong)
         self._decode = decode

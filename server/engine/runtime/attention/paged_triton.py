@@ -6,11 +6,12 @@ prompts but read no cache in 8 bits with a scale for each token and head, and ta
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions, GraphBackend, LayerShape
+from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, LayerShape
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode import DecodeAttention
 from server.engine.runtime.attention.kernels.instances import Shared
@@ -106,7 +107,10 @@ class TritonBackend(GraphBackend):
             self._decode = DecodeAttention(kinds, *self._room, self.scratch_block, self._device, self._split_keys)
         return self._decode
 
-    def set_up_graphs(self, max_model_len: int, max_num_seqs: int, split_keys: bool) -> None:
+    def set_up_graphs(
+        self, max_model_len: int, max_num_seqs: int, split_keys: bool, forms: Collection[DecodeForm] = ()
+    ) -> None:
+        # Forms are left to FlashInfer's backend: with this one there is one form, which has been compiled for a trial.
         self._split_keys, self._decode = split_keys, None
         self._decode_for(max_num_seqs, -(-max_model_len // self._block_size))
 

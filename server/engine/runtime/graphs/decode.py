@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,14 +14,11 @@ from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
 from server.engine.runtime.batch import Batch, Spans, to_device
-from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
-from server.engine.runtime.compile.passes.fusion import fused_operations
-from server.engine.runtime.compile.pdl import dependent_launches
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before
+from server.engine.runtime.graphs.captured_layers import compiled_layers
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
-from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table
@@ -35,10 +30,7 @@ WARM_UPS = 2
 # From this many sequences on, the attention's launch computes rotary embeddings. With fewer sequences a kernel of its own
 # for them takes less time than the start of the attention's launch, which that kernel hides
 # (docs/adr/0011-decode-attention.md).
-_ROTARY_FROM = 8
-# A step that is waited for is up to three graphs, which end behind these parts of the layers and the last one: the device
-# computes each while the host launches the next. So the device waits for the launch of a few layers only.
-_CUTS = (64, 6)
+ROTARY_FROM = 8
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -214,7 +206,7 @@ class DecodeGraphs:
 
     def applies_rotary(self, size: int) -> bool:
         """Whether the attention computes rotary embeddings in the graph of size sequences."""
-        return self._backend.applies_rotary and size >= _ROTARY_FROM and not self.shared
+        return self._backend.applies_rotary and size >= ROTARY_FROM and not self.shared
 
     def _capture_one(self, size: int, others: torch.Tensor | None, count: bool = False) -> _Graph:
         inputs = self.pool.new_inputs(size)
@@ -232,7 +224,7 @@ class DecodeGraphs:
             return logits, largest_of_rows(logits)
 
         cut = self.pool.cut if self._waited_for else None
-        with _compiled_layers(self._model, self.applies_rotary(size), self.shared, cut):
+        with compiled_layers(self._model, size, self.applies_rotary(size), self.shared, cut):
             captured, (logits, greedy) = self.pool.capture(forward, WARM_UPS)
             if count:
                 self.fused = count_fused(forward)
@@ -247,47 +239,3 @@ def put_newest(ids: torch.Tensor, newest: torch.Tensor, source: list[int] | None
     if source is not None:
         newest = newest[to_device(np.array(source, np.int64), ids.device)]
     torch.where(ids == PLACEHOLDER, newest, ids, out=ids)
-
-
-@contextmanager
-def _compiled_layers(
-    model: PreTrainedModel, applies_rotary: bool, shared: bool = False, cut: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation.
-
-    What runs once for all of them is compiled, too: as the model's own operations it takes some twenty launches, 36 us.
-
-    applies_rotary: whether the attention computes queries' and keys' norms and rotary embeddings. shared: compile apart
-    from what has been compiled for graphs that are not shared. cut: called behind the parts of the layers that _CUTS has.
-    """
-    # Each size of the ladder and kind of layer is compiled once, and all of that code is kept.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
-    # For shapes that it has compiled torch takes that code again, whichever passes made it: decode graphs of a size may
-    # leave the rotary embedding to the attention. An option, even with the value that it has anyway, keeps code apart.
-    options: dict[str, str | int | bool | Callable[..., object]] | None = None
-    if shared:
-        from torch._inductor import config
-
-        options = {"epilogue_fusion": config.epilogue_fusion}
-    layers, outer = decoder_layers(model), outer_modules(model)
-    plain: list[Callable[..., object]] = [layer.forward for layer in layers]
-    for layer, forward in zip(layers, plain, strict=True):
-        layer.forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
-    for module in outer:
-        # These gain nothing from knowing the size, so one compilation serves all sizes but 1.
-        module.forward = torch.compile(module.forward, dynamic=True)
-    if cut is not None:
-        for index in {-(-len(layers) // part) for part in _CUTS}:
-            if index < len(layers):
-                layers[index].forward = partial(_after, cut, layers[index].forward)
-    try:
-        with dependent_launches(), small_kernels_by_rule(), fused_operations(applies_rotary):
-            yield
-    finally:
-        for module in (*layers, *outer):
-            del module.forward
-
-
-def _after(first: Callable[[], None], then: Callable[..., object], *args: object, **kwargs: object) -> object:
-    first()
-    return then(*args, **kwargs)

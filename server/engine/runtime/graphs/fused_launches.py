@@ -7,7 +7,7 @@ code that an earlier start has left on disk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from nf4_kernels import ops
-from server.engine.runtime.attention.base import ATTEND_ROTARY
+from server.engine.runtime.attention.base import ATTEND_ROTARY, DecodeForm
 from server.engine.runtime.compile.passes.matching import bound_arguments
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.projections import GroupMember, NF4Linear
@@ -121,6 +121,30 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
                 question = _question(gemm, tokens)
                 found.residuals += not between and ops.can_fuse(*question, False)
                 found.tiled += tiles and gemm.in_features % 256 == 0 and ops.token_tile(*question) > 0
+    return found
+
+
+def decode_forms(model: PreTrainedModel, sizes: Iterable[int], rotary_from: int) -> set[DecodeForm]:
+    """The forms of attention that decode graphs of these sizes are likely to ask for.
+
+    rotary_from: the size from which on attention computes rotary embeddings.
+    """
+    found: set[DecodeForm] = set()
+    seen: set[object] = set()
+    for layer in decoder_layers(model):
+        attention = getattr(layer, "self_attn", None)
+        gemm, norms = _gemm(attention, "o_proj"), hasattr(attention, "q_norm")
+        key = norms, None if gemm is None else (gemm.out_features, gemm.expanded is None)
+        if key in seen:
+            continue
+        seen.add(key)
+        for size in sizes:
+            rotary = size >= rotary_from
+            tiled = rotary and gemm is not None and model.dtype is torch.bfloat16 and gemm.in_features % 256 == 0
+            if gemm is not None and gemm.expanded is not None and size >= gemm.EXPANDED_FROM:
+                tiled = False
+            tile = ops.token_tile(*_question(gemm, size)) if tiled and gemm is not None else 0
+            found.add(DecodeForm(rotary, rotary and norms, tile))
     return found
 
 

@@ -13,8 +13,8 @@ from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.exchange import agreed
-from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
-from server.engine.runtime.graphs.fused_launches import possible_launches, report_fused
+from server.engine.runtime.graphs.decode import ROTARY_FROM, DecodeGraphs, ladder
+from server.engine.runtime.graphs.fused_launches import decode_forms, possible_launches, report_fused
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.graphs.mixed import MixedGraphs
 from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
@@ -38,7 +38,8 @@ def capture_decode(
     sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device, cached))
     largest = max(sizes)
     room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
-    backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant)
+    forms = decode_forms(paged.model, sizes, ROTARY_FROM)
+    backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant, forms)
     graphs.capture(sizes, progress)
     if graphs.fused is not None:
         report_fused(graphs.fused, possible_launches(paged.model, largest, graphs.applies_rotary(largest)))

@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 
 from server.engine.runtime.batch import to_device
 from server.engine.runtime.sampling import largest
-from server.engine.runtime.trials import failure
+from server.engine.runtime.trials import failure, side_by_side
 from server.engine.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -104,17 +105,20 @@ def use_device_sampling(device: torch.device, dtype: torch.dtype, vocabulary: in
     The kernel is tried on, and so compiled for, logits of dtype and of float32 for this vocabulary, and so is the one that
     finds the largest logits (largest.py).
     """
-    largest.use_kernel(device, dtype, vocabulary)
-    failed = failure(lambda: _load_device_sampling(device, dtype, vocabulary))
-    if failed is not None:
-        logger.warning("tokens are sampled by torch's operations, more slowly: our kernel fails: %s", failed)
+
+    def sampling() -> None:
+        failed = failure(lambda: _load_device_sampling(device, dtype, vocabulary))
+        if failed is not None:
+            logger.warning("tokens are sampled by torch's operations, more slowly: our kernel fails: %s", failed)
+
+    side_by_side([lambda: largest.use_kernel(device, dtype, vocabulary), sampling], device)
 
 
 def _load_device_sampling(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
     from server.engine.runtime.sampling.triton_kernel import sample_rows
 
-    for logits_dtype in dict.fromkeys((dtype, torch.float32)):
-        _try_sampling(sample_rows, device, logits_dtype, vocabulary)
+    dtypes = dict.fromkeys((dtype, torch.float32))
+    side_by_side([partial(_try_sampling, sample_rows, device, one, vocabulary) for one in dtypes], device)
     _DeviceSampling.sample_rows = sample_rows
 
 

@@ -1,19 +1,50 @@
-"""Trial steps of the decode kernel beside another backend, before graphs are captured with it."""
+"""What is done with the decode kernel before graphs are captured: it is compiled, and tried beside another backend."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from functools import partial
+
 import torch
 
-from server.engine.runtime.attention.base import AttentionBackend
-from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.base import AttentionBackend, DecodeForm
+from server.engine.runtime.attention.kernels.decode import TRIAL_SEQUENCES, DecodeAttention
 from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.trials import relative_error
+from server.engine.runtime.trials import relative_error, side_by_side
 
 # How far a step's outputs may differ from other kernels', as a share of their norm: rounding alone stays below.
 _TOLERANCE = 0.02
+
+
+Tried = tuple[torch.Tensor, Kind, torch.Tensor | None]
+"""A layer's cache in 16 bits, [blocks, 2, block_size, kv_heads, dim], its kind, and its sinks."""
+
+
+def compile_forms(decode: DecodeAttention, layers: Sequence[Tried], forms: Collection[DecodeForm]) -> None:
+    """Compile the kernel for each of the layers' kinds in all forms, and without a rotary embedding, side by side.
+
+    Each is run once, on padding. What graphs are compiled with is loaded meanwhile. Raises what a launch raises.
+    """
+    decode.plan(Spans.of([]), TRIAL_SEQUENCES)
+
+    def launch(layer: Tried, form: DecodeForm) -> None:
+        cache, kind, sinks = layer
+        query = cache.new_zeros(TRIAL_SEQUENCES, kind.heads, kind.dim)
+        key = value = cache.new_zeros(TRIAL_SEQUENCES, kind.kv_heads, kind.dim)
+        rotary = _any_rotary(query[:, 0], form.norms) if form.rotary else None
+        decode.attend(LayerCache(cache, None), query, key, value, kind.options, rotary, form.tile, sinks)
+
+    wanted = {DecodeForm(False, False, 0), *forms}
+    launches = [partial(launch, layer, form) for layer in layers for form in wanted]
+    side_by_side([_load_inductor, *launches], layers[0][0].device)
+
+
+def _load_inductor() -> None:
+    # It takes 2 seconds and more to import, and starts the processes that compile.
+    import torch._inductor.compile_fx  # noqa: F401
 
 
 def disagreement(
@@ -22,11 +53,12 @@ def disagreement(
     cache: torch.Tensor,
     layer: int,
     kind: Kind,
+    norms: bool = True,
 ) -> str | None:
     """Say how decode's outputs differ from the reference's by more than rounding; None where they do not.
 
-    Tries a step without a rotary embedding and one with it and norms. cache is reference's for the layer, [blocks, 2,
-    block_size, kv_heads, dim], which is left filled with zeros; its last block is not used.
+    Tries a step without a rotary embedding and one with it, and with norms where norms says so. cache is reference's for
+    the layer, [blocks, 2, block_size, kv_heads, dim], which is left filled with zeros; its last block is not used.
     """
     block_size, room = cache.shape[2], cache.shape[0] - 1
     made_spans: list[Span] = []
@@ -45,7 +77,7 @@ def disagreement(
     slots = torch.tensor([s.blocks[-1] * block_size + s.start % block_size for s in made_spans], device=cache.device)
     decode.plan(spans, len(spans))
     reference.begin(Batch(slots, slots, slots, slots, spans, len(spans)))
-    for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim))):
+    for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim), norms)):
         query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
         cache[:used].normal_()
         found = decode.attend(
@@ -65,9 +97,11 @@ def disagreement(
     return None
 
 
-def _any_rotary(like: torch.Tensor) -> RotaryEmbedding:
-    """A rotary embedding by random angles, with norms, for T tokens, in the dtype of like [T, dim]."""
+def _any_rotary(like: torch.Tensor, norms: bool) -> RotaryEmbedding:
+    """A rotary embedding by random angles, with norms or without, for T tokens, in the dtype of like [T, dim]."""
     tokens, dim = like.shape
     angles = torch.randn(tokens, dim // 2, device=like.device).repeat(1, 2)
     cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    if not norms:
+        return RotaryEmbedding(cos, sin)
     return RotaryEmbedding(cos, sin, (torch.randn_like(like[0]), torch.randn_like(like[0])), eps=1e-6, offset=1.0)
