@@ -144,25 +144,35 @@ def test_copies_that_cannot_be_used_or_do_not_fit_are_refused_by_name(monkeypatc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_steps_with_copies_give_what_steps_by_codes_give(tmp_path: Path) -> None:
-    """Prompts of 300 tokens, and decode steps of 160 sequences: log-probabilities are those without copies."""
-    scores = []
+    """Prompts of 300 tokens, and decode steps of 150 sequences: log-probabilities are those without copies.
+
+    The graph of 160 sequences runs code for any number of tokens, which the second largest size has compiled.
+    """
+    scores, seconds, tokens = [], [], []
     for wanted in ("off", 1 << 30):
         config = EngineConfig(
-            device="cuda", max_num_seqs=160, max_num_batched_tokens=512, max_model_len=512, kv_cache_bytes=1 << 28,
+            device="cuda", max_num_seqs=192, max_num_batched_tokens=512, max_model_len=512, kv_cache_bytes=1 << 28,
             expanded_weights=wanted,
         )  # fmt: skip
         runner = build_runner(small_model(tmp_path, CUDA, torch.bfloat16), config)
         assert (runner.expanded_weight_bytes > 0) == (wanted != "off")
         engine = Engine(runner, config)
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
-        for index in range(160):
+        for index in range(150):
             prompt = [(index * 37 + place * 11) % 490 + 3 for place in range(300 if index == 0 else 5)]
             engine.add(GenerateRequest(str(index), prompt, sampling))
-        first: dict[str, float] = {}
+        found: dict[str, list[tuple[int, float]]] = {str(index): [] for index in range(150)}
         while engine.has_work:
             for output in engine.step().outputs:
                 assert output.error is None
-                if output.logprobs is not None:
-                    first.setdefault(output.request_id, output.logprobs[0].logprob)
-        scores.append(torch.tensor([first[str(index)] for index in range(160)]))
+                for entry in output.logprobs or ():
+                    found[output.request_id].append((entry.token_id, entry.logprob))
+        ordered = list(found.values())
+        tokens.append(torch.tensor([one[0][0] for one in ordered]))
+        scores.append(torch.tensor([one[0][1] for one in ordered]))
+        seconds.append(torch.tensor([one[1][1] for one in ordered]))
     assert (scores[0] - scores[1]).square().mean().sqrt() < 0.02
+    # The second tokens' steps are those of graphs. They are the same steps where the first tokens are.
+    same = tokens[0] == tokens[1]
+    assert same.float().mean() > 0.8
+    assert (seconds[0] - seconds[1])[same].square().mean().sqrt() < 0.02

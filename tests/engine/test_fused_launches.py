@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from nf4_kernels import ops
-from server.engine.runtime.attention.base import IMPLEMENTATION, attending
+from server.engine.runtime.attention.base import IMPLEMENTATION, DecodeForm, attending
 from server.engine.runtime.graphs.fused_launches import (
     FusedLaunches,
     count_fused,
+    decode_forms,
     possible_launches,
     report_fused,
 )
 from server.engine.runtime.model.lora_table import AdapterTable
+from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.fusing import BF16, Around, always, compiled, fusing, sixteen
 from tests.engine.test_fusion import logits, nf4_model
 from tests.engine.test_rotary import Uncached
@@ -68,6 +70,20 @@ def test_what_a_model_cannot_fuse_is_not_possible() -> None:
     """Gemma adds an offset to norms' weights, and has norms between its GEMMs and residual sums."""
     found, possible = counted("gemma3_text", **SIZES, layer_types=["full_attention"] * 2)
     assert found == possible == FusedLaunches(gates=2, rotary=2, tiled=4)
+
+
+@pytest.mark.usefixtures("every_launch")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_forms_of_attention_by_size(family: str) -> None:
+    model, norms = nf4_model(family, layers=2, **SIZES), family == "qwen3"
+    tiled, plain = DecodeForm(True, norms, 32), DecodeForm(True, norms, 0)
+    assert decode_forms(model, [1, 4, 8, 200], 8) == {DecodeForm(False, False, 0), tiled}
+    for module in model.modules():
+        if isinstance(module, NF4Linear):
+            module.expanded = module.packed
+    assert decode_forms(model, [NF4Linear.EXPANDED_FROM - 1], 8) == {tiled}
+    assert decode_forms(model, [NF4Linear.EXPANDED_FROM], 8) == {plain}
+    assert decode_forms(nf4_model(family, torch.float16, layers=2, **SIZES), [8], 8) == {plain}
 
 
 @pytest.mark.usefixtures("every_launch")

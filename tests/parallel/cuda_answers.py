@@ -14,6 +14,7 @@ from server.engine.core import Engine
 from server.engine.parallel.start import load_ranks
 from tests.engine.factories import fix_costs, make_request, run_together
 from tests.engine.guessing import CHEAP
+from tests.engine.test_hidden_states import embedding_of, state
 
 # Decode alone, mixed steps in graphs, and prompts that are too long for those.
 PROMPTS = (5, 40, 200, 700, 1500, 17)
@@ -41,16 +42,20 @@ def _failed(reason: str, _fatal: bool) -> None:
 
 
 def main() -> None:
-    """By kind and prompt: tokens, and log-probabilities of the prompt and the answer. STEPS: eager, graphs or lookup."""
+    """By kind and prompt: tokens, and log-probabilities of the prompt and the answer; and the prompts' embeddings.
+
+    STEPS: eager, graphs, lookup, or draft, with the draft model in FOLDER/draft.
+    """
     folder, ranks, steps, file = sys.argv[1:]
     config = EngineConfig(
         device="cuda", tensor_parallel_size=int(ranks), enforce_eager=steps == "eager", max_num_seqs=8,
         max_model_len=2048, kv_cache_bytes=2**30, expanded_weights="off",
-        speculation="lookup" if steps == "lookup" else "off",
+        speculation=steps if steps in ("lookup", "draft") else "off",
+        draft_model=f"{folder}/draft" if steps == "draft" else None,
     )  # fmt: skip
     runner, workers = load_ranks(Path(folder), config, lambda *_: None, _failed, [])
     engine = Engine(runner, config)
-    if steps == "lookup":  # a small model's steps are so short that guesses would seldom pay
+    if config.speculation != "off":  # a small model's steps are so short that guesses would seldom pay
         fix_costs(engine, CHEAP)
     vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     found = {}
@@ -67,7 +72,10 @@ def main() -> None:
                 "errors": [o.error for o in outputs if o.error],
             }
     accepted = sum(engine.stats().accepted_by_place)
-    Path(file).write_text(json.dumps({"answers": found, "accepted_guesses": accepted}))
+    asked = [embedding_of(prompt, str(len(prompt))) for prompt in prompts("embedded", vocabulary)]
+    embeddings = {name: state(outputs[-1]).tolist() for name, outputs in run_together(engine, *asked).items()}
+    given = {"answers": found, "accepted_guesses": accepted, "embeddings": embeddings}
+    Path(file).write_text(json.dumps(given))
     if workers is not None:
         workers.end()
     # NCCL's end would wait for ranks that have gone.

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 from bench.e2e.fidelity import Scored, compare
 from server.checkpoint.loading import load_model
-from tests.engine.guessing import repeating_model
+from tests.engine.guessing import draft_model, repeating_model
 from tests.engine.models import tiny_model
 from tests.parallel.cuda_answers import KINDS, TOKENS, prompts
 
@@ -37,6 +39,7 @@ SIZES: dict[str, Any] = {
 }
 MIXTURE = {"moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4}
 CASES = (("llama", "eager"), ("qwen3", "graphs"), ("qwen3_moe", "graphs"), ("repeating", "graphs"))
+SPECULATION = ("lookup", "draft")
 Answers = dict[str, Any]
 
 
@@ -67,8 +70,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(0.4)
+        if family == "repeating":
+            save_drafting(model, root / family)
         model.to(torch.bfloat16).save_pretrained(root / family)
     return {family: root / family for family, _ in CASES}
+
+
+def save_drafting(model: PreTrainedModel, folder: Path) -> None:
+    """Save a draft model of model in folder/draft, and a tokenizer for both, which have to have the same."""
+    draft_model(model).to(torch.bfloat16).save_pretrained(folder / "draft")
+    tokenizer = Tokenizer(WordLevel({f"t{token}": token for token in range(model.config.vocab_size)}, "t0"))
+    for path in (folder, folder / "draft"):
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +103,17 @@ def alone(
 # Without peer access NCCL sums everything, through the host's memory.
 @pytest.mark.parametrize(
     ("family", "steps", "reach"),
-    [*((*case, True) for case in CASES), (*CASES[1], False), ("repeating", "lookup", True)],
+    [*((*case, True) for case in CASES), (*CASES[1], False), *(("repeating", steps, True) for steps in SPECULATION)],
 )
 def test_two_gpus_answer_like_one(
     family: str, steps: str, reach: bool, folders: dict[str, Path], alone: dict[str, Answers], tmp_path: Path
 ) -> None:
     one, file = alone[family], tmp_path / "two"
     two = _answers(_answering(folders[family], 2, steps, file, NCCL_P2P_DISABLE=str(int(not reach))), file)
-    assert (two["accepted_guesses"] > 0) == (steps == "lookup")
+    assert (two["accepted_guesses"] > 0) == (steps in SPECULATION)
+    for prompt, vector in one["embeddings"].items():
+        alike = torch.cosine_similarity(torch.tensor(vector), torch.tensor(two["embeddings"][prompt]), dim=0)
+        assert float(alike) > 0.999, prompt
     one, two = one["answers"], two["answers"]
     assert not any(answer["errors"] for answer in two.values())
     model = load_model(folders[family], torch.device("cuda", 0), torch.bfloat16, lambda *_: None)
