@@ -36,7 +36,7 @@ ROTARY_FROM = 8
 def ladder(max_num_seqs: int) -> list[int]:
     """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 256, of 64 to 512, of 128 beyond.
 
-    max_num_seqs is the last one. Each size is compiled on its own at the first start, so 1024 sequences get 31 sizes.
+    max_num_seqs is the last one. 1024 sequences get 31 sizes, most of which are compiled on their own at the first start.
     """
     few = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16)]
     sizes = [*few, *range(256, 512, 64), *range(512, max_num_seqs, 128)]
