@@ -18,10 +18,12 @@ from server.engine.runtime import runner as runner_module
 from server.engine.runtime.batch import Batch, StepInput, batch_of, check_batch, step_input
 from server.engine.runtime.drafting import LaunchedGuesses
 from server.engine.runtime.exchange import ExchangeError
-from server.engine.runtime.graphs import decode
+from server.engine.runtime.graphs import captured_layers, decode
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
+from server.engine.runtime.graphs.captured_layers import compiled_layers
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.verify import VerifyGraphs
+from server.engine.runtime.model.projections import NF4Linear
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
@@ -31,6 +33,7 @@ from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Chunk, Step
 from tests.engine.factories import make_sequence
 from tests.engine.models import tiny_model
+from tests.engine.test_fusion import nf4_model
 
 
 def test_graphs_that_check_guesses_have_an_option_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +46,38 @@ def test_graphs_that_check_guesses_have_an_option_of_their_own(monkeypatch: pyte
 
     monkeypatch.setattr(torch, "compile", noted)
     for shared in (False, True):
-        with decode._compiled_layers(tiny_model("llama", num_hidden_layers=1), True, shared):
+        with compiled_layers(tiny_model("llama", num_hidden_layers=1), 8, True, shared):
             pass
     # A layer, the rotary embedding and the last norm each time.
     assert asked == [None] * 3 + [{"epilogue_fusion": config.epilogue_fusion}, None, None]
+
+
+def test_layers_of_expanded_weights_are_compiled_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None leaves it to torch, which makes such code for the second size. Ranks' sums are fused for known sizes only."""
+    asked: list[object] = []
+
+    def noted(forward: Callable[..., object], **options: object) -> Callable[..., object]:
+        asked.append(options["dynamic"])
+        return forward
+
+    monkeypatch.setattr(torch, "compile", noted)
+    model = nf4_model("llama")
+    few, many = NF4Linear.EXPANDED_FROM - 1, NF4Linear.EXPANDED_FROM
+    for size, expands, alone, dynamic in (
+        (many, False, True, False),
+        (few, True, True, False),
+        (many, True, True, None),
+        (many, True, False, False),
+    ):
+        for module in model.modules():
+            if isinstance(module, NF4Linear):
+                module.expanded = module.packed if expands else None
+        monkeypatch.setattr(captured_layers, "is_alone", lambda alone=alone: alone)
+        asked.clear()
+        with compiled_layers(model, size, applies_rotary=True):
+            pass
+        # The layer comes first; the modules around the layers are always compiled for any number.
+        assert asked == [dynamic, True, True]
 
 
 @pytest.mark.slow
@@ -69,13 +100,13 @@ def test_layers_are_compiled_apart_from_those_of_decode_graphs(monkeypatch: pyte
         with config.patch(post_grad_custom_pre_pass=Noted(applies_rotary)):
             yield
 
-    monkeypatch.setattr(decode, "fused_operations", noting)
+    monkeypatch.setattr(captured_layers, "fused_operations", noting)
     model = tiny_model("llama", num_hidden_layers=1)
     ids = torch.arange(3, 11)[None]
     with torch.inference_mode(), config.patch(force_disable_caches=True):
         expected = model(input_ids=ids, use_cache=False).logits
         for applies_rotary, shared in ((True, False), (False, True), (True, False), (False, True)):
-            with decode._compiled_layers(model, applies_rotary, shared):
+            with compiled_layers(model, 8, applies_rotary, shared):
                 torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
     # The rotary embedding and the last norm are the same in both.
     assert found == [True] * 3 + [False]
@@ -284,6 +315,6 @@ def test_a_step_that_is_waited_for_is_cut_behind_its_first_layers(
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits
         done.clear()
-        with decode._compiled_layers(model, False, True, lambda: cuts.append(list(done))):
+        with compiled_layers(model, 5, False, True, lambda: cuts.append(list(done))):
             assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
     assert cuts == [list(range(count)) for count in behind]

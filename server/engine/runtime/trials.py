@@ -10,6 +10,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+
 
 def failure(attempt: Callable[[], object]) -> str | None:
     """Why attempt() fails, in one line; None where it does not.
@@ -18,7 +20,7 @@ def failure(attempt: Callable[[], object]) -> str | None:
     """
     try:
         attempt()
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except _DEVICE_ERRORS:
         raise
     except Exception as e:
         logger.debug("what was tried fails", exc_info=True)
@@ -27,7 +29,7 @@ def failure(attempt: Callable[[], object]) -> str | None:
 
 
 def side_by_side(attempts: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Run attempts for a CUDA device in a thread each; raises what the first of them that fails raises.
+    """Run attempts for a CUDA device in a thread each. Raises what one of them raises, first what failure() raises.
 
     Triton compiles a kernel in 1 to 4 seconds, without Python's lock for the most part.
     """
@@ -37,8 +39,10 @@ def side_by_side(attempts: Sequence[Callable[[], object]], device: torch.device)
             attempt()
 
     with ThreadPoolExecutor(len(attempts)) as pool:
-        for done in [pool.submit(run, attempt) for attempt in attempts]:
-            done.result()
+        errors = [done.exception() for done in [pool.submit(run, attempt) for attempt in attempts]]
+    raised = [error for error in errors if error is not None]
+    if raised:
+        raise min(raised, key=lambda error: not isinstance(error, _DEVICE_ERRORS))
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

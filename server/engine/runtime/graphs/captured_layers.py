@@ -14,6 +14,7 @@ from server.checkpoint.experts.module import StackedWeight
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
 from server.engine.runtime.compile.passes.fusion import fused_operations
 from server.engine.runtime.compile.pdl import dependent_launches
+from server.engine.runtime.exchange import is_alone
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.projections import NF4Linear
 
@@ -46,8 +47,9 @@ def compiled_layers(
     layers, outer = decoder_layers(model), outer_modules(model)
     plain: list[Callable[..., object]] = [layer.forward for layer in layers]
     for layer, forward in zip(layers, plain, strict=True):
-        # Nothing is fused with cuBLAS's GEMMs, so code for any number of tokens is as fast: the second size makes it.
-        dynamic = None if _is_expanded(layer, size) else False
+        # Nothing is fused with cuBLAS's GEMMs, so code for any number of tokens is as fast: the second size makes it. But
+        # ranks' sums add residuals in their launch, if it is known that they are small enough.
+        dynamic = None if is_alone() and _is_expanded(layer, size) else False
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=dynamic, options=options)
     for module in outer:
         # These gain nothing from knowing the size, so one compilation serves all sizes but 1.

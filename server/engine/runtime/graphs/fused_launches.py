@@ -20,6 +20,7 @@ from nf4_kernels import ops
 from server.engine.runtime.attention.base import ATTEND_ROTARY, DecodeForm
 from server.engine.runtime.compile.passes.matching import bound_arguments
 from server.engine.runtime.model.decoder import decoder_layers
+from server.engine.runtime.model.exchanged import ReducedLinear
 from server.engine.runtime.model.projections import GroupMember, NF4Linear
 from server.engine.runtime.trials import failure
 
@@ -133,8 +134,11 @@ def decode_forms(model: PreTrainedModel, sizes: Iterable[int], rotary_from: int)
     seen: set[object] = set()
     for layer in decoder_layers(model):
         attention = getattr(layer, "self_attn", None)
-        gemm, norms = _gemm(attention, "o_proj"), hasattr(attention, "q_norm")
-        key = norms, None if gemm is None else (gemm.out_features, gemm.expanded is None)
+        output, norms = getattr(attention, "o_proj", None), hasattr(attention, "q_norm")
+        # Of several ranks each has a part of it, behind whose sum nothing is fused, but in front of which tiles are.
+        part = output.linear if isinstance(output, ReducedLinear) else output
+        gemm = part if isinstance(part, NF4Linear) else None
+        key = norms, None if gemm is None else (gemm.out_features, gemm.in_features, gemm.expanded is None)
         if key in seen:
             continue
         seen.add(key)

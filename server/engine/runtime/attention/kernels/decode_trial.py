@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -38,13 +39,20 @@ def compile_forms(decode: DecodeAttention, layers: Sequence[Tried], forms: Colle
         decode.attend(LayerCache(cache, None), query, key, value, kind.options, rotary, form.tile, sinks)
 
     wanted = {DecodeForm(False, False, 0), *forms}
-    launches = [partial(launch, layer, form) for layer in layers for form in wanted]
+    # Tiles are 256 elements wide, and no other result is tiled.
+    launches = [
+        partial(launch, layer, form)
+        for layer in layers
+        for form in wanted
+        if not form.tile or layer[1].heads * layer[1].dim % 256 == 0
+    ]
     side_by_side([_load_inductor, *launches], layers[0][0].device)
 
 
 def _load_inductor() -> None:
-    # It takes 2 seconds and more to import, and starts the processes that compile.
-    import torch._inductor.compile_fx  # noqa: F401
+    # It takes 2 seconds and more to import, and starts the processes that compile. If it fails, so will what is compiled.
+    with suppress(Exception):
+        import torch._inductor.compile_fx  # noqa: F401
 
 
 def disagreement(
