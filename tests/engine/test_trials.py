@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from server.engine.runtime.attention.base import AttentionOptions, DecodeForm
+from server.engine.runtime.attention.kernels.decode_trial import compile_forms
+from server.engine.runtime.attention.kernels.kv_cache import Kind
 from server.engine.runtime.trials import failure, side_by_side
 
 
@@ -50,3 +55,23 @@ def test_what_says_nothing_of_the_attempts_comes_first(error: type[Exception], d
 
     with pytest.raises(error):
         failure(lambda: side_by_side([fails, lost, fails], device))
+
+
+def test_attention_is_compiled_in_the_forms_that_a_kind_of_layer_has(device: torch.device) -> None:
+    plain, tiled = DecodeForm(True, True, 0), DecodeForm(True, False, 32)
+    launched: list[tuple[int, DecodeForm]] = []
+
+    def attend(
+        cache: Any, query: Any, key: Any, value: Any, options: Any, rotary: Any, tile: int, sinks: torch.Tensor | None
+    ) -> None:
+        assert key.shape[1:] == value.shape[1:] == (1, 64)
+        norms = rotary is not None and rotary.norms is not None
+        launched.append((query.shape[1], DecodeForm(rotary is not None, norms, tile)))
+
+    decode: Any = SimpleNamespace(plan=lambda *_: None, attend=attend)
+    kinds = [Kind(heads, 1, 64, AttentionOptions(1.0)) for heads in (4, 6)]
+    compile_forms(decode, [(torch.zeros(3, 2, 4, 1, 64), kind, None) for kind in kinds], [plain, tiled])
+    none = DecodeForm(False, False, 0)
+    # Rows of 6 heads of 64 are no multiple of 256 long, so no result of them is tiled.
+    assert len(launched) == 5
+    assert set(launched) == {(4, none), (4, plain), (4, tiled), (6, none), (6, plain)}
