@@ -104,7 +104,8 @@ def test_attention_of_graphs_is_compiled_before_they_are_captured(name: str, tmp
     from triton import knobs  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     # Kernels are compiled for the length of the block tables, which no other test has.
-    model, config = small(name, tmp_path), EngineConfig(device="cuda", max_model_len=6000, max_num_seqs=136)
+    model = small(name, tmp_path)
+    config = EngineConfig(device="cuda", max_model_len=6000, max_num_seqs=136, kv_cache_bytes=1 << 28)
     compiled: list[tuple[str, str]] = []
     stage = ["before"]
 
@@ -117,7 +118,7 @@ def test_attention_of_graphs_is_compiled_before_they_are_captured(name: str, tmp
     before = knobs.compilation.listener
     knobs.compilation.listener = note
     try:
-        build_runner(model, config.model_copy(update={"kv_cache_bytes": 1 << 28}), progress)
+        build_runner(model, config, progress)
     finally:
         knobs.compilation.listener = before
     stages = [stage for stage, name in compiled if name == "_attend"]

@@ -142,7 +142,6 @@ class GraphBackend(AttentionBackend):
         """Prepare for graphs of up to max_num_seqs sequences of up to max_model_len tokens; call before any plan.
 
         forms: those that decode graphs are likely to ask for, so that their kernels can be compiled side by side.
-
         split_keys: whether a sequence's keys may be divided among thread blocks, which depends on how many and how long
         the step's sequences are and so changes the order of sums.
         """

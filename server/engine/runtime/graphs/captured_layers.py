@@ -69,9 +69,7 @@ def compiled_layers(
 def _is_expanded(layer: nn.Module, tokens: int) -> bool:
     """Whether all GEMMs of a layer are cuBLAS's, with expanded weights, for so many tokens."""
     gemms = [module for module in layer.modules() if isinstance(module, NF4Linear | StackedWeight)]
-    return bool(gemms) and all(
-        isinstance(gemm, NF4Linear) and gemm.expanded is not None and tokens >= gemm.EXPANDED_FROM for gemm in gemms
-    )
+    return bool(gemms) and all(isinstance(gemm, NF4Linear) and gemm.uses_copy(tokens) for gemm in gemms)
 
 
 def _after(first: Callable[[], None], then: Callable[..., object], *args: object, **kwargs: object) -> object:

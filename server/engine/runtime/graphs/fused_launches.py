@@ -99,8 +99,7 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
     def gemm_of(module: nn.Module | None, name: str) -> NF4Linear | None:
         """The GEMM, if the passes may fuse it: if it is in bfloat16 and has no expanded weight; else None."""
         gemm = _gemm(module, name)
-        expands = gemm is not None and gemm.expanded is not None and tokens >= gemm.EXPANDED_FROM
-        return None if expands or model.dtype is not torch.bfloat16 else gemm
+        return gemm if gemm is not None and _may_fuse(gemm, model, tokens) else None
 
     for layer in decoder_layers(model):
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
@@ -119,9 +118,8 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
         found.rotary += applies_rotary
         for gemm, tiles in ((gemm_of(attention, "o_proj"), applies_rotary), (gemm_of(mlp, "down_proj"), gated)):
             if gemm is not None:
-                question = _question(gemm, tokens)
-                found.residuals += not between and ops.can_fuse(*question, False)
-                found.tiled += tiles and gemm.in_features % 256 == 0 and ops.token_tile(*question) > 0
+                found.residuals += not between and ops.can_fuse(*_question(gemm, tokens), False)
+                found.tiled += tiles and _tile(gemm, tokens) > 0
     return found
 
 
@@ -144,11 +142,8 @@ def decode_forms(model: PreTrainedModel, sizes: Iterable[int], rotary_from: int)
         seen.add(key)
         for size in sizes:
             rotary = size >= rotary_from
-            tiled = rotary and gemm is not None and model.dtype is torch.bfloat16 and gemm.in_features % 256 == 0
-            if gemm is not None and gemm.expanded is not None and size >= gemm.EXPANDED_FROM:
-                tiled = False
-            tile = ops.token_tile(*_question(gemm, size)) if tiled and gemm is not None else 0
-            found.add(DecodeForm(rotary, rotary and norms, tile))
+            tiled = rotary and gemm is not None and _may_fuse(gemm, model, size)
+            found.add(DecodeForm(rotary, rotary and norms, _tile(gemm, size) if tiled and gemm is not None else 0))
     return found
 
 
@@ -174,6 +169,16 @@ def _gemm(module: nn.Module | None, name: str) -> NF4Linear | None:
     if isinstance(linear, GroupMember):
         linear = linear.linear
     return linear if isinstance(linear, NF4Linear) else None
+
+
+def _may_fuse(gemm: NF4Linear, model: PreTrainedModel, tokens: int) -> bool:
+    """Whether the passes may fuse a GEMM of so many tokens: in bfloat16, and by the codes."""
+    return model.dtype is torch.bfloat16 and not gemm.uses_copy(tokens)
+
+
+def _tile(gemm: NF4Linear, tokens: int) -> int:
+    """The token tile in which the launch in front could write the input of a GEMM that may be fused; 0: it could not."""
+    return 0 if gemm.in_features % 256 else ops.token_tile(*_question(gemm, tokens))
 
 
 def _fuses(gemm: NF4Linear, tokens: int, plain_norm: bool) -> bool:

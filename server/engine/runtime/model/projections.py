@@ -61,6 +61,10 @@ class NF4Linear(nn.Module):
         self.register_buffer("bias", None if layer.bias is None else layer.bias.data, persistent=False)
         self.register_buffer("expanded", None, persistent=False)
 
+    def uses_copy(self, tokens: int) -> bool:
+        """Whether so many tokens are multiplied by the expanded weight, by cuBLAS."""
+        return self.expanded is not None and tokens >= self.EXPANDED_FROM
+
     def expand(self, dtype: torch.dtype) -> None:
         """Keep a dequantized copy of the weight in dtype beside the codes; it equals bitsandbytes' bit for bit."""
         packed, shape, absmax, blocksize, _bias, *nested = self._weight()
