@@ -82,9 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from server.logs import set_up_logging
 
     set_up_logging(config.log_level, config.log_format)
-    if config.http.api_processes == 1:
-        from server.serving import serve
+    from server.objects import lasting_objects
 
+    with lasting_objects():
+        from server.serving import serve
+    if config.http.api_processes == 1:
         return serve(config)
     return _serve_in_processes(config)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def freeze_objects() -> None:
@@ -13,3 +15,17 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def lasting_objects() -> Iterator[None]:
+    """Keep the garbage collector from looking through what is made while entered: modules, while they are imported.
+
+    It would do so again and again as their number grows, for a quarter of the seconds that torch and transformers take.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -27,7 +27,7 @@ from server.engine.channel import Channel, send_from_thread
 from server.engine.permanence import is_permanent, is_refusal
 from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
-from server.objects import freeze_objects
+from server.objects import freeze_objects, lasting_objects
 from server.types import (
     AbortRequest,
     AdapterResult,
@@ -127,9 +127,10 @@ def _stand_by(tells_imported: int) -> None:
         # This thread's own policy; the engine's threads keep theirs.
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     _set_session_niceness(STANDBY_SESSION_NICENESS)
-    import server.engine.core
-    import server.engine.grammar
-    import server.engine.start  # noqa: F401
+    with lasting_objects():
+        import server.engine.core
+        import server.engine.grammar
+        import server.engine.start  # noqa: F401
 
     _set_session_niceness(0)
     _name_process("nf4-standby")
@@ -202,9 +203,10 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
 
     progress("starting the engine", 0.0)
     # These are imported here: torch and transformers take seconds, in which the API should know that the engine is alive.
-    from server.engine.core import Engine
-    from server.engine.grammar import Grammars
-    from server.engine.parallel.start import load_ranks
+    with lasting_objects():
+        from server.engine.core import Engine
+        from server.engine.grammar import Grammars
+        from server.engine.parallel.start import load_ranks
 
     config = setup.engine_config()
     runner, workers = load_ranks(Path(setup.checkpoint_folder), config, progress, _failed(setup), logging_options)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from server.engine.runtime import sources
 from server.engine.runtime.compile.artifacts import artifact_path
@@ -37,7 +38,7 @@ def _forget() -> None:
 
 def _keys() -> tuple[Path, bytes | None]:
     _forget()
-    return artifact_path("kind"), FusedOperations().uuid()
+    return artifact_path(torch.device("cpu"), "kind"), FusedOperations().uuid()
 
 
 @pytest.mark.parametrize(
@@ -66,9 +67,9 @@ def test_a_renamed_file_changes_every_key(roots: dict[str, Path]) -> None:
 
 
 def test_the_files_are_read_once(roots: dict[str, Path]) -> None:
-    before = artifact_path("kind")
+    before = artifact_path(torch.device("cpu"), "kind")
     shutil.rmtree(roots["RUNTIME"])
-    assert artifact_path("kind") == before
+    assert artifact_path(torch.device("cpu"), "kind") == before
 
 
 def test_the_roots_hold_all_of_the_runtime() -> None:

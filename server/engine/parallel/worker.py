@@ -19,26 +19,28 @@ import msgspec
 import zmq
 
 from server import PACKAGE
-from server.config import EngineConfig
-from server.engine.parallel.messages import (
-    ComputeStep,
-    FromWorker,
-    StepReader,
-    StopWorker,
-    ToWorker,
-    WorkerBeat,
-    WorkerFailed,
-    WorkerReady,
-    WorkerSetup,
-    WriteAdapter,
-)
-from server.engine.permanence import is_refusal
-from server.engine.runtime.exchange import EXCHANGE_S, Membership, bound_waiting
-from server.engine.runtime.limits import sequence_limit
-from server.engine.runtime.memory import MemoryGauge
-from server.engine.start import load_runner
 from server.logs import set_up_logging
-from server.objects import freeze_objects
+from server.objects import freeze_objects, lasting_objects
+
+with lasting_objects():
+    from server.config import EngineConfig
+    from server.engine.parallel.messages import (
+        ComputeStep,
+        FromWorker,
+        StepReader,
+        StopWorker,
+        ToWorker,
+        WorkerBeat,
+        WorkerFailed,
+        WorkerReady,
+        WorkerSetup,
+        WriteAdapter,
+    )
+    from server.engine.permanence import is_refusal
+    from server.engine.runtime.exchange import EXCHANGE_S, Membership, bound_waiting
+    from server.engine.runtime.limits import sequence_limit
+    from server.engine.runtime.memory import MemoryGauge
+    from server.engine.start import load_runner
 
 logger = logging.getLogger(f"{PACKAGE}.engine.parallel.worker")
 

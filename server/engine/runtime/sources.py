@@ -1,4 +1,4 @@
-"""A digest of the Python code that decides what compiled code computes: kept artifacts of other code are not used."""
+"""A digest of the code that decides what compiled code computes: kept artifacts of other code are not used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ KERNELS = Path(nf4_kernels.__file__).resolve().parent
 """The folder of nf4_kernels."""
 EXPERTS = Path(experts.__file__).resolve().parent
 """The folder of server.checkpoint.experts, whose modules are in models."""
+# The kernels decide what compiled code may fuse.
+_SOURCES = (".py", ".cpp", ".cu", ".cuh", ".h")
 
 
 def code_digest() -> bytes:
-    """SHA-256 of the names and contents of all Python files below RUNTIME, KERNELS and EXPERTS, read once per process."""
+    """SHA-256 of the names and contents of all source files below RUNTIME, KERNELS and EXPERTS, read once per process."""
     return _digest(RUNTIME, KERNELS, EXPERTS)
 
 
@@ -26,7 +28,7 @@ def code_digest() -> bytes:
 def _digest(*roots: Path) -> bytes:
     digest = hashlib.sha256()
     for root in roots:
-        for path in sorted(root.rglob("*.py")):
+        for path in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
             data = path.read_bytes()
             # Lengths keep one file's end apart from the next one's beginning.
             digest.update(repr((path.relative_to(root).as_posix(), len(data))).encode() + data)

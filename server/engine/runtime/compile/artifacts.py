@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nf4_kernels.cuda import load_error
 from server.config import default_cache_dir
 from server.engine.runtime.native import cpu_features
 from server.engine.runtime.sources import code_digest
@@ -25,12 +26,26 @@ from server.engine.runtime.sources import code_digest
 logger = logging.getLogger(__name__)
 
 
-def artifact_path(*kind: object) -> Path:
+def artifact_path(device: torch.device, *kind: object) -> Path:
     """Where the compiled function of one kind of layer is kept; everything that its code depends on is in the name."""
     packages = [version(name) for name in ("torch", "transformers")]
-    settings = (platform.python_version(), torch.get_num_threads(), cpu_features())
+    settings = (platform.python_version(), _machine(device), _compiler_settings())
     digest = hashlib.sha256(repr((packages, code_digest(), settings, kind)).encode()).hexdigest()
     return default_cache_dir() / "compiled" / "layers" / f"{digest[:32]}.bin"
+
+
+def _machine(device: torch.device) -> tuple[object, ...]:
+    """What code for a device depends on."""
+    if device.type == "cpu":
+        return torch.get_num_threads(), cpu_features()
+    # Code has its device's number in it.
+    return str(device), torch.cuda.get_device_name(device), torch.version.cuda, load_error()
+
+
+def _compiler_settings() -> list[tuple[str, str]]:
+    """The user's own settings of torch's and Triton's compilers, but for the folders that they write to."""
+    names = (name for name in os.environ if name.startswith(("TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_")))
+    return sorted((name, os.environ[name]) for name in names if not name.endswith("_DIR"))
 
 
 def load_artifact(path: Path, layer: nn.Module) -> Callable[..., Any] | None:
@@ -49,15 +64,14 @@ def load_artifact(path: Path, layer: nn.Module) -> Callable[..., Any] | None:
     except Exception as e:  # another torch's, or its compiled libraries have been removed
         logger.info("a kept compiled layer cannot be used: %s: %s", type(e).__name__, e)
         return None
-    ahead.disable_guard_check()
     function: Callable[..., Any] = ahead.fn
     return function
 
 
-def store_artifact(path: Path, ahead: Any, layer: nn.Module) -> None:
+def store_artifact(path: Path, ahead: Any, layer: nn.Module, device: torch.device) -> None:
     """Keep what torch.compile(...).aot_compile() has returned. A layer that cannot be kept is compiled at every start."""
     try:
-        if not _probes_succeed():
+        if device.type == "cpu" and not _probes_succeed():
             return
         data = type(ahead).serialize(ahead, {"layer": layer}).serialized_data
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,19 @@ class Signature:
     """Which of the tensors are views that are not contiguous; compiled layers get copies of these."""
     shared: SharedEntries | None = None
 
+    def pick(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call's arguments; the first holds the hidden states [..., tokens, width]."""
+        tensors = []
+        for path in self.tensors:
+            key = path[0]
+            value = args[key] if isinstance(key, int) else kwargs[key]
+            for step in path[1:]:
+                value = value[step]
+            tensors.append(value)
+        for index in self.strided:
+            tensors[index] = tensors[index].contiguous()
+        return tensors
+
 
 class CompiledLayer:
     """A layer's forward, which picks the tensors out of its arguments; the other arguments are known to be constant."""
@@ -46,16 +59,7 @@ class CompiledLayer:
 
     def pick(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call's arguments; the first holds the hidden states [..., tokens, width]."""
-        tensors = []
-        for path in self._signature.tensors:
-            key = path[0]
-            value = args[key] if isinstance(key, int) else kwargs[key]
-            for step in path[1:]:
-                value = value[step]
-            tensors.append(value)
-        for index in self._signature.strided:
-            tensors[index] = tensors[index].contiguous()
-        return tensors
+        return self._signature.pick(args, kwargs)
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """What the compiled function gives for the tensors that pick() has found."""

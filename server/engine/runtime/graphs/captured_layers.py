@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from server.checkpoint.experts.module import StackedWeight
 from server.engine.runtime.compile.block_sizes import small_kernels_by_rule
-from server.engine.runtime.compile.passes.fusion import fused_operations
+from server.engine.runtime.compile.kept_layers import KeptLayers
+from server.engine.runtime.compile.passes.fusion import fused_operations, name_of_passes
 from server.engine.runtime.compile.pdl import dependent_launches
 from server.engine.runtime.exchange import is_alone
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
@@ -25,7 +26,12 @@ _CUTS = (64, 6)
 
 @contextmanager
 def compiled_layers(
-    model: PreTrainedModel, size: int, applies_rotary: bool, shared: bool = False, cut: Callable[[], None] | None = None
+    model: PreTrainedModel,
+    size: int,
+    applies_rotary: bool,
+    shared: bool = False,
+    cut: Callable[[], None] | None = None,
+    kept: KeptLayers | None = None,
 ) -> Iterator[None]:
     """Run the decoder layers through torch.compile while entered; all layers of one kind share one compilation.
 
@@ -33,7 +39,7 @@ def compiled_layers(
 
     applies_rotary: whether the attention computes queries' and keys' norms and rotary embeddings. shared: compile apart
     from what has been compiled for graphs that are not shared. cut: called behind the parts of the layers that _CUTS has.
-    size: the step's tokens.
+    size: the step's tokens. kept: what takes torch.compile's place where the code is for this size alone.
     """
     # Each size of the ladder and kind of layer is compiled once, and all of that code is kept.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
@@ -46,11 +52,14 @@ def compiled_layers(
         options = {"epilogue_fusion": config.epilogue_fusion}
     layers, outer = decoder_layers(model), outer_modules(model)
     plain: list[Callable[..., object]] = [layer.forward for layer in layers]
+    passes = name_of_passes(applies_rotary)
     for layer, forward in zip(layers, plain, strict=True):
         # Nothing is fused with cuBLAS's GEMMs, so code for any number of tokens is as fast: the second size makes it. But
         # ranks' sums add residuals in their launch, if it is known that they are small enough.
         dynamic = None if is_alone() and _is_expanded(layer, size) else False
         layer.forward = torch.compile(forward, fullgraph=True, dynamic=dynamic, options=options)
+        if kept is not None and dynamic is False and passes is not None:
+            layer.forward = kept.forward(layer, layer.forward, passes)
     for module in outer:
         # These gain nothing from knowing the size, so one compilation serves all sizes but 1.
         module.forward = torch.compile(module.forward, dynamic=True)

@@ -14,6 +14,7 @@ from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
 from server.engine.runtime.batch import Batch, Spans, to_device
+from server.engine.runtime.compile.kept_layers import KeptLayers
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before
 from server.engine.runtime.graphs.captured_layers import compiled_layers
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
@@ -26,7 +27,7 @@ from server.engine.runtime.sampling.largest import largest_of_rows
 from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Step
 
-WARM_UPS = 2
+WARM_UPS = 1
 # From this many sequences on, the attention's launch computes rotary embeddings. With fewer sequences a kernel of its own
 # for them takes less time than the start of the attention's launch, which that kernel hides
 # (docs/adr/0011-decode-attention.md).
@@ -83,6 +84,7 @@ class DecodeGraphs:
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
         self._adapted: dict[int, _Graph] = {}
         self._largest = 0
+        self._kept = KeptLayers()
         self.pool = GraphPool(model.device, backend.scratch_block * block_size) if pool is None else pool
         """Captures and replays these graphs; other graphs may share it."""
         self._last: _Graph | None = None
@@ -224,7 +226,7 @@ class DecodeGraphs:
             return logits, largest_of_rows(logits)
 
         cut = self.pool.cut if self._waited_for else None
-        with compiled_layers(self._model, size, self.applies_rotary(size), self.shared, cut):
+        with compiled_layers(self._model, size, self.applies_rotary(size), self.shared, cut, self._kept):
             captured, (logits, greedy) = self.pool.capture(forward, WARM_UPS)
             if count:
                 self.fused = count_fused(forward)

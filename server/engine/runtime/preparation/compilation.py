@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from server.checkpoint.base import Progress
-from server.engine.runtime.compile.layers import CompileError, compile_layers
+from server.engine.runtime.compile.layers import compile_layers
+from server.engine.runtime.compile.signatures import CompileError
 from server.engine.runtime.exchange import agreed
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.paged_model import PagedModel

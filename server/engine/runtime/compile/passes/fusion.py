@@ -50,6 +50,13 @@ def fused_operations(applies_rotary: bool = False) -> Iterator[None]:
         yield
 
 
+def name_of_passes(applies_rotary: bool) -> bytes | None:
+    """What names code that fused_operations() would have a part in; None where it leaves that to another pass."""
+    from torch._inductor import config
+
+    return None if config.post_grad_custom_pre_pass else FusedOperations(applies_rotary=applies_rotary).uuid()
+
+
 class FusedOperations:
     """The pass, as inductor's post_grad_custom_pre_pass.
 

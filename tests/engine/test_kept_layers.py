@@ -1,0 +1,144 @@
+"""Layers of captured steps, which a later start reads: the same outputs, compiled once for what their code depends on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from transformers import PreTrainedModel
+
+from server.engine.runtime.compile import artifacts, kept_layers
+from server.engine.runtime.compile.artifacts import artifact_path
+from server.engine.runtime.compile.kept_layers import KeptLayers
+from server.engine.runtime.graphs.captured_layers import compiled_layers
+from tests.engine.models import tiny_model
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[nn.Module]:
+    """The layers that were compiled; none has been kept before."""
+    monkeypatch.setattr(artifacts, "default_cache_dir", lambda: tmp_path)
+    seen: list[nn.Module] = []
+    compile_one = kept_layers.compile_ahead
+
+    def counted(layer: nn.Module, *others: Any) -> Any:
+        seen.append(layer)
+        return compile_one(layer, *others)
+
+    monkeypatch.setattr(kept_layers, "compile_ahead", counted)
+    return seen
+
+
+def check(model: PreTrainedModel, size: int, kept: KeptLayers, applies_rotary: bool = True) -> None:
+    """Compare the logits of size tokens with those of the model's own layers."""
+    forwards = [layer.forward for layer in model.model.layers]
+    ids = torch.arange(3, 3 + size)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits
+        with compiled_layers(model, size, applies_rotary, kept=kept):
+            torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    assert [layer.forward for layer in model.model.layers] == forwards
+
+
+def test_a_later_start_reads_them(compilations: list[nn.Module]) -> None:
+    check(tiny_model("llama", 0), 5, KeptLayers())
+    # All layers are of one kind.
+    assert len(compilations) == 1
+    # With weights of its own.
+    check(tiny_model("llama", 1), 5, KeptLayers())
+    assert len(compilations) == 1
+
+
+@pytest.mark.slow
+def test_each_size_pass_and_configuration_has_its_own(compilations: list[nn.Module]) -> None:
+    kept = KeptLayers()
+    check(tiny_model("llama"), 8, kept)
+    check(tiny_model("llama"), 5, kept)
+    assert len(compilations) == 2
+    check(tiny_model("llama"), 5, kept, applies_rotary=False)
+    assert len(compilations) == 3
+    check(tiny_model("llama", rms_norm_eps=0.1), 5, kept)
+    assert len(compilations) == 4
+    check(tiny_model("llama"), 8, kept)
+    assert len(compilations) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
+def test_other_families(family: str, compilations: list[nn.Module]) -> None:
+    check(tiny_model(family, 0), 5, KeptLayers())
+    first = len(compilations)
+    check(tiny_model(family, 1), 5, KeptLayers())
+    assert len(compilations) == first > 0
+
+
+@pytest.mark.slow
+def test_layers_that_share_keys_are_left_to_torch(
+    compilations: list[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        check(tiny_model("gemma3n_text"), 5, KeptLayers())
+    assert "graphs' layers are traced at every start: Gemma3nTextDecoderLayer: CompileError: argument" in caplog.text
+    assert not compilations
+
+
+def test_layers_that_cannot_be_compiled_ahead_are_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    tried: list[nn.Module] = []
+
+    def refuse(layer: nn.Module, *_: object) -> None:
+        tried.append(layer)
+        raise RuntimeError("no compiler\nof any kind")
+
+    monkeypatch.setattr(artifacts, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(kept_layers, "compile_ahead", refuse)
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
+    kept = KeptLayers()
+    with caplog.at_level(logging.INFO):
+        check(tiny_model("llama"), 5, kept)
+        check(tiny_model("llama"), 8, kept)
+    assert len(tried) == 1
+    assert "LlamaDecoderLayer: RuntimeError: no compiler" in caplog.text
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_layer_that_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("all gone")
+
+    monkeypatch.setattr(artifacts, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(kept_layers, "compile_ahead", exhausted)
+    model = tiny_model("llama")
+    with pytest.raises(torch.OutOfMemoryError, match="all gone"):
+        check(model, 5, KeptLayers())
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+@pytest.mark.slow
+def test_code_of_passes_without_a_name_is_not_kept(compilations: list[nn.Module]) -> None:
+    class Nameless(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            pass
+
+        def uuid(self) -> None:
+            return None
+
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=Nameless()):
+        check(tiny_model("llama"), 5, KeptLayers())
+    assert not compilations
+
+
+def test_the_users_own_settings_of_the_compilers_are_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    before = artifact_path(device, "kind")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert artifact_path(device, "kind") == before
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    assert artifact_path(device, "kind") != before
