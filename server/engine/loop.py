@@ -24,6 +24,7 @@ import msgspec
 from server import PACKAGE
 from server.checkpoint.base import CheckpointError
 from server.engine.channel import Channel, send_from_thread
+from server.engine.parallel.processes import processes_of
 from server.engine.permanence import is_permanent, is_refusal
 from server.engine.supervisor.process import EngineSetup
 from server.logs import set_up_logging
@@ -202,19 +203,21 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
         channel.send(LoadProgress(stage, fraction))
 
     progress("starting the engine", 0.0)
+    config = setup.engine_config()
+    processes = processes_of(config, logging_options)
     # These are imported here: torch and transformers take seconds, in which the API should know that the engine is alive.
     with lasting_objects():
         from server.engine.core import Engine
         from server.engine.grammar import Grammars
         from server.engine.parallel.start import load_ranks
 
-    config = setup.engine_config()
-    runner, workers = load_ranks(Path(setup.checkpoint_folder), config, progress, _failed(setup), logging_options)
+    folder, failed = Path(setup.checkpoint_folder), _failed(setup)
+    runner, workers = load_ranks(folder, config, progress, failed, logging_options, processes)
     limits = runner.limits
     for adapter in setup.adapters:
         _restore_adapter(runner, adapter)
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
-    grammars = Grammars(Path(setup.checkpoint_folder), limits.vocab_size, end, runner.looks_ahead)
+    grammars = Grammars(folder, limits.vocab_size, end, runner.looks_ahead)
     engine = Engine(runner, config, grammars, None if workers is None else workers.device_memory)
     freeze_objects()
     channel.send(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from server.checkpoint.sharding.shards import Shard
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
+from server.engine.parallel.processes import processes_of, start_processes
 from server.engine.parallel.start import load_ranks
 from server.engine.runtime import exchange
 from server.engine.runtime.limits import EngineConfigError
@@ -187,6 +189,27 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(embedded_folder: Pa
         load_ranks(embedded_folder, config, silent, failed, [])
     with pytest.raises(EngineConfigError, match=r"batch_invariant does not work with engine\.tensor_parallel_size 2"):
         load_ranks(embedded_folder, config.model_copy(update={"batch_invariant": True}), silent, failed, [])
+
+
+def test_processes_that_were_started_early_end_with_a_refusal(embedded_folder: Path) -> None:
+    config = EngineConfig(device="cpu", tensor_parallel_size=2)
+    processes = processes_of(config, [])
+    assert [process.poll() for process in processes] == [None]
+    with pytest.raises(CheckpointError, match="possible: 1, 3"):
+        load_ranks(embedded_folder, config, silent, failed, [], processes)
+    assert [process.poll() for process in processes] == [-signal.SIGKILL]
+
+
+def test_a_process_that_is_told_nothing_ends() -> None:
+    (process,) = start_processes(2, False, [])
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(60) == 1
+
+
+def test_only_a_known_number_of_ranks_is_started_early() -> None:
+    assert processes_of(EngineConfig(tensor_parallel_size="auto"), []) == []
+    assert processes_of(EngineConfig(), []) == []
 
 
 def test_embeddings_and_speculation_go_with_several_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from server.checkpoint.sharding.shards import check_count
 from server.checkpoint.sharding.stored import BLOCKSIZE
 from server.config import EngineConfig
 from server.engine.parallel.auto import check_config, fewest
+from server.engine.parallel.processes import kill, start_processes
 from server.engine.parallel.workers import Failed, Workers, start_workers
 from server.engine.runtime.exchange import EXCHANGE_S, bound_waiting
 from server.engine.runtime.limits import EngineConfigError, resolve_device
@@ -26,20 +28,32 @@ logger = logging.getLogger(__name__)
 
 
 def load_ranks(
-    folder: Path, config: EngineConfig, progress: Progress, failed: Failed, logging_options: list[str]
+    folder: Path,
+    config: EngineConfig,
+    progress: Progress,
+    failed: Failed,
+    logging_options: list[str],
+    processes: list[subprocess.Popen[bytes]] | None = None,
 ) -> tuple[ModelRunner, Workers | None]:
     """The runner of engine.tensor_parallel_size ranks, of which this process is the first, and the workers of the others.
 
-    failed and logging_options as of start_workers(). Raises as load_runner() does.
+    failed as of start_workers(), logging_options as of start_processes(). processes: those of processes_of(), which
+    are killed where they cannot be used. Raises as load_runner() does.
     """
-    device, dtype = resolve_device(config)
-    count = config.tensor_parallel_size
-    if count == "auto":
-        count = _fewest(folder, config, device, dtype)
-    if count == 1:
-        return load_runner(folder, config, progress), None
-    _check(folder, config, count, device)
-    workers = start_workers(folder, config, count, device.type, failed, logging_options)
+    given = processes or []
+    try:
+        device, dtype = resolve_device(config)
+        count = config.tensor_parallel_size
+        if count == "auto":
+            count = _fewest(folder, config, device, dtype)
+        if count == 1:
+            return load_runner(folder, config, progress), None
+        _check(folder, config, count, device)
+        given = given or start_processes(count, device.type == "cuda", logging_options)
+    except BaseException:
+        kill(given)
+        raise
+    workers = start_workers(folder, config, given, device.type, failed)
     try:
         runner = load_runner(folder, config, progress, workers.membership, workers)
         progress("waiting for the other ranks", 1.0)

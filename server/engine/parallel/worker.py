@@ -124,7 +124,10 @@ def main() -> None:
     _end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the API process lets requests end, then the engine ends its workers
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
+    line = sys.stdin.buffer.readline()
+    if not line:  # the engine's process has ended, or needs no ranks
+        os._exit(1)
+    setup = msgspec.json.decode(line, type=WorkerSetup)
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"nf4-rank-{setup.rank}")
     threading.Thread(target=_end_with_input, name="engine-watcher", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The engine's workers: the processes of ranks 1 to N - 1, started, told of every step, watched and ended.
+"""The engine's workers: the processes of ranks 1 to N - 1, told what they compute and of every step, watched and ended.
 
 Rank 0 is the engine's own process. An engine lives or ends as a whole: where a worker dies, says nothing any more, or
 holds up a step, the engine's process ends too, and the API's starts a new one.
@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,7 +21,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from server import PACKAGE
 from server.config import EngineConfig
 from server.engine.parallel.messages import (
     FromWorker,
@@ -35,6 +33,7 @@ from server.engine.parallel.messages import (
     WorkerSetup,
     WriteAdapter,
 )
+from server.engine.parallel.processes import kill
 from server.engine.runtime.batch import StepInput
 from server.engine.runtime.exchange import ENVIRONMENT, Membership
 from server.engine.runtime.graphs.async_step import Launch
@@ -209,49 +208,35 @@ class Workers:
 
 
 def start_workers(
-    checkpoint_folder: Path, config: EngineConfig, count: int, device: str, failed: Failed, logging_options: list[str]
+    checkpoint_folder: Path,
+    config: EngineConfig,
+    processes: list[subprocess.Popen[bytes]],
+    device: str,
+    failed: Failed,
 ) -> Workers:
-    """Start the processes of ranks 1 to count - 1. logging_options: the command line's.
-
-    Raises OSError where a process cannot be started.
-    """
+    """Make ranks 1 to N - 1 of the processes of start_processes(). Raises OSError, with all of them killed."""
     folder = Path(tempfile.mkdtemp(prefix="nf4-ranks-"))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(1, count):
+        for rank, process in enumerate(processes, 1):
             setup = WorkerSetup(
                 rank,
-                count,
+                len(processes) + 1,
                 str(folder / "store"),
                 _address(folder, f"rank-{rank}"),
                 _address(folder, "reports"),
                 str(checkpoint_folder),
                 config.model_dump(mode="json"),
             )
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"{PACKAGE}.engine.parallel.worker", *logging_options],
-                stdin=subprocess.PIPE,
-                env={**os.environ, **(_devices(rank, count) if device == "cuda" else {})},
-            )
-            processes.append(process)
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(setup) + b"\n")
             process.stdin.flush()
     except OSError:
-        for process in processes:
-            process.kill()
+        kill(processes)
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return Workers(folder, processes, failed, device)
-
-
-def _devices(rank: int, count: int) -> dict[str, str]:
-    """An environment in which the rank's GPU is the first one; so it has the same name in the compiled code of all ranks."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join([names[rank], *names[:rank], *names[rank + 1 : count]])}
 
 
 def _address(folder: Path, name: str) -> str:
