@@ -44,8 +44,18 @@ def uniform(seed: int, position: int) -> float:
 
 def uniforms(seeds: list[int], positions: list[int]) -> npt.NDArray[np.float64]:
     """uniform() of each seed and position."""
-    state = np.array([seed & _MASK64 for seed in seeds], np.uint64) * np.uint64(0xD1342543DE82EF95)
-    state += np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x2545F4914F6CDD1D)
+    return uniform_column(seed_column(seeds), np.array(positions, np.int64))
+
+
+def seed_column(seeds: list[int]) -> npt.NDArray[np.uint64]:
+    """Seeds as uniform_column() takes them."""
+    return np.array([seed & _MASK64 for seed in seeds], np.uint64)
+
+
+def uniform_column(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """uniform() of each seed and position, where the seeds are in a seed_column()."""
+    state = seeds * np.uint64(0xD1342543DE82EF95)
+    state += positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x2545F4914F6CDD1D)
     for _ in range(2):
         state += np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

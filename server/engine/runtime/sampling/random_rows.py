@@ -6,7 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.sampling.inverse_cdf import _RESAMPLING_OFFSET, sample_by_table, sampling_table, uniforms
+from server.engine.runtime.sampling.inverse_cdf import (
+    _RESAMPLING_OFFSET,
+    sample_by_table,
+    sampling_table,
+    seed_column,
+    uniform_column,
+)
 from server.engine.scheduling.sequence import Sequence
 
 
@@ -20,7 +26,7 @@ class RandomRows:
         if table is not None and rows is not None:
             table[:, 0] = [rows[place] for place in places]
         self._table = np.zeros((0, 6)) if table is None else table
-        self._seeds = [sequences[place].seed for place in places]
+        self._seeds = seed_column([sequences[place].seed for place in places])
         self.rows: npt.NDArray[np.int64] = self._table[:, 0].astype(np.int64)
         """int64 [R]: their rows of the logits."""
 
@@ -38,5 +44,5 @@ class RandomRows:
         if not len(self):
             return tokens
         table = self._table.copy()
-        table[:, 2] = uniforms(self._seeds, (lengths[self.rows] + again * _RESAMPLING_OFFSET).tolist())
+        table[:, 2] = uniform_column(self._seeds, lengths[self.rows] + again * _RESAMPLING_OFFSET)
         return sample_by_table(logits, table, tokens)
