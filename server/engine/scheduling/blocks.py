@@ -55,10 +55,14 @@ class BlockManager:
         if missing > self.num_free:
             raise OutOfBlocksError(f"{missing} blocks asked for, {self.num_free} free")
         for _ in range(missing):
-            block = self._free.popleft() if self._free else self._evict()
-            self._references[block] = 1
-            self._marked[block] = False
-            blocks.append(block)
+            blocks.append(self.take())
+
+    def take(self) -> int:
+        """Hand out a free block; there has to be one."""
+        block = self._free.popleft() if self._free else self._evict()
+        self._references[block] = 1
+        self._marked[block] = False
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """Count one more holder of blocks that are held, or free but named."""

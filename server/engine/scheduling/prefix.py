@@ -27,5 +27,5 @@ def extend_keys(
         previous = keys[-1] if keys else hashlib.blake2b(salt, digest_size=16).digest()
         first, end = index * block_size, (index + 1) * block_size
         block = array("q", tokens[first:end]).tobytes()
-        shown = b"".join(key for start, behind, key in images if start < end and behind > first)
+        shown = b"".join([key for start, behind, key in images if start < end and behind > first])
         keys.append(hashlib.blake2b(previous + block + shown, digest_size=16).digest())

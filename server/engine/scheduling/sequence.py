@@ -228,12 +228,15 @@ class Sequence:
             self.tables.give_back(self.row)
             self.tables = None
 
-    def block_keys(self, block_size: int, num_tokens: int) -> list[bytes]:
-        """Keys of the full blocks among the first num_tokens tokens, none of which may be a placeholder."""
+    def block_keys(self, block_size: int, num_tokens: int, first: int = 0) -> list[bytes]:
+        """Keys of the full blocks among the first num_tokens tokens, none of which may be a placeholder.
+
+        first: the block from which on keys are wanted.
+        """
         count = num_tokens // block_size
         images = () if self.images is None else self.images.spanning
         extend_keys(self._keys, self.tokens, block_size, count, self.cache_salt, images)
-        return self._keys[:count]
+        return self._keys[first:count]
 
     def most_new_tokens(self, max_model_len: int) -> int:
         """How many tokens may follow the present last one."""
