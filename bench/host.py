@@ -94,14 +94,14 @@ class HostRunner:
 
     def execute_async(self, step: Step, previous: PendingStep | None) -> PendingStep | None:
         """Do the host's part of DecodeGraphs.run_async(); see FlashInferBackend.plan_decode_graph()."""
-        if not all(chunk.samples and chunk.length == 1 for chunk in step.chunks):
+        if not step.samples_each:
             return None
         with self.timed("batch"):
             self.batch = batch_of(step_input(step), self.block_size)
         with self.timed("layout"):
             self.tables.take_new(self.batch.spans)
             self.layouts.of(self.batch.spans.ends, self.batch.spans.rows)
-        return PendingStep(step, torch.full((2, len(step.chunks)), 7.0))
+        return PendingStep(step, torch.full((2, step.size), 7.0))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Accounting:
         if step.ahead and self._speculator is not None:
             self._speculator.note_time(step, self._outputs.step_clock.seconds)
         step, results = self._settle(step, results, failures)
-        return self._outputs.tell(step.chunks, results, failures)
+        return self._outputs.tell(step, results, failures)
 
     def settle_guesses(self, step: Step, results: list[Sampled]) -> Checked:
         """Account for a step with guesses that has ended now, one result for each of its tokens; tell() has to follow."""
@@ -100,13 +100,14 @@ class Accounting:
         if self._pace is not None:
             seconds = self._outputs.step_clock.seconds
             self._pace.note(step.prefill_tokens, seconds)
-        alive = [chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED]
-        if len(alive) < len(step.chunks):
-            results = [r for c, r in zip(step.sampled, results, strict=True) if c.sequence.phase is not Phase.FINISHED]
-            step = Step(alive)
-        if any(result.error is not None for result in results):
-            found = zip(step.sampled, results, strict=True)
-            failures.update((c.sequence.request_id, r.error) for c, r in found if r.error is not None)
+        alive = self._scheduler.alive(step)
+        if alive is not step:
+            found = zip(step.sampled_sequences, results, strict=True)
+            results = [result for sequence, result in found if sequence.phase is not Phase.FINISHED]
+            step = alive
+        if [result.error for result in results].count(None) < len(results):
+            found = zip(step.sampled_sequences, results, strict=True)
+            failures.update((s.request_id, r.error) for s, r in found if r.error is not None)
         for request_id in failures:
             self._scheduler.finish(request_id, "error")
         for chunk in step.chunks if failures else ():

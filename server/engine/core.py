@@ -21,7 +21,7 @@ from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
-from server.engine.scheduling.step import Chunk, Step
+from server.engine.scheduling.step import Step
 from server.engine.speculation.drafts import DraftSpeculator
 from server.engine.speculation.shared_store import SharedStore
 from server.engine.speculation.speculator import Speculator
@@ -144,8 +144,10 @@ class Engine:
         for request_id in request_ids:
             self._scheduler.finish(request_id, "abort")
             self._outputs.close(request_id)
-        if self._deferred is not None and not _running(self._deferred):
-            self._deferred = None
+        if self._deferred is not None:
+            self._deferred.leave_out_ended()
+            if not self._deferred.size:
+                self._deferred = None
 
     def step(self) -> StepOutputs:
         """Read the step that was launched before, if there is one, and launch or run the next one.
@@ -169,7 +171,7 @@ class Engine:
         step = self._next_step()
         # Guesses need the tokens of the step before, so a step that is likely to have some waits for them.
         guessing = self._speculator is not None and self._speculator.plan(step)
-        launched = self._runner.execute_async(step, pending) if step.chunks and not guessing else None
+        launched = self._runner.execute_async(step, pending) if step.size and not guessing else None
         if pending is None and checked is None:
             self._step_clock.start()
         if pending is not None:
@@ -177,7 +179,7 @@ class Engine:
             outputs += self._accounting.account(ran, pending.read(), {})
             self._step_clock.start()
         if launched is None:
-            step.chunks = _running(step)
+            step.leave_out_ended()
             if guessing:
                 launched = self._launch_check(step, planned=pending is None)
         if checked is not None:
@@ -185,8 +187,8 @@ class Engine:
         # Sampling under grammars had to wait for the tokens of the last step.
         if launched is not None and not launched.complete():
             launched = None
-            step.chunks = _running(step)
-        if launched is None and ran is not None and not all(chunk.is_decode for chunk in step.chunks):
+            step.leave_out_ended()
+        if launched is None and ran is not None and not step.is_decode:
             # Tokens that have been read are told before a prompt's step, which may take much longer than theirs.
             self._deferred = step
             return StepOutputs(outputs, self.stats(ran))
@@ -195,7 +197,7 @@ class Engine:
             step.ahead = pending is not None and not guessing
             self._scheduler.advance(step)
             self._pending = launched
-        elif step.chunks:
+        elif step.size:
             before = None if ran is None else self.stats(ran)
             outputs += self._compute(step)
             ran = step
@@ -209,8 +211,8 @@ class Engine:
         """The step that waits for its turn, as far as its sequences still run, or the scheduler's."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
-            deferred.chunks = _running(deferred)
-        return deferred if deferred is not None and deferred.chunks else self._scheduler.schedule()
+            deferred.leave_out_ended()
+        return deferred if deferred is not None and deferred.size else self._scheduler.schedule()
 
     def stats(self, step: Step | None = None) -> EngineStats:
         """The state now, and the figures of the step that has just run."""
@@ -226,7 +228,7 @@ class Engine:
             step_seconds=clock.seconds if step else 0.0,
             step_tokens=step.num_tokens if step else 0,
             step_prefill_tokens=step.prefill_tokens if step else 0,
-            step_batch=len(step.chunks) if step else 0,
+            step_batch=step.size if step else 0,
             dequant_seconds_total=clock.kernels.dequant,
             linear_seconds_total=clock.kernels.linear,
             kernel_seconds=clock.kernels.by_kernel,
@@ -272,7 +274,7 @@ class Engine:
         if step.guesses:
             return self._runner.launch_check(step)
         speculator.costs.note_void()
-        return self._runner.execute_async(step, None) if step.chunks else None
+        return self._runner.execute_async(step, None) if step.size else None
 
     def _guess_ahead(self, launched: LaunchedStep) -> None:
         """Have the next step's guesses made behind one with guesses that runs: the device does not wait for the host then.
@@ -295,8 +297,3 @@ class Engine:
         self._speculator.note_time(launched.step, self._step_clock.seconds)
         self._step_clock.start()
         return checked
-
-
-def _running(step: Step) -> list[Chunk]:
-    """The chunks of a step whose sequences still run."""
-    return [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]

@@ -10,8 +10,9 @@ import msgspec
 from nf4_kernels.timing import KernelTimes
 from server.engine.clock import RequestClock, StepClock
 from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.columns import DecodeColumns
 from server.engine.scheduling.sequence import Sequence
-from server.engine.scheduling.step import Chunk
+from server.engine.scheduling.step import Chunks, Step
 from server.types import RequestOutput, TokenLogprob
 
 
@@ -39,15 +40,28 @@ class OutputBuilder:
         for sequence in sequences:
             self._clocks[sequence.request_id].schedule(self.step_clock.started)
 
-    def tell(self, chunks: list[Chunk], results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
+    def tell(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> list[RequestOutput]:
         """What the requests of the step that has just stopped are told; its kernel times are divided among them.
 
         results: one for each chunk that samples. failures: the reasons of requests that failed, by request id.
         """
+        shares = self.step_clock.shares(step.num_tokens or 1)
+        decoding = step.decoding
+        if decoding is None or decoding.columns.traits.special or failures:
+            outputs = self._tell_chunks(step.chunks, results, failures, shares)
+        else:
+            outputs = self._tell_columns(decoding.columns, results[: len(decoding)], shares)
+            outputs += self._tell_chunks(step.others, results[len(decoding) :], failures, shares)
+        return [*(self.error(request_id, reason) for request_id, reason in failures.items()), *outputs]
+
+    def _tell_chunks(
+        self, chunks: Chunks, results: list[Sampled], failures: dict[str, str], shares: tuple[float, float]
+    ) -> list[RequestOutput]:
+        """tell() of some of the step's chunks; shares: a token's share of the kernel times."""
+        dequant, linear = shares
         outputs: list[RequestOutput] = []
         following = iter(results)
         clocks, now = self._clocks, self.step_clock.stopped
-        dequant, linear = self.step_clock.shares(sum([chunk.length for chunk in chunks]) or 1)
         # With a thousand sequences, a call for each of them takes a tenth of a millisecond: most need one here.
         for chunk in chunks:
             sequence, length = chunk.sequence, chunk.length
@@ -70,9 +84,30 @@ class OutputBuilder:
                 outputs.append(RequestOutput(request_id, [result.token], None, None, None, cached, None, None, timings))
             else:
                 outputs.append(self.token(sequence, result))
-        return [*(self.error(request_id, reason) for request_id, reason in failures.items()), *outputs]
+        return outputs
 
-    def share(self, chunks: list[Chunk]) -> None:
+    def _tell_columns(
+        self, columns: DecodeColumns, results: list[Sampled], shares: tuple[float, float]
+    ) -> list[RequestOutput]:
+        """tell() of sequences that have got tokens before, and want nothing but tokens."""
+        sequences, now = columns.sequences, self.step_clock.stopped
+        dequant, linear = shares
+        clocks = [self._clocks[sequence.request_id] for sequence in sequences]
+        for clock in clocks:
+            clock.dequant_decode += dequant
+            clock.linear_decode += linear
+        outputs = [
+            RequestOutput(
+                own.request_id, [result.token], None, None, None, own.num_cached, None, None, clock.token(now)
+            )
+            for own, result, clock in zip(sequences, results, clocks, strict=True)
+        ]
+        for place, sequence in enumerate(sequences):
+            if sequence.finish_reason is not None:
+                outputs[place] = self.token(sequence, results[place])
+        return outputs
+
+    def share(self, chunks: Chunks) -> None:
         """Divide the kernel times of the step that has just stopped among its requests, all of which decode."""
         dequant, linear = self.step_clock.shares(len(chunks) or 1)
         for chunk in chunks:

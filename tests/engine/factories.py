@@ -8,7 +8,7 @@ from typing import Any
 
 from server.engine.core import Engine
 from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.sequence import Phase, Sequence
+from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest, RequestOutput, SamplingParams
@@ -56,11 +56,15 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 class SchedulerDriver:
     """Runs a scheduler's steps in the engine's order (Engine.step()), without a model.
 
-    With async_scheduling a decode step is launched before the tokens of the one before have been read.
+    With async_scheduling a decode step is launched before the tokens of the one before have been read. token says what is
+    sampled for a sequence.
     """
 
     def __init__(
-        self, scheduler: Scheduler, token: Callable[[], int] = lambda: 9, async_scheduling: bool = False
+        self,
+        scheduler: Scheduler,
+        token: Callable[[Sequence], int] = lambda _: 9,
+        async_scheduling: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._token = token
@@ -78,9 +82,9 @@ class SchedulerDriver:
         pending, self._pending = self._pending, None
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
-            deferred.chunks = [chunk for chunk in deferred.chunks if chunk.sequence.phase is Phase.RUNNING]
-        step = deferred if deferred is not None and deferred.chunks else self._scheduler.schedule()
-        launched = self._async and bool(step.chunks) and all(c.samples and c.length == 1 for c in step.chunks)
+            deferred.leave_out_ended()
+        step = deferred if deferred is not None and deferred.size else self._scheduler.schedule()
+        launched = self._async and step.size > 0 and step.samples_each
         if launched:
             run(step)
         if pending is not None:
@@ -89,8 +93,8 @@ class SchedulerDriver:
             self._scheduler.advance(step)
             self._pending = step
         else:
-            step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
-            if pending is not None and not all(chunk.is_decode for chunk in step.chunks):
+            step.leave_out_ended()
+            if pending is not None and not step.is_decode:
                 self._deferred = step
                 return Step()
             run(step)
@@ -99,5 +103,5 @@ class SchedulerDriver:
         return step
 
     def _resolve(self, step: Step) -> None:
-        alive = Step([chunk for chunk in step.chunks if chunk.sequence.phase is not Phase.FINISHED])
-        self._scheduler.resolve(alive, [self._token() for _ in alive.sampled])
+        alive = self._scheduler.alive(step)
+        self._scheduler.resolve(alive, [self._token(sequence) for sequence in alive.sampled_sequences])

@@ -30,6 +30,8 @@ from server.types import RequestOutput
 from tests.engine.factories import make_request
 from tests.engine.models import VOCABULARY, tiny_model
 
+pytestmark = pytest.mark.usefixtures("in_columns")
+
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
 MODEL = tiny_model("llama")
 

@@ -59,7 +59,7 @@ def test_chunked_and_mixed_batches_give_transformers_logits(
     for sequence in sequences:
         scheduler.add(sequence)
     found: list[tuple[Sequence, int, torch.Tensor]] = []
-    driver = SchedulerDriver(scheduler, lambda: rng.randrange(3, VOCABULARY))
+    driver = SchedulerDriver(scheduler, lambda _: rng.randrange(3, VOCABULARY))
 
     def run(step: Step) -> None:
         rows = zip(step.sampled, runner.forward(step), strict=True)

@@ -25,6 +25,8 @@ from server.types import GenerateRequest, RequestOutput
 from tests.engine.factories import SchedulerDriver, make_request, make_sequence, run_together, tokens
 from tests.engine.models import FAMILIES, VOCABULARY, tiny_model
 
+pytestmark = pytest.mark.usefixtures("in_columns")
+
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6, enforce_eager=True)
 MODEL = tiny_model("llama")
 BLOCK_BYTES = 768 * 4

@@ -65,7 +65,7 @@ def test_a_worker_computes_the_same_batches_with_preemptions_and_shared_prefixes
             # What tells a copy of the tables on a device which entries are new.
         assert np.array_equal(read.tables.holders[read.rows], given.tables.holders[given.rows])
 
-    driver = SchedulerDriver(scheduler, lambda: rng.randrange(3, 99))
+    driver = SchedulerDriver(scheduler, lambda _: rng.randrange(3, 99))
     while driver.has_work:
         driver.step(run)
     assert scheduler.num_preemptions > 0

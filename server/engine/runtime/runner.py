@@ -159,7 +159,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
         """Compute a step: one result for each of step.sampled, in order; with guesses one for each token of the step."""
-        if any(chunk.sequence.embeds for chunk in step.chunks):
+        # What decodes does not embed.
+        if any(chunk.sequence.embeds for chunk in step.others):
             return self._execute_with_embeddings(step)
         if self._followers is not None:
             step.read_guesses()  # the other ranks have them from this one
@@ -170,13 +171,12 @@ class ModelRunner:
         # Sequences are asked only where it makes a difference, which is on CPU.
         small = self._paged.small_steps is not None
         logits = self.forward(step, small and all(is_greedy(c.sequence) and not c.scored for c in step.chunks))
-        sampled = step.sampled
-        if logits.shape[0] > len(sampled) and not step.guesses:
-            score_prompts(step, logits[len(sampled) :])
-            logits = logits[: len(sampled)]
-        sequences = sampled_sequences(step) if step.guesses else [chunk.sequence for chunk in sampled]
+        sequences = sampled_sequences(step) if step.guesses else step.sampled_sequences
+        if logits.shape[0] > len(sequences):
+            score_prompts(step, logits[len(sequences) :])
+            logits = logits[: len(sequences)]
         choose = sample if self._sampler is None else self._sampler.sample
-        results = choose(logits, sequences) if sampled else []
+        results = choose(logits, sequences) if sequences else []
         if self._paged.clock is not None:
             self._paged.clock.note(self._paged.clock.totals)
         return results
@@ -253,9 +253,7 @@ class ModelRunner:
         graphs = self._graphs.decode
         if self._sampler is not None:
             return self._launch_with_options(step, previous, self._sampler)
-        if graphs is None or not all(
-            c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks
-        ):
+        if graphs is None or not _is_raw_decode(step):
             return None
         assert not isinstance(previous, OptionsStep)
         given = step_input(step)
@@ -291,7 +289,7 @@ class ModelRunner:
         self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler
     ) -> OptionsStep | None:
         graphs = self._graphs.decode
-        if graphs is None or not all(c.samples and c.length == 1 and not c.sequence.embeds for c in step.chunks):
+        if graphs is None or not step.samples_each or any(chunk.sequence.embeds for chunk in step.others):
             return None
         batch = self._batch(step_input(step))
         if batch.images is not None or not graphs.fits(batch):
@@ -303,3 +301,10 @@ class ModelRunner:
         except Exception:
             logger.exception("launching a step of %d sequences failed", len(step.chunks))
             return None  # execute() finds the one that is at fault
+
+
+def _is_raw_decode(step: Step) -> bool:
+    """Whether a step is one token of each sequence, behind which one is sampled from the model's logits as they are."""
+    if step.decoding is not None and not step.decoding.is_raw:
+        return False
+    return step.samples_each and all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.others)

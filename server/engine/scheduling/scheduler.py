@@ -7,13 +7,12 @@ from collections.abc import Callable, Container
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.columns import Decoding
 from server.engine.scheduling.pace import PrefillPace
+from server.engine.scheduling.running import RunningSequences
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
-from server.engine.scheduling.step import Chunk, Step
+from server.engine.scheduling.step import Chunk, Chunks, Step
 from server.types import FinishReason
-
-MOST_SCORED = 256
-"""Prompt tokens in one step whose logits are kept: each is a row as wide as the vocabulary."""
 
 
 class Scheduler:
@@ -53,9 +52,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._prefix_caching = prefix_caching
         self.pace = pace
-        self._waiting, self._running = deque[Sequence](), list[Sequence]()  # running ones: oldest first
+        self._waiting, self._running = deque[Sequence](), RunningSequences()
         self._by_id: dict[str, Sequence] = {}
-        self.num_preemptions = 0
         self.prefix_queries = 0
         """Tokens of new sequences that were looked up in the prefix cache."""
         self.prefix_hits = 0
@@ -66,12 +64,17 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether schedule() would return chunks."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running.all)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""
         return len(self._running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How many times a sequence was preempted."""
+        return self._running.num_preemptions
 
     @property
     def num_waiting(self) -> int:
@@ -106,21 +109,21 @@ class Scheduler:
         """The next step, whose KV blocks are taken. advance() must follow, or finish() for each of its sequences."""
         step = Step()
         prefilling = self._add_decoding(step)
-        budget = self._budget - len(step.chunks)
+        budget = self._budget - step.size
         if step.preempted:
             # A later sequence's growth may have preempted one that was scheduled before it.
             step.chunks = [chunk for chunk in step.chunks if chunk.sequence.phase is Phase.RUNNING]
-        decoding = len(step.chunks)
+        decoding = step.size
         if decoding and self.pace is not None:
             budget = min(budget, self.pace.tokens)
         for sequence in prefilling:
             if budget > 0 and sequence.phase is Phase.RUNNING:
-                budget -= self._add_prefill(sequence, step, budget)
+                budget -= step.add_prefill(sequence, budget)
         while self._waiting and budget > 0 and not step.preempted and self._admit(self._waiting[0]):
             step.admitted.append(self._waiting.popleft())
-            budget -= self._add_prefill(step.admitted[-1], step, budget)
-        if len(step.chunks) > decoding:
-            step.chunks.sort(key=lambda chunk: chunk.length > 1)
+            budget -= step.add_prefill(step.admitted[-1], budget)
+        if step.size > decoding:
+            step.put_single_first()
         return step
 
     def reserve(self, step: Step) -> None:
@@ -141,7 +144,7 @@ class Scheduler:
                 del guesses[max(len(sequence.blocks) * self._blocks.block_size - len(sequence.tokens), 0) :]
                 if not guesses:
                     del step.guesses[sequence.request_id]
-        step.chunks.sort(key=lambda chunk: chunk.sequence.request_id in step.guesses)
+        step.chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.request_id in step.guesses)
 
     def reserve_ahead(self, counts: dict[Sequence, int]) -> bool:
         """Take the KV blocks for that many tokens of each sequence beyond its present ones, if there are enough for all."""
@@ -167,10 +170,7 @@ class Scheduler:
             sequence.num_computed += 1
             added += 1
             sequence.append(token, more=added < len(tokens))
-        if self._prefix_caching and sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
-            self._name_blocks(sequence)
-        if sequence.finish_reason is not None:
-            self._remove(sequence)
+        self._settle(sequence)
         return added
 
     def advance(self, step: Step) -> None:
@@ -178,7 +178,10 @@ class Scheduler:
 
         Each token that the step samples is a PLACEHOLDER until then.
         """
-        for chunk in step.chunks:
+        decoding = self._running.still_running(step.decoding)
+        if decoding is not None:
+            decoding.advance()
+        for chunk in step.chunks if decoding is None else step.others:
             if chunk.sequence.phase is Phase.RUNNING:
                 chunk.sequence.num_computed = chunk.start + chunk.length
                 if chunk.samples:
@@ -190,12 +193,29 @@ class Scheduler:
         tokens has one for each of step.sampled, in its order. Sequences that this ends are finished here: their blocks
         are free and their finish_reason is set. followed: the requests for which follow() comes next.
         """
+        if step.num_sampled != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens for a step that samples {step.num_sampled}")
+        decoding = step.decoding
+        if decoding is None or followed or not self._running.is_whole(decoding):
+            self._resolve_chunks(step.chunks, tokens, followed)
+        else:
+            self._resolve_columns(decoding, tokens[: len(decoding)])
+            self._resolve_chunks(step.others, tokens[len(decoding) :])
+
+    def _resolve_columns(self, decoding: Decoding, tokens: list[int]) -> None:
+        sequences = decoding.columns.sequences
+        noted = decoding.resolve(tokens)
+        filled = decoding.filled(self._blocks.block_size) if self._prefix_caching else ()
+        for place in sorted(noted.union(filled)):
+            sequence = sequences[place]
+            if place in noted:
+                sequence.resolve(tokens[place])
+            self._settle(sequence)
+
+    def _resolve_chunks(self, chunks: Chunks, tokens: list[int], followed: Container[str] = ()) -> None:
         finished, block_size, naming = Phase.FINISHED, self._blocks.block_size, self._prefix_caching
-        count = sum([chunk.samples for chunk in step.chunks])
-        if count != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens for a step that samples {count}")
         following = iter(tokens)
-        for chunk in step.chunks:
+        for chunk in chunks:
             sequence = chunk.sequence
             if chunk.samples:
                 token = next(following)
@@ -205,10 +225,22 @@ class Scheduler:
                         sequence.resolve(token, more=True)
                     else:
                         sequence.resolve(token)
-            if naming and sequence.num_computed >= (sequence.num_named + 1) * block_size:
-                self._name_blocks(sequence)
-            if sequence.finish_reason is not None and sequence.phase is not finished:
-                self._remove(sequence)
+            # There is no call for most of a thousand sequences.
+            if sequence.finish_reason is not None or (
+                naming and sequence.num_computed >= (sequence.num_named + 1) * block_size
+            ):
+                self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Name the KV blocks of a sequence that are full, and remove it if it has ended."""
+        if self._prefix_caching and sequence.num_computed >= (sequence.num_named + 1) * self._blocks.block_size:
+            self._name_blocks(sequence)
+        if sequence.finish_reason is not None and sequence.phase is not Phase.FINISHED:
+            self._remove(sequence)
+
+    def alive(self, step: Step) -> Step:
+        """A step without the sequences that have ended since it was scheduled."""
+        return self._running.alive(step)
 
     def finish(self, request_id: str, reason: FinishReason) -> Sequence | None:
         """End a sequence now, whatever its phase, and free its blocks; None when the id is unknown."""
@@ -223,10 +255,11 @@ class Scheduler:
 
     def _add_decoding(self, step: Step) -> list[Sequence]:
         """Add the sequences that have one token to compute, with the block that it needs; gives those that have more."""
-        prefilling = list[Sequence]()
-        chunks, running, block_size = step.chunks, Phase.RUNNING, self._blocks.block_size
+        decoding, beside = self._running.decoding(self._blocks, self._tables)
+        prefilling, chunks = list[Sequence](), list[Chunk]()
+        running, block_size = Phase.RUNNING, self._blocks.block_size
         # Making room for one may preempt others. There is no call for most of a thousand sequences.
-        for sequence in [*self._running]:
+        for sequence in [*beside]:
             tokens, computed = sequence.tokens, sequence.num_computed
             count = len(tokens)
             if count > computed + 1:
@@ -239,15 +272,19 @@ class Scheduler:
                 and (count <= len(sequence.blocks) * block_size or self._make_room(sequence, step))
             ):
                 chunks.append(Chunk(sequence, computed, 1, True))
+        step.start_with(decoding, chunks)
         return prefilling
 
     def _admit(self, sequence: Sequence) -> bool:
         if len(self._running) >= self._max_num_seqs:
             return False
-        found = self._find_prefix(sequence) if self._prefix_caching else []
+        found: list[int] = []
+        if self._prefix_caching:
+            # The blocks that hold its first tokens, all but its last at most.
+            found = self._blocks.find(sequence.block_keys(self._blocks.block_size, len(sequence.tokens) - 1))
         needed = self._blocks.missing(found, len(sequence.tokens)) + self._blocks.num_unheld(found)
         # Each running sequence keeps a spare block, or the admission would at once cause a preemption.
-        if needed > self._blocks.num_free - len(self._running) and self._running:
+        if needed > self._blocks.num_free - len(self._running) and self._running.all:
             return False
         self._blocks.share(found)
         # A preempted sequence finds its own blocks again, which would count as a hit of its prompt.
@@ -260,39 +297,22 @@ class Scheduler:
         self._blocks.grow(sequence.blocks, len(sequence.tokens))
         sequence.take_row(self._tables)
         sequence.phase = Phase.RUNNING
-        self._running.append(sequence)
+        self._running.add(sequence)
         return True
-
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the first tokens of a sequence, all but its last at most."""
-        return self._blocks.find(sequence.block_keys(self._blocks.block_size, len(sequence.tokens) - 1))
 
     def _name_blocks(self, sequence: Sequence) -> None:
         """Let other sequences find the full blocks of a running sequence that are computed."""
         if sequence.phase is Phase.RUNNING:
             named, full = sequence.num_named, sequence.num_computed // self._blocks.block_size
-            keys = sequence.block_keys(self._blocks.block_size, sequence.num_computed)
-            for block, key in zip(sequence.blocks[named:full], keys[named:], strict=True):
+            keys = sequence.block_keys(self._blocks.block_size, sequence.num_computed, named)
+            for block, key in zip(sequence.blocks[named:full], keys, strict=True):
                 self._blocks.name(block, key)
             sequence.num_named = full
-
-    @staticmethod
-    def _add_prefill(sequence: Sequence, step: Step, budget: int) -> int:
-        length = min(sequence.num_pending, budget)
-        if sequence.sampling.prompt_logprobs is not None:
-            length = min(length, max(1, MOST_SCORED - sum(len(chunk.scored) for chunk in step.chunks)))
-        if sequence.images is not None:
-            alone = all(chunk.length == 1 for chunk in step.chunks)
-            length = sequence.images.chunk_length(sequence.num_computed, length, alone)
-            if length == 0:
-                return 0
-        step.chunks.append(Chunk(sequence, sequence.num_computed, length, length == sequence.num_pending))
-        return length
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Take the block that the sequence's next token needs; False when the sequence itself had to be preempted."""
         while self._blocks.missing(sequence.blocks, len(sequence.tokens)) > self._blocks.num_free:
-            newest = self._running[-1]
+            newest = self._running.all[-1]
             self._preempt(newest)
             step.preempted.append(newest)
             if newest is sequence:
@@ -306,13 +326,12 @@ class Scheduler:
         self._tables.extend(sequence.row, sequence.blocks)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        self._running.remove(sequence, preempted=True)
         self._blocks.release(sequence.blocks)
         sequence.give_row_back()
         sequence.num_computed = sequence.num_named = sequence.num_drafted = 0
         sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
-        self.num_preemptions += 1
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.RUNNING:

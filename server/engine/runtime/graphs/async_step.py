@@ -32,14 +32,14 @@ class Launch:
     @classmethod
     def of(cls, step: Step, previous: AsyncStep | None, vocabulary: int) -> Launch:
         """The launch of a decode step; previous is the step before it where that has not been read yet."""
-        sequences = [chunk.sequence for chunk in step.chunks]
+        sequences = step.sequences
         source = None if previous is None else rows_before(step, previous.step)
         return cls(previous is not None, source, cache(partial(sampling_table, sequences, vocabulary)))
 
 
 def rows_before(step: Step, previous: Step) -> list[int] | None:
     """Each sequence's row among the tokens that the step before samples, 0 where it has none; None: the same rows."""
-    sequences, before = ([chunk.sequence for chunk in own] for own in (step.chunks, previous.sampled))
+    sequences, before = step.sequences, previous.sampled_sequences
     if sequences == before:
         return None
     rows = {id(sequence): row for row, sequence in enumerate(before)}

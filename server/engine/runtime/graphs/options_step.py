@@ -29,8 +29,8 @@ class OptionsStep:
             self._times = clock, torch.empty_like(clock.totals, device="cpu", pin_memory=clock.totals.is_cuda)
             self._times[1].copy_(clock.totals, non_blocking=True)
         # A grammar's mask follows from the last step's token, which the host has to know.
-        if not any(chunk.sequence.constraint is not None for chunk in step.chunks):
-            self._launched = sampler.launch(output, [chunk.sequence for chunk in step.sampled])
+        if not step.is_constrained:
+            self._launched = sampler.launch(output, step.sampled_sequences)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -46,11 +46,11 @@ class OptionsStep:
         if self._launched is not None:
             return True
         try:
-            self._launched = self._sampler.launch(self._output, [chunk.sequence for chunk in self.step.sampled])
+            self._launched = self._sampler.launch(self._output, self.step.sampled_sequences)
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception:
-            logger.exception("sampling for %d sequences failed", len(self.step.chunks))
+            logger.exception("sampling for %d sequences failed", self.step.size)
         return self._launched is not None
 
     def read(self) -> list[Sampled]:
