@@ -102,9 +102,11 @@ class OutputBuilder:
             )
             for own, result, clock in zip(sequences, results, clocks, strict=True)
         ]
-        for place, sequence in enumerate(sequences):
-            if sequence.finish_reason is not None:
-                outputs[place] = self.token(sequence, results[place])
+        reasons = [sequence.finish_reason for sequence in sequences]
+        if reasons.count(None) < len(reasons):
+            for place, (sequence, reason) in enumerate(zip(sequences, reasons, strict=True)):
+                if reason is not None:
+                    outputs[place] = self.token(sequence, results[place])
         return outputs
 
     def share(self, chunks: Chunks) -> None:
