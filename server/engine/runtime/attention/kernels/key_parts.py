@@ -61,10 +61,14 @@ def split_keys(lengths: Numbers, room: Room, window: int | None) -> Items:
     wanted = lengths if window is None else np.minimum(lengths, window)
     seen = _rounded(wanted) if window is None else wanted
     parts, own = _parts(seen, _part_length(wanted, seen, room))
+    begins = np.maximum(lengths - seen, 0)
+    if int(parts.sum()) == len(parts):
+        places = np.arange(len(parts))
+        return Items(places, begins, np.minimum(begins + own, lengths), places, parts)
     firsts = parts.cumsum() - parts
     sequence = np.repeat(np.arange(len(seen)), parts)
     first = firsts[sequence]
-    begin = np.maximum(lengths - seen, 0)[sequence] + (np.arange(len(sequence)) - first) * own[sequence]
+    begin = begins[sequence] + (np.arange(len(sequence)) - first) * own[sequence]
     end = np.minimum(begin + own[sequence], lengths[sequence])
     return Items(sequence, begin, end, first, parts[sequence])
 
@@ -136,7 +140,10 @@ def _units_of_part(length: int, most: int) -> int:
 def _parts(seen: Numbers, most: int) -> tuple[Numbers, Numbers]:
     """How many parts each sequence has and how many keys each of its parts, where parts should have at most `most` keys."""
     # A sequence is split only if it is longer than a part by more than a quarter.
-    own = np.where(4 * seen > 5 * most, _rounded(-(-seen // -(-seen // most))), seen)
+    is_split = 4 * seen > 5 * most
+    if not is_split.any():
+        return np.ones_like(seen), seen
+    own = np.where(is_split, _rounded(-(-seen // -(-seen // most))), seen)
     return -(-seen // own), own
 
 
