@@ -49,8 +49,10 @@ def test_a_later_start_reads_them(compilations: list[nn.Module]) -> None:
     check(tiny_model("llama", 0), 5, KeptLayers())
     # All layers are of one kind.
     assert len(compilations) == 1
-    # With weights of its own.
-    check(tiny_model("llama", 1), 5, KeptLayers())
+    # With weights of its own, from another folder.
+    other = tiny_model("llama", 1)
+    other.config._name_or_path = "elsewhere"
+    check(other, 5, KeptLayers())
     assert len(compilations) == 1
 
 

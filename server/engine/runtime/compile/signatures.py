@@ -85,10 +85,13 @@ def structure_of(layer: nn.Module) -> Any:
 
 def configurations_of(layer: nn.Module) -> list[str]:
     """What the layer's modules may read of the model's configuration; the same for all layers of one model."""
-    found = (getattr(module, "config", None) for module in layer.modules())
-    return sorted(
-        {repr(sorted(config.to_dict().items(), key=str)) for config in found if isinstance(config, PretrainedConfig)}
-    )
+    configs = (getattr(module, "config", None) for module in layer.modules())
+    return sorted({_settings(config) for config in configs if isinstance(config, PretrainedConfig)})
+
+
+def _settings(config: PretrainedConfig) -> str:
+    """All of a configuration but for the folder that it was read from."""
+    return repr(sorted(((key, value) for key, value in config.to_dict().items() if key != "_name_or_path"), key=str))
 
 
 def named_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
