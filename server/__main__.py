@@ -7,10 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from server import __version__
 from server.config import Config, ConfigError
 from server.config.sources import load_config
+from server.objects import lasting_objects
+
+if TYPE_CHECKING:
+    from server.api_processes.place import Place
 
 _FLAGS: dict[str, tuple[str, type, str]] = {
     "--model": ("model", str, "a local folder, a hub id, or smollm2-135m-instruct for the embedded model"),
@@ -57,9 +62,14 @@ def _serve_in_processes(config: Config) -> int:
         print("error: http.api_processes: more than 1 needs Linux, which divides connections evenly", file=sys.stderr)
         return 1
     with new_place() as place:
-        from server.serving import serve
+        return _serve(config, place)
 
-        return serve(config, place)
+
+def _serve(config: Config, place: Place | None = None) -> int:
+    """Call serving.serve(), which is imported here: with several processes prometheus_client has to see their place."""
+    with lasting_objects():
+        from server.serving import serve
+    return serve(config, place)
 
 
 def keep_torch_out() -> None:
@@ -82,12 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from server.logs import set_up_logging
 
     set_up_logging(config.log_level, config.log_format)
-    from server.objects import lasting_objects
-
-    with lasting_objects():
-        from server.serving import serve
     if config.http.api_processes == 1:
-        return serve(config)
+        return _serve(config)
     return _serve_in_processes(config)
 
 
