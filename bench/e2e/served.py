@@ -28,33 +28,12 @@ READY_S = 1200.0
 def serving(config: Path, settings: dict[str, Any]) -> Iterator[str]:
     """A server of the model that config describes, with these engine settings; gives its base URL once it is ready.
 
-    Its tokenizer has a word for each token id, so that any sequence of ids is text. RuntimeError when it does not start.
+    RuntimeError when it does not start.
     """
     with tempfile.TemporaryDirectory() as work:
-        folder = Path(work) / config.parent.name
-        folder.mkdir()
-        shutil.copy(config, folder / "config.json")
-        # The server looks for weight files before the engine starts, which makes weights of its own.
-        save_file({}, folder / "model.safetensors")
-        _write_tokenizer(folder, json.loads(config.read_text())["vocab_size"])
+        folder = write_folder(Path(work), config)
         port = free_port()
-        variables = {f"NF4_ENGINE__{key.upper()}": str(value) for key, value in settings.items()}
-        server = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "server",
-                "--model",
-                str(folder),
-                "--served-model-name",
-                folder.name,
-                "--port",
-                str(port),
-                "--max-queue",
-                "4096",
-            ],
-            env={**os.environ, "NF4_ENGINE__LOAD_FORMAT": "dummy", **variables},
-        )
+        server = start_server(folder, port, settings)
         url = f"http://127.0.0.1:{port}"
         try:
             wait_until_ready(server, f"{url}/health", READY_S)
@@ -62,6 +41,27 @@ def serving(config: Path, settings: dict[str, Any]) -> Iterator[str]:
         finally:
             server.terminate()
             server.wait(60)
+
+
+def write_folder(work: Path, config: Path) -> Path:
+    """A folder of a model without weights in work. Its tokenizer has a word for each id, so that any ids are text."""
+    folder = work / config.parent.name
+    folder.mkdir()
+    shutil.copy(config, folder / "config.json")
+    # The server looks for weight files before the engine starts, which makes weights of its own.
+    save_file({}, folder / "model.safetensors")
+    _write_tokenizer(folder, json.loads(config.read_text())["vocab_size"])
+    return folder
+
+
+def start_server(folder: Path, port: int, settings: dict[str, Any], **variables: str) -> subprocess.Popen[bytes]:
+    """The server of write_folder()'s model, with these engine settings and these variables in its environment."""
+    flags = {"--model": str(folder), "--served-model-name": folder.name, "--port": str(port), "--max-queue": "4096"}
+    own = {f"NF4_ENGINE__{key.upper()}": str(value) for key, value in settings.items()}
+    return subprocess.Popen(
+        [sys.executable, "-m", "server", *(part for flag in flags.items() for part in flag)],
+        env={**os.environ, "NF4_ENGINE__LOAD_FORMAT": "dummy", **own, **variables},
+    )
 
 
 def under_load(

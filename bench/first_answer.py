@@ -1,0 +1,73 @@
+"""How long the server takes from its start to its first answer: python -m bench.first_answer --help.
+
+The real server with random weights, asked by HTTP. Its first start finds nothing compiled: what torch and Triton keep, and
+what the server keeps, are in new folders. The later starts find it. Python's bytecode and FlashInfer's modules are there, as
+in an installation that has served another model. Writes bench/results/first-answer-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import torch
+
+from bench.busy import MODELS, RESULTS
+from bench.e2e.results import Row
+from bench.e2e.served import start_server, write_folder
+from bench.machine import cpu_name, current_commit, versions
+from bench.processes import free_port, wait_until_ready
+
+LIMIT_S = 600.0
+
+
+def first_answer(folder: Path, settings: dict[str, int | str], caches: Path) -> dict[str, float]:
+    """Seconds from the process's start until it is ready and until one request is answered. Raises RuntimeError."""
+    port = free_port()
+    kept = {name: str(caches / name) for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    started = time.perf_counter()
+    server = start_server(folder, port, settings, **kept)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(server, f"{url}/health", LIMIT_S)
+        ready = time.perf_counter() - started
+        body = {"model": folder.name, "prompt": list(range(100, 132)), "max_tokens": 4}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S, trust_env=False).raise_for_status()
+        return {"ready_s": round(ready, 2), "answer_s": round(time.perf_counter() - started, 2)}
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def main() -> int:
+    """Measure the starts and write the result."""
+    parser = argparse.ArgumentParser(prog="python -m bench.first_answer", description=__doc__)
+    models = sorted(path.name for path in MODELS.iterdir())
+    parser.add_argument("model", nargs="?", default="llama-3.1-8b", choices=models)
+    parser.add_argument("--sequences", type=int, default=512, help="engine.max_num_seqs")
+    parser.add_argument("--gpus", type=int, default=1, help="engine.tensor_parallel_size")
+    parser.add_argument("--cached", type=int, default=2, help="starts behind the first one")
+    parser.add_argument("--out", type=Path, help="the file that rows go to")
+    options = parser.parse_args()
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    path = options.out or RESULTS / f"first-answer-{name.lower().replace(' ', '-')}.json"
+    settings = {"max_num_seqs": options.sequences, "tensor_parallel_size": options.gpus}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as work:
+        folder = write_folder(Path(work), MODELS / options.model / "config.json")
+        for number in range(1 + options.cached):
+            found = first_answer(folder, settings, Path(work))
+            rows.append({"model": options.model, **settings, "cached": bool(number), **found})
+            print(json.dumps(rows[-1]), flush=True)
+    state = {"device": name, "cpu": cpu_name(), "commit": current_commit(), "versions": versions()}
+    path.write_text(json.dumps({**state, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
