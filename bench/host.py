@@ -31,11 +31,12 @@ from server.engine.runtime.attention.kernels.decode import Layouts
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.attention.page_tables import page_tables
-from server.engine.runtime.batch import Batch, batch_of, step_input
+from server.engine.runtime.batch import Batch, batch_of
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.runtime.step_input import step_input
 from server.engine.scheduling.step import Step
 from server.types import GenerateRequest, SamplingParams
 

@@ -17,13 +17,14 @@ from llguidance import LLMatcher
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
-from server.engine.runtime.batch import batch_of, step_input
+from server.engine.runtime.batch import batch_of
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
+from server.engine.runtime.step_input import step_input
 from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Step
 from server.types import RequestOutput

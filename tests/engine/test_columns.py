@@ -12,9 +12,9 @@ import pytest
 
 from nf4_kernels.timing import KernelTimes
 from server.engine.outputs import OutputBuilder
-from server.engine.runtime.batch import StepInput, step_input
 from server.engine.runtime.runner import _is_raw_decode
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
+from server.engine.runtime.step_input import StepInput, step_input
 from server.engine.scheduling import running
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.running import COLUMNS_FROM

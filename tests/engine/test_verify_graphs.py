@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from server.config import EngineConfig
 from server.engine.runtime import runner as runner_module
-from server.engine.runtime.batch import Batch, StepInput, batch_of, check_batch, step_input
+from server.engine.runtime.batch import Batch, batch_of, check_batch
 from server.engine.runtime.drafting import LaunchedGuesses
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs import captured_layers, decode
@@ -27,6 +27,7 @@ from server.engine.runtime.model.projections import NF4Linear
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
+from server.engine.runtime.step_input import StepInput, step_input
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.sequence import PLACEHOLDER

@@ -11,8 +11,9 @@ import torch
 
 from server.engine.parallel.messages import ComputeStep, StepReader, StepWriter, ToWorker
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
-from server.engine.runtime.batch import batch_of, step_input
+from server.engine.runtime.batch import batch_of
 from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.step_input import step_input
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.prompt_images import PromptImage, PromptImages
 from server.engine.scheduling.scheduler import Scheduler

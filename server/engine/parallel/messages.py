@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.runtime.batch import StepInput
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.image_rows import ImageRows
+from server.engine.runtime.step_input import StepInput
 from server.engine.scheduling.block_tables import BlockTables
 
 

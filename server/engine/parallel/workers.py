@@ -34,9 +34,9 @@ from server.engine.parallel.messages import (
     WriteAdapter,
 )
 from server.engine.parallel.processes import kill
-from server.engine.runtime.batch import StepInput
 from server.engine.runtime.exchange import ENVIRONMENT, Membership
 from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.step_input import StepInput
 
 logger = logging.getLogger(__name__)
 

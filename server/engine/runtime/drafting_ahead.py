@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from server.engine.runtime.batch import Batch, StepInput, batch_of, to_device
+from server.engine.runtime.batch import Batch, batch_of, to_device
 from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
@@ -25,6 +25,7 @@ from server.engine.runtime.sampling.inverse_cdf import (
     sampling_table,
     uniforms,
 )
+from server.engine.runtime.step_input import StepInput
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 
 

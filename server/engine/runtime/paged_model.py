@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.attention.base import AttentionBackend, attending
-from server.engine.runtime.batch import Batch, StepInput
+from server.engine.runtime.batch import Batch
 from server.engine.runtime.model.image_inputs import image_inputs, positions_by_axis
 from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.lora import adding
+from server.engine.runtime.step_input import StepInput
 
 
 class SmallSteps(Protocol):

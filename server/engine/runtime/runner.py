@@ -12,7 +12,7 @@ import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
-from server.engine.runtime.batch import Batch, StepInput, batch_of, check_batch, step_input
+from server.engine.runtime.batch import Batch, batch_of, check_batch
 from server.engine.runtime.drafting import DraftModel
 from server.engine.runtime.followers import Followers, followed
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
@@ -33,6 +33,7 @@ from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_greedy, is_sampled_from_raw_logits, sample
+from server.engine.runtime.step_input import StepInput, step_input
 from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from server.engine.runtime.batch import Batch, StepInput, batch_of
+from server.engine.runtime.batch import Batch, batch_of
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps
+from server.engine.runtime.step_input import StepInput
 from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,117 @@
+"""What a forward pass is made from: a step's chunks in columns, of those that decode and of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from server.engine.runtime.image_rows import ImageRows, image_rows
+from server.engine.scheduling.block_tables import BlockTables
+from server.engine.scheduling.columns import Decoding
+from server.engine.scheduling.step import Chunk, Step
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All that a forward pass is made from: a step's chunks in columns, those of one token first."""
+
+    tables: BlockTables
+    """Where the sequences' KV blocks are."""
+    rows: npt.NDArray[np.int64]
+    """[S]: each sequence's row of the tables."""
+    starts: npt.NDArray[np.int64]
+    """[S]: the first token of each chunk."""
+    lengths: npt.NDArray[np.int64]
+    """[S]: tokens of each chunk."""
+    ids: list[int]
+    """[T]: the chunks' tokens, one chunk after another."""
+    wanted: npt.NDArray[np.int64]
+    """The tokens whose logits are wanted: first those that are sampled from, then prompt tokens that are scored."""
+    adapters: Sequence[int | None]
+    """[S]: the slots of the sequences' LoRA adapters."""
+    offsets: npt.NDArray[np.int64] | None = None
+    """[S]: what is added to the places of a chunk's tokens to get their positions; None where that is 0 in all chunks."""
+    images: ImageRows | None = None
+    """The images in the chunks."""
+    hidden: bool = False
+    """Whether final hidden states are wanted in the place of logits."""
+    guessed: bool = False
+    """Whether the step checks guesses."""
+
+
+def step_input(step: Step) -> StepInput:
+    """The columns that compute a step, all of whose sequences hold a row of the block tables."""
+    decoding = None if step.guesses else step.decoding
+    if decoding is None:
+        return _input_of(step.chunks, step.guesses)
+    given = _decode_input(decoding)
+    if not step.others:
+        return given
+    others = _input_of(step.others, {})
+    # The rows of images are those of the whole batch.
+    return _input_of(step.chunks, {}) if others.images is not None else _joined(given, others)
+
+
+def _input_of(chunks: Sequence[Chunk], guesses: dict[str, list[int]]) -> StepInput:
+    """step_input() of chunks; guesses: as of Step."""
+    sequences = [chunk.sequence for chunk in chunks]
+    tables = sequences[0].tables
+    assert tables is not None
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    if guesses:
+        lengths += np.array([len(guesses.get(sequence.request_id, ())) for sequence in sequences], np.int64)
+    table_rows = np.array([sequence.row for sequence in sequences], np.int64)
+    num_single = int((lengths == 1).sum())
+    ids: list[int] = [s.tokens[start] for s, start in zip(sequences[:num_single], starts.tolist(), strict=False)]
+    for chunk in chunks[num_single:]:
+        ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
+        ids += guesses.get(chunk.sequence.request_id, ())
+    ends = lengths.cumsum()
+    # Behind each guess a token is sampled, as behind each newest token; a step with guesses has no other chunks.
+    wanted = np.arange(ends[-1]) if guesses else (ends - 1)[np.array([chunk.samples for chunk in chunks], bool)]
+    if any(sequence.sampling.prompt_logprobs is not None for sequence in sequences):
+        scored: list[int] = []
+        for row, chunk in zip((ends - lengths).tolist(), chunks, strict=True):
+            scored.extend(row + position - chunk.start for position in chunk.scored)
+        wanted = np.concatenate((wanted, np.array(scored, np.int64)))
+    adapters = [sequence.adapter for sequence in sequences]
+    offsets, images = None, None
+    if any(sequence.images is not None for sequence in sequences):
+        offsets = np.array([0 if s.images is None else s.images.offset for s in sequences], np.int64)
+        images = image_rows(chunks, starts, lengths)
+    guessed = bool(guesses)
+    return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, guessed=guessed)
+
+
+def _decode_input(decoding: Decoding) -> StepInput:
+    """step_input() of chunks in columns. They are behind their prompts, so no image is in them."""
+    columns = decoding.columns
+    tables = columns.sequences[0].tables
+    assert tables is not None
+    ids, places = decoding.newest(), columns.places
+    return StepInput(
+        tables, columns.rows, decoding.starts, columns.ones, ids, places, columns.adapters, columns.offsets
+    )
+
+
+def _joined(first: StepInput, others: StepInput) -> StepInput:
+    """The columns of two parts of a step; no image is in it, and all chunks of the first one are one token."""
+    count = len(first.rows)
+    offsets = None
+    if first.offsets is not None or others.offsets is not None:
+        own = (np.zeros(len(part.rows), np.int64) if part.offsets is None else part.offsets for part in (first, others))
+        offsets = np.concatenate([*own])
+    return StepInput(
+        first.tables,
+        np.concatenate((first.rows, others.rows)),
+        np.concatenate((first.starts, others.starts)),
+        np.concatenate((first.lengths, others.lengths)),
+        first.ids + others.ids,
+        np.concatenate((first.wanted, others.wanted + count)),
+        [*first.adapters, *others.adapters],
+        offsets,
+    )
