@@ -23,9 +23,11 @@ def lasting_objects() -> Iterator[None]:
 
     It would do so again and again as their number grows, for a quarter of the seconds that torch and transformers take.
     """
+    runs = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if runs:
+            gc.enable()

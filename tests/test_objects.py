@@ -27,8 +27,13 @@ def test_what_is_made_meanwhile_is_not_looked_through() -> None:
     subprocess.run([sys.executable, "-c", _PROGRAM], check=True, timeout=60)
 
 
-def test_the_collector_goes_on_where_an_import_fails() -> None:
-    with pytest.raises(ImportError), lasting_objects():
-        raise ImportError
-    assert gc.isenabled()
-    gc.unfreeze()
+def test_the_collector_is_as_before_where_an_import_fails() -> None:
+    for runs in (True, False):
+        (gc.enable if runs else gc.disable)()
+        try:
+            with pytest.raises(ImportError), lasting_objects():
+                raise ImportError
+            assert gc.isenabled() == runs
+        finally:
+            gc.enable()
+            gc.unfreeze()

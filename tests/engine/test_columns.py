@@ -17,6 +17,7 @@ from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_
 from server.engine.runtime.step_input import StepInput, step_input
 from server.engine.scheduling import running
 from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.prompt_images import PromptImage, PromptImages
 from server.engine.scheduling.running import COLUMNS_FROM
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
@@ -125,7 +126,13 @@ def assert_same(one: StepInput, other: StepInput) -> None:
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert (one.ids, one.tables) == (other.ids, other.tables)
     assert list(one.adapters) == list(other.adapters)
-    assert (one.offsets, one.images, one.guessed) == (other.offsets, other.images, other.guessed)
+    assert (one.offsets is None) == (other.offsets is None)
+    if one.offsets is not None:
+        assert np.array_equal(one.offsets, other.offsets)
+    assert (one.images is None) == (other.images is None)
+    if one.images is not None:
+        assert np.array_equal(one.images.rows, other.images.rows)
+    assert one.guessed == other.guessed
 
 
 # With few blocks sequences are preempted, and sequences of a step that is under way are among them.
@@ -139,6 +146,35 @@ def test_columns_change_nothing(
     expected = history(False, blocks, seed, plain, async_scheduling, monkeypatch)
     assert history(True, blocks, seed, plain, async_scheduling, monkeypatch) == expected
     assert (expected[1][2] > 0) == (blocks == 180)
+
+
+@pytest.mark.parametrize("late", ["nothing", "words", "an image"])
+def test_images_in_front_of_what_decodes(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their offsets of positions; and a prompt beside it, with an image of its own or without."""
+    monkeypatch.setattr(running, "COLUMNS_FROM", 4)
+    positions = np.array([[0, 1, 2, 2, 5, 6]] * 3)
+    scheduler = Scheduler(BlockManager(400, BLOCK_SIZE), SEQUENCES, 200, 80)
+
+    def add(index: int, with_image: bool) -> None:
+        sequence = make_sequence(6, request_id=str(index), max_tokens=9)
+        if with_image:
+            sequence.images = PromptImages([PromptImage(b"a", np.array([2, 3]), "file")], positions)
+        scheduler.add(sequence)
+
+    for index in range(5):
+        add(index, index % 2 == 1)
+    for number in range(3):
+        if number == 2 and late != "nothing":
+            add(9, late == "an image")
+        step = scheduler.schedule()
+        assert (step.decoding is not None) == (number > 0)
+        if number:
+            assert step.decoding is not None
+            assert step.decoding.columns.offsets is not None
+            assert step.decoding.columns.offsets.tolist() == [0, 1, 0, 1, 0]
+        check_columns(step)
+        scheduler.advance(step)
+        scheduler.resolve(step, [9] * step.num_sampled)
 
 
 def test_what_requests_are_told_is_the_same() -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from server.engine.runtime.compile import artifacts, kept_layers
 from server.engine.runtime.compile.artifacts import artifact_path
 from server.engine.runtime.compile.kept_layers import KeptLayers
+from server.engine.runtime.compile.signatures import structure_of
 from server.engine.runtime.graphs.captured_layers import compiled_layers
 from tests.engine.models import tiny_model
 
@@ -121,6 +122,38 @@ def test_memory_that_runs_out_is_not_taken_for_a_layer_that_cannot_be_compiled(
     with pytest.raises(torch.OutOfMemoryError, match="all gone"):
         check(model, 5, KeptLayers())
     assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+def test_what_does_not_run_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: object) -> Any:
+        def run(*_: object) -> None:
+            raise RuntimeError("cannot be launched")
+
+        return run
+
+    monkeypatch.setattr(artifacts, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(kept_layers, "kept_function", broken)
+    model = tiny_model("llama")
+    removed: list[Path] = []
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: removed.append(path))
+    with pytest.raises(RuntimeError, match="cannot be launched"):
+        check(model, 5, KeptLayers())
+    (path,) = removed
+    assert path.parent == tmp_path / "compiled" / "layers"
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(torch.relu, torch.tanh), (torch.float16, torch.bfloat16), (nn.functional.silu, nn.functional.gelu), (1, 2)],
+)
+def test_layers_of_other_attributes_are_of_another_kind(one: object, other: object) -> None:
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    for layer, value in zip(layers, (one, other, one), strict=True):
+        layer.own = value  # type: ignore[assignment]
+    first, second, third = map(structure_of, layers)
+    assert repr(first) == repr(third)
+    assert first != second
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ from server.checkpoint.sharding.shards import Shard
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
+from server.engine.parallel import workers as workers_module
 from server.engine.parallel.processes import processes_of, start_processes
 from server.engine.parallel.start import load_ranks
+from server.engine.parallel.workers import start_workers
 from server.engine.runtime import exchange
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.model.projections import replace_projections, weight_bytes
@@ -205,6 +207,27 @@ def test_a_process_that_is_told_nothing_ends() -> None:
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(60) == 1
+
+
+def test_a_rank_that_dies_while_it_imports_is_named(embedded_folder: Path) -> None:
+    config = EngineConfig(device="cpu", tensor_parallel_size=3)
+    processes = processes_of(config, [])
+    processes[1].kill()
+    processes[1].wait()
+    with pytest.raises(ChildProcessError, match="rank 2 ended: killed by signal 9"):
+        load_ranks(embedded_folder, config, silent, failed, [], processes)
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_ranks_end_where_there_is_no_room_for_their_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: str) -> str:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(workers_module.tempfile, "mkdtemp", refuse)
+    processes = start_processes(2, False, [])
+    with pytest.raises(OSError, match="no space left"):
+        start_workers(Path("."), EngineConfig(), processes, "cpu", failed)
+    assert processes[0].poll() is not None
 
 
 def test_only_a_known_number_of_ranks_is_started_early() -> None:

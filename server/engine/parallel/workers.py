@@ -199,12 +199,18 @@ class Workers:
         return None
 
     def _dead(self) -> tuple[str, bool] | None:
-        """Which worker has ended, one that was killed before one that failed."""
-        codes = {rank: process.poll() for rank, process in enumerate(self._processes, 1)}
-        ended = sorted((code, rank) for rank, code in codes.items() if code is not None)
-        for code, rank in ended:
-            return f"rank {rank} ended: {f'killed by signal {-code}' if code < 0 else f'exit code {code}'}", False
-        return None
+        """Which worker has ended."""
+        ended = _first_ended(self._processes)
+        return None if ended is None else (ended, False)
+
+
+def _first_ended(processes: list[subprocess.Popen[bytes]]) -> str | None:
+    """Which rank has ended, one that was killed before one that failed, and how; None where all run."""
+    codes = {rank: process.poll() for rank, process in enumerate(processes, 1)}
+    ended = sorted((code, rank) for rank, code in codes.items() if code is not None)
+    for code, rank in ended:
+        return f"rank {rank} ended: {f'killed by signal {-code}' if code < 0 else f'exit code {code}'}"
+    return None
 
 
 def start_workers(
@@ -214,11 +220,15 @@ def start_workers(
     device: str,
     failed: Failed,
 ) -> Workers:
-    """Make ranks 1 to N - 1 of the processes of start_processes(). Raises OSError, with all of them killed."""
-    folder = Path(tempfile.mkdtemp(prefix="nf4-ranks-"))
+    """Make ranks 1 to N - 1 of the processes of start_processes().
+
+    Raises OSError, with all of them killed; ChildProcessError where one of them has ended already.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    folder = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix="nf4-ranks-"))
         for rank, process in enumerate(processes, 1):
             setup = WorkerSetup(
                 rank,
@@ -232,9 +242,16 @@ def start_workers(
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(setup) + b"\n")
             process.stdin.flush()
-    except OSError:
+    except BaseException as e:
+        if isinstance(e, BrokenPipeError):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its input is closed, so it is about to end
+                process.wait(END_GRACE_S)
+        ended = _first_ended(processes)
         kill(processes)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if ended is not None:
+            raise ChildProcessError(ended) from e
         raise
     return Workers(folder, processes, failed, device)
 

@@ -43,7 +43,7 @@ class RunningSequences:
         self._others.append(sequence)
 
     def remove(self, sequence: Sequence, preempted: bool = False) -> None:
-        """Forget a sequence, which has ended or been preempted; its phase says so."""
+        """Forget a sequence, which ends or is preempted."""
         self.all.remove(sequence)
         if sequence in self._others:
             self._others.remove(sequence)

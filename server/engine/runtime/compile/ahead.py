@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +19,24 @@ from server.engine.runtime.compile.signatures import arguments_of, configuration
 def kept_function(layer: nn.Module, kind: object, compiled: Callable[[], Any]) -> Callable[..., Any]:
     """The function of a kind of layer that an earlier start has kept, else that of compiled(), which is kept.
 
-    kind says everything that decides what the code is, but for the versions of code and packages, the model's
-    configuration and the device. compiled: gives what compile_ahead() gives.
+    kind: as of kept_path(). compiled: gives what compile_ahead() gives.
     """
-    device = device_of(layer)
-    path = artifact_path(device, kind, configurations_of(layer))
+    path = kept_path(layer, kind)
     function = load_artifact(path, layer)
     if function is None:
         ahead = compiled()
-        store_artifact(path, ahead, layer, device)
+        store_artifact(path, ahead, layer, device_of(layer))
         function = ahead.fn
     assert function is not None
     return function
+
+
+def kept_path(layer: nn.Module, kind: object) -> Path:
+    """Where a function is kept. kind says everything that decides what its code is, but for what is known of any layer.
+
+    That is the versions of code and packages, the model's configuration, and the device.
+    """
+    return artifact_path(device_of(layer), kind, configurations_of(layer))
 
 
 def compile_ahead(layer: nn.Module, signature: Signature, examples: list[torch.Tensor]) -> Any:

@@ -11,7 +11,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,18 @@ logger = logging.getLogger(__name__)
 
 def artifact_path(device: torch.device, *kind: object) -> Path:
     """Where the compiled function of one kind of layer is kept; everything that its code depends on is in the name."""
-    packages = [version(name) for name in ("torch", "transformers")]
-    settings = (platform.python_version(), _machine(device), _compiler_settings())
+    packages = [_version(name) for name in ("torch", "triton", "transformers", "bitsandbytes")]
+    settings = (platform.python_version(), _machine(device), _compiler_settings(), torch.get_float32_matmul_precision())
     digest = hashlib.sha256(repr((packages, code_digest(), settings, kind)).encode()).hexdigest()
     return default_cache_dir() / "compiled" / "layers" / f"{digest[:32]}.bin"
+
+
+def _version(package: str) -> str | None:
+    """The version of a package; None where it is not installed, as Triton is not on a CPU."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _machine(device: torch.device) -> tuple[object, ...]:
@@ -75,9 +83,10 @@ def store_artifact(path: Path, ahead: Any, layer: nn.Module, device: torch.devic
             return
         data = type(ahead).serialize(ahead, {"layer": layer}).serialized_data
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:
+            made = Path(work) / path.name
+            made.write_bytes(data)
+            made.replace(path)
     except Exception as e:
         logger.info("compiled layers are not kept: %s: %s", type(e).__name__, e)
 

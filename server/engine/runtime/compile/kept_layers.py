@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from server.engine.runtime.compile.ahead import compile_ahead, kept_function, own_tensors
+from server.engine.runtime.compile.ahead import compile_ahead, kept_function, kept_path, own_tensors
 from server.engine.runtime.compile.compiled_layer import CompiledLayer, Signature
 from server.engine.runtime.compile.signatures import signature_of, structure_of
 from server.engine.runtime.trials import summary
@@ -43,25 +43,34 @@ class KeptLayers:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal chosen
-            if chosen is None:
-                chosen = self._choose(layer, args, kwargs, passes) or otherwise
-            return chosen(*args, **kwargs)
+            if chosen is not None:
+                return chosen(*args, **kwargs)
+            kind, compiled = self._choose(layer, args, kwargs, passes)
+            try:
+                output = (compiled or otherwise)(*args, **kwargs)
+            except Exception:
+                # Another start must not find what does not run. Here nothing else is tried: other ranks may wait in it.
+                if compiled is not None:
+                    kept_path(layer, kind).unlink(missing_ok=True)
+                raise
+            chosen = compiled or otherwise
+            return output
 
         return forward
 
     def _choose(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], passes: object
-    ) -> CompiledLayer | None:
-        """The layer's compiled function for such arguments; None where it is left to torch.compile."""
+    ) -> tuple[object, CompiledLayer | None]:
+        """The layer's kind and compiled function for such arguments; None where it is left to torch.compile."""
         if not self._works:
-            return None
+            return None, None
         # What is compiled is the layer's own forward, not the one that chooses.
         choosing = layer.forward
         del layer.forward
         try:
             # Strides are part of what the code is compiled for, so no tensor is copied to be contiguous.
             signature = replace(signature_of(args, kwargs), strided=())
-            function = self._function(layer, signature, signature.pick(args, kwargs), passes)
+            kind, function = self._function(layer, signature, signature.pick(args, kwargs), passes)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as e:
@@ -69,17 +78,17 @@ class KeptLayers:
             # too, and each attempt may have taken seconds.
             self._works = False
             logger.info("graphs' layers are traced at every start: %s: %s", type(layer).__name__, summary(e))
-            return None
+            return None, None
         finally:
             layer.forward = choosing
-        return CompiledLayer(function, function, signature, own_tensors(layer))
+        return kind, CompiledLayer(function, function, signature, own_tensors(layer))
 
     def _function(
         self, layer: nn.Module, signature: Signature, tensors: list[torch.Tensor], passes: object
-    ) -> _Function:
+    ) -> tuple[object, _Function]:
         if layer not in self._structures:
             self._structures[layer] = structure_of(layer)
         kind = self._structures[layer], signature, tuple(tensor.stride() for tensor in tensors), passes
         if kind not in self._functions:
             self._functions[kind] = kept_function(layer, kind, lambda: compile_ahead(layer, signature, tensors))
-        return self._functions[kind]
+        return kind, self._functions[kind]

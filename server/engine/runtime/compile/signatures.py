@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -68,15 +70,23 @@ def arguments_of(signature: Signature, tensors: tuple[torch.Tensor, ...]) -> tup
     return args, {key: value for key, value in whole.items() if isinstance(key, str)}
 
 
+_FUNCTIONS = FunctionType, BuiltinFunctionType
+_PLAIN = int, float, str, tuple, list, NoneType, torch.dtype, Enum, *_FUNCTIONS
+
+
+def _name_of(value: object) -> str:
+    """What is the same in every process, and another for another value of a module's attribute."""
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, _FUNCTIONS) else repr(value)
+
+
 def structure_of(layer: nn.Module) -> Any:
     """Everything that decides what a layer computes, except for its tensors' values and its number."""
     modules = []
     for name, module in layer.named_modules():
         plain = tuple(
-            (key, repr(value))
+            (key, _name_of(value))
             for key, value in sorted(vars(module).items())
-            if key not in ("layer_idx", "_index_in_model")
-            and isinstance(value, int | float | str | tuple | list | None)
+            if key not in ("layer_idx", "_index_in_model", "forward") and isinstance(value, _PLAIN)
         )
         modules.append((name, type(module), plain))
     tensors = tuple((name, tuple(t.shape), t.stride(), t.dtype) for name, t in named_tensors(layer).items())
