@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,22 @@ def test_a_later_start_reads_them(compilations: list[nn.Module]) -> None:
     other.config._name_or_path = "elsewhere"
     check(other, 5, KeptLayers())
     assert len(compilations) == 1
+
+
+def test_what_no_start_reads_is_removed(compilations: list[nn.Module], tmp_path: Path) -> None:
+    folder = tmp_path / "compiled" / "layers"
+    check(tiny_model("llama"), 5, KeptLayers())
+    (kept,) = folder.glob("*.bin")
+    unread = folder / "another.bin"
+    unread.touch()
+    for path in (kept, unread):
+        os.utime(path, (0, time.time() - artifacts.KEPT_UNUSED_S - 60))
+    check(tiny_model("llama"), 5, KeptLayers())
+    assert unread.exists()
+    check(tiny_model("llama"), 4, KeptLayers())
+    assert kept in folder.glob("*.bin")
+    assert not unread.exists()
+    assert len(compilations) == len([*folder.iterdir()]) == 2
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ What is read back is executed, so the folder belongs to the user alone, like the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +26,9 @@ from server.engine.runtime.native import cpu_features
 from server.engine.runtime.sources import code_digest
 
 logger = logging.getLogger(__name__)
+
+KEPT_UNUSED_S = 60 * 86400
+"""How long a kept function stays that no start reads."""
 
 
 def artifact_path(device: torch.device, *kind: object) -> Path:
@@ -62,6 +67,8 @@ def load_artifact(path: Path, layer: nn.Module) -> Callable[..., Any] | None:
         data = path.read_bytes()
     except OSError:
         return None
+    with contextlib.suppress(OSError):  # the folder may be another user's
+        os.utime(path)
     try:
         from torch._dynamo.aot_compile import AOTCompiledFunction
 
@@ -87,8 +94,18 @@ def store_artifact(path: Path, ahead: Any, layer: nn.Module, device: torch.devic
             made = Path(work) / path.name
             made.write_bytes(data)
             made.replace(path)
+        _remove_unused(path.parent)
     except Exception as e:
         logger.info("compiled layers are not kept: %s: %s", type(e).__name__, e)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove what no start has read for long: other versions' and other models' functions."""
+    oldest = time.time() - KEPT_UNUSED_S
+    for path in folder.glob("*.bin"):
+        with contextlib.suppress(FileNotFoundError):  # another process was here
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def _probes_succeed() -> bool:
