@@ -102,6 +102,8 @@ def test_layers_are_compiled_apart_from_those_of_decode_graphs(monkeypatch: pyte
             yield
 
     monkeypatch.setattr(captured_layers, "fused_operations", noting)
+    # Other tests may have compiled the rotary embedding and the norm in this process.
+    torch._dynamo.reset()
     model = tiny_model("llama", num_hidden_layers=1)
     ids = torch.arange(3, 11)[None]
     with torch.inference_mode(), config.patch(force_disable_caches=True):
