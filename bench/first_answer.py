@@ -19,29 +19,19 @@ import torch
 
 from bench.busy import MODELS, RESULTS
 from bench.e2e.results import Row
-from bench.e2e.served import start_server, write_folder
+from bench.e2e.served import READY_S, running, write_folder
 from bench.machine import cpu_name, current_commit, versions
-from bench.processes import free_port, wait_until_ready
-
-LIMIT_S = 600.0
 
 
 def first_answer(folder: Path, settings: dict[str, int | str], caches: Path) -> dict[str, float]:
     """Seconds from the process's start until it is ready and until one request is answered. Raises RuntimeError."""
-    port = free_port()
     kept = {name: str(caches / name) for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     started = time.perf_counter()
-    server = start_server(folder, port, settings, **kept)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(server, f"{url}/health", LIMIT_S)
+    with running(folder, settings, **kept) as url:
         ready = time.perf_counter() - started
         body = {"model": folder.name, "prompt": list(range(100, 132)), "max_tokens": 4}
-        httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S, trust_env=False).raise_for_status()
+        httpx.post(f"{url}/v1/completions", json=body, timeout=READY_S, trust_env=False).raise_for_status()
         return {"ready_s": round(ready, 2), "answer_s": round(time.perf_counter() - started, 2)}
-    finally:
-        server.terminate()
-        server.wait(60)
 
 
 def main() -> int:

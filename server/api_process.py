@@ -19,6 +19,7 @@ from server.api_processes.link import Setup, read_setup
 from server.api_processes.place import Place
 from server.config import Config
 from server.logs import set_up_logging
+from server.objects import lasting_objects
 from server.observability.value_files import keep_values_in
 
 if TYPE_CHECKING:
@@ -43,12 +44,13 @@ def main() -> int:
 
 def _serve(config: Config, setup: Setup, end: socket.socket) -> int:
     # Imported here: the metrics' values are in files from their import on.
-    import uvicorn
+    with lasting_objects():
+        import uvicorn
 
-    from server.api.answering.service import Service
-    from server.api_processes.member import Member
-    from server.app import create_app
-    from server.serving import Server, allow_connections, bound, uvicorn_config
+        from server.api.answering.service import Service
+        from server.api_processes.member import Member
+        from server.app import create_app
+        from server.serving import Server, allow_connections, bound, uvicorn_config
 
     class MemberServer(Server):
         """Drains when the first process says so, and tells it when connections are taken."""

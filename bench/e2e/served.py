@@ -30,17 +30,27 @@ def serving(config: Path, settings: dict[str, Any]) -> Iterator[str]:
 
     RuntimeError when it does not start.
     """
-    with tempfile.TemporaryDirectory() as work:
-        folder = write_folder(Path(work), config)
-        port = free_port()
-        server = start_server(folder, port, settings)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            wait_until_ready(server, f"{url}/health", READY_S)
-            yield url
-        finally:
-            server.terminate()
-            server.wait(60)
+    with tempfile.TemporaryDirectory() as work, running(write_folder(Path(work), config), settings) as url:
+        yield url
+
+
+@contextmanager
+def running(folder: Path, settings: dict[str, Any], **variables: str) -> Iterator[str]:
+    """The server of write_folder()'s model, with these variables in its environment; otherwise as serving()."""
+    port = free_port()
+    flags = {"--model": str(folder), "--served-model-name": folder.name, "--port": str(port), "--max-queue": "4096"}
+    own = {f"NF4_ENGINE__{key.upper()}": str(value) for key, value in settings.items()}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "server", *(part for flag in flags.items() for part in flag)],
+        env={**os.environ, "NF4_ENGINE__LOAD_FORMAT": "dummy", **own, **variables},
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(server, f"{url}/health", READY_S)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 def write_folder(work: Path, config: Path) -> Path:
@@ -52,16 +62,6 @@ def write_folder(work: Path, config: Path) -> Path:
     save_file({}, folder / "model.safetensors")
     _write_tokenizer(folder, json.loads(config.read_text())["vocab_size"])
     return folder
-
-
-def start_server(folder: Path, port: int, settings: dict[str, Any], **variables: str) -> subprocess.Popen[bytes]:
-    """The server of write_folder()'s model, with these engine settings and these variables in its environment."""
-    flags = {"--model": str(folder), "--served-model-name": folder.name, "--port": str(port), "--max-queue": "4096"}
-    own = {f"NF4_ENGINE__{key.upper()}": str(value) for key, value in settings.items()}
-    return subprocess.Popen(
-        [sys.executable, "-m", "server", *(part for flag in flags.items() for part in flag)],
-        env={**os.environ, "NF4_ENGINE__LOAD_FORMAT": "dummy", **own, **variables},
-    )
 
 
 def under_load(

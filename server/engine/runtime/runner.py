@@ -300,7 +300,7 @@ class ModelRunner:
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception:
-            logger.exception("launching a step of %d sequences failed", len(step.chunks))
+            logger.exception("launching a step of %d sequences failed", step.size)
             return None  # execute() finds the one that is at fault
 
 

@@ -6,6 +6,7 @@ What is read back is executed, so the folder belongs to the user alone, like the
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -39,6 +40,7 @@ def artifact_path(device: torch.device, *kind: object) -> Path:
     return default_cache_dir() / "compiled" / "layers" / f"{digest[:32]}.bin"
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     """The version of a package; None where it is not installed, as Triton is not on a CPU."""
     try:
