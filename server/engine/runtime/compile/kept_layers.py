@@ -34,7 +34,7 @@ class KeptLayers:
         self._works = True
 
     def forward(self, layer: nn.Module, otherwise: _Function, passes: object) -> _Function:
-        """To be the layer's forward: a function that is chosen at its first call, whose tensors' sizes all calls have.
+        """A forward for the layer. It is chosen at its first call; all its calls must have tensors of that call's sizes.
 
         otherwise takes the place of a function that cannot be compiled ahead of its calls. passes: what the code depends
         on beside the layer and its tensors, with a repr() that says all of it.
