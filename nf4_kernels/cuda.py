@@ -21,6 +21,7 @@ from nf4_kernels.cuda_launches import (
     gemm,
     gemm_gated,
     gemm_tiled,
+    has_gate,
     plan_on,
     start_clock,
     stop_clock,
@@ -206,7 +207,7 @@ def can_gate(
     n, k = _matrix(shape)
     if not can_write_gated(dtype, n) or not can_fuse(device, dtype, tokens, shape, blocksize, nested, normalised):
         return False
-    return isinstance(plan_on(device, tokens, n, k, blocksize, nested, normalised), Wgmma)
+    return has_gate(plan_on(device, tokens, n, k, blocksize, nested, normalised), normalised)
 
 
 def _check_x(x: Tensor, k: int, weight: Weight) -> None:

@@ -13,6 +13,7 @@ from nf4_kernels.device_clock import DeviceClock
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
 from nf4_kernels.plan import (
     COUNTERS,
+    GROUP_ROWS,
     HALF_ROWS,
     NORM_K,
     PREFETCH_BYTES,
@@ -53,9 +54,14 @@ def can_norm(dtype: torch.dtype, k: int) -> bool:
 
 
 def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
-    """Whether linear_wgmma can write the gated activation of n sums; tile: the result's tokens a tile, 0 if row-major."""
+    """Whether GEMMs can write the gated activation of n sums; tile: the result's tokens a tile, 0 if row-major."""
     tiled = tile == 0 or (tile >= 8 and tile % 8 == 0 and n % 512 == 0)
     return dtype == torch.bfloat16 and n % 16 == 0 and tiled
+
+
+def has_gate(choice: Plan, normalised: bool) -> bool:
+    """Whether a launch can compute the gated activation: linear_rows only of up to 8 tokens, behind a norm."""
+    return isinstance(choice, Wgmma) or (isinstance(choice, Rows) and choice.tiles == 1 and normalised)
 
 
 def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
@@ -91,15 +97,26 @@ def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) ->
 
 def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: Gate) -> bool:
     """Compute what gemm() does, with the gate in the epilogue. False, with nothing done, where no launch has it."""
+    _gated_weights.add(weight.packed or 0)
     m, n, k, normalised = x.shape[0], weight.n, weight.k, fusion.norm_weight is not None
     if not can_write_gated(x.dtype, n, gate.tile) or (normalised and not can_norm(x.dtype, k)):
         return False
     choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None, normalised)
     workspace = _workspace(x.device)
-    if not isinstance(choice, Wgmma) or not _is_aligned(weight) or workspace is None:
+    if (
+        not has_gate(choice, normalised)
+        or isinstance(choice, Dequantize)
+        or not _is_aligned(weight)
+        or workspace is None
+    ):
         return False
     _launch(out, m, _aligned(x), None, weight, dataclasses.replace(fusion, gate=gate), choice, workspace)
     return True
+
+
+# Where the codes lie of weights that have been multiplied with a gated activation. An address whose weight is gone may be
+# another one's: then bytes are prefetched that are read later, and nothing else changes.
+_gated_weights: set[int] = set()
 
 
 def plan_on(
@@ -186,12 +203,15 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
     addresses = following.packed, following.scales[0], following.absmax[0], following.offsets[0]
     if not isinstance(choice, Rows) or any(address % 16 for address in addresses):
         return Next()
-    runs, halves = choice.grid // choice.cluster, -(-n // HALF_ROWS)
+    # Gates and their ups are read alternately, so a run begins in both halves of the weight.
+    parts = 2 if following.packed in _gated_weights and n % GROUP_ROWS == 0 else 1
+    rows = n // parts
+    runs, halves = choice.grid // choice.cluster, -(-rows // HALF_ROWS)
     run_halves, longer_runs = divmod(halves, runs)
     half_bytes = HALF_ROWS * k // 2
     # The last run may have fewer rows, and what it prefetches must fit, too.
-    last = n * k // 2 - (halves - run_halves) * half_bytes
-    share = min(PREFETCH_BYTES // runs, last) & ~15
+    last = rows * k // 2 - (halves - run_halves) * half_bytes
+    share = min(PREFETCH_BYTES // (runs * parts), last) & ~15
     codes_per_scale = following.blocksize // 2 // (1 if following.nested else 4)
     return Next(
         codes=addresses[0],
@@ -207,6 +227,8 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
         scale_bytes=share // codes_per_scale & ~15,
         absmax_bytes=following.absmax[1],
         offset_bytes=following.offsets[1],
+        parts=parts,
+        part_groups=halves if parts == 2 else 0,
     )
 
 

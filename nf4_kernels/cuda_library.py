@@ -19,7 +19,7 @@ class Next(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "absmax", "offsets")),
         *((name, ctypes.c_int32) for name in ("runs", "run_groups", "longer_runs")),
         *((name, ctypes.c_int32) for name in ("group_code_bytes", "group_scale_bytes", "code_bytes", "scale_bytes")),
-        *((name, ctypes.c_int32) for name in ("absmax_bytes", "offset_bytes")),
+        *((name, ctypes.c_int32) for name in ("absmax_bytes", "offset_bytes", "parts", "part_groups")),
     )
 
 

@@ -50,6 +50,8 @@ typedef struct {
   int32_t scale_bytes;
   int32_t absmax_bytes;
   int32_t offset_bytes;
+  int32_t parts;       /* 2 where runs go through gates and, part_groups behind them, their ups; else 1 */
+  int32_t part_groups;
 } Nf4Next;
 
 enum { NF4_NORM_K = 16384 };
@@ -60,8 +62,8 @@ enum { NF4_NO_ACTIVATION = 0, NF4_SILU = 1, NF4_GELU_TANH = 2 };
  * bias [n] and residual [m, n] may be null. Where norm_weight [k] is not null, each token of x is normalised first: it is
  * divided by the root of (its squares' mean + norm_eps) and multiplied by norm_weight (bfloat16 only; linear_wgmma: k up to
  * NF4_NORM_K). Residual and norm are there on CUDA only.
- * With an activation out is activation(the first n / 2 columns) * the others, [m, n / 2] (linear_wgmma, bfloat16, n a
- * multiple of 16, no residual).
+ * With an activation out is activation(the first n / 2 columns) * the others, [m, n / 2] (bfloat16, n a multiple of 16, no
+ * residual).
  * workspace: tiled activations and float32 partial sums; counters: int32, all zero before and after every launch. */
 typedef struct {
   Nf4Weight weight;

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nf4_kernels import cuda, cuda_launches, reference
 from nf4_kernels.params import ACTIVATIONS
-from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Wgmma
+from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, Wgmma, rows_candidates
 from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import is_close, quantized
 
@@ -80,15 +80,16 @@ def check(
     dtype: torch.dtype = BFLOAT16,
     tiles: Sequence[int] = (),
     same_sums: bool = True,
+    plain: bool = True,
 ) -> None:
-    """Both activations, with and without bias and norm, twice the same bits, and in tiles."""
+    """Both activations, with and without bias and (with plain) without norm, twice the same bits, and in tiles."""
     # Sums from 0.03 to some tens, of normalised rows of about 3.
     length = float(w.exact().norm()) / w.n**0.5
     sizes = 10 ** torch.linspace(1, -1.5, m, device=DEVICE)[torch.randperm(m, device=DEVICE)]
     x = (torch.randn(m, w.k, device=DEVICE) * sizes[:, None] / length).to(dtype)
     bias = torch.randn(w.n, device=DEVICE, dtype=dtype)
     norm_weight = (torch.randn(w.k, device=DEVICE) * 3 / length).to(dtype)
-    normed = (None, norm_weight) if dtype == BFLOAT16 else (None,)
+    normed = [None] * plain + [norm_weight] * (dtype == BFLOAT16)
     for more, norm, activation in itertools.product((None, bias), normed, ACTIVATIONS):
         case = str(what), m, more is not None, norm is not None, activation
         gate_up = fused(w, x, more, norm_weight=norm)
@@ -127,12 +128,32 @@ def test_every_instance(nested: bool, tokens: int, groups: int, monkeypatch: pyt
 
 
 @gpu
+@HOPPER
+@pytest.mark.usefixtures("in_one_launch")
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_launch_of_few_tokens(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose scales begin at multiples of 16 bytes and others, runs of one row group and of many."""
+    seen = 0
+    for n, k in [(1024, 4096), (208, 448), (16, 5376), (4096, 5120), (512, 14336), (2080, 2880)]:
+        w = random_weight(n, k, 64, nested, offsets=nested)
+        for multiprocessors in (132, 9):
+            for choice in rows_candidates(n, k, 1, 90, multiprocessors, nested):
+                if choice.passes > 1:
+                    continue  # none of these normalises
+                monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+                check(w, 8 - seen % 8, choice, tiles=(64,) if n % 512 == 0 else (), plain=False)
+                seen += 1
+    assert seen > 20
+
+
+@gpu
 def test_which_are_one_launch() -> None:
     for n, k, m, dtype, normalised in itertools.product(
         (16384, 16376), (4096, NORM_K + 64), (1, 8, 32, 300, 4096), (BFLOAT16, torch.float16), (False, True)
     ):
-        is_wgmma = isinstance(cuda.plan_on(DEVICE, m, n, k, 64, True, normalised), Wgmma)
-        expected = is_wgmma and dtype == BFLOAT16 and n % 16 == 0 and not (normalised and k > NORM_K)
+        choice = cuda.plan_on(DEVICE, m, n, k, 64, True, normalised)
+        has_gate = isinstance(choice, Wgmma) or (isinstance(choice, Rows) and m <= 8 and normalised)
+        expected = has_gate and dtype == BFLOAT16 and n % 16 == 0 and not (normalised and k > NORM_K)
         assert cuda.can_gate(DEVICE, dtype, m, (n, k), 64, True, normalised) == expected
 
 

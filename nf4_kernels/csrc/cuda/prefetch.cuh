@@ -18,10 +18,12 @@ __device__ __forceinline__ void prefetch_l2(const uint8_t* from, unsigned bytes)
 // Prefetches the beginnings of a region's runs piece by piece: all runs' first pieces come before any run's second.
 __device__ __forceinline__ void prefetch_runs(const Nf4Next& next, const uint8_t* region, int group_bytes, int bytes) {
   constexpr int kPiece = 8192;
-  int pieces = (bytes + kPiece - 1) / kPiece;
-  for (int at = blockIdx.x; at < next.runs * pieces; at += gridDim.x) {
-    int piece = at / next.runs, run = at - piece * next.runs;
-    int64_t group = int64_t{run} * next.run_groups + min(run, next.longer_runs);
+  int pieces = (bytes + kPiece - 1) / kPiece, runs = next.runs * next.parts;
+  for (int at = blockIdx.x; at < runs * pieces; at += gridDim.x) {
+    int piece = at / runs, run = at - piece * runs;
+    int64_t part = run < next.runs ? 0 : next.part_groups;
+    if (part) run -= next.runs;
+    int64_t group = part + int64_t{run} * next.run_groups + min(run, next.longer_runs);
     // Scales of a group need not be a multiple of 16 bytes; their piece then starts a little earlier.
     const uint8_t* from = region + ((group * group_bytes) & ~int64_t{15}) + piece * kPiece;
     prefetch_l2(from, min(kPiece, bytes - piece * kPiece) & ~15);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../clock.cuh"
-#include "../common.cuh"
+#include "../gate.cuh"
 #include "../prefetch.cuh"
 #include "sync.cuh"
 
@@ -66,7 +66,7 @@ struct RowsArgs {
   int passes;       // parts of k that a block goes through one after another
   int part_blocks;  // 64-wide k blocks of a part
   int stages;           // of the ring
-  int run_halves;       // halves of row groups of a cluster; the first runs_with_more clusters do one more
+  int run_units;        // of kRunRows rows, in a cluster's run; the first runs_with_more clusters do one more
   int runs_with_more;
   int scale_pitch;      // scales of a row where all rows' begin at multiples of 16 bytes, else 0
   int whole_rows;       // whether 16 bytes more may be read behind those of each row but the last
@@ -83,7 +83,24 @@ struct RowsArgs {
   // Where k blocks lie in the groups of 256 nested scales, which in a shard are the whole weight's: the first k block of all,
   // and how far one row's lie behind those of the row before.
   int place_first, place_pitch;
+  Gate gate;
+
+  // The weight's row of row r of the group that begins with row `first` of a run. Where the epilogue gates, the upper half of
+  // a group is gates and the lower half their ups.
+  template <bool kGates>
+  __device__ __forceinline__ int weight_row(int first, int r) const {
+    return kGates ? first / 2 + r % kHalfRows + r / kHalfRows * gate.columns : first + r;
+  }
+  // How many rows of the weight lie between a group's halves.
+  template <bool kGates>
+  __device__ __forceinline__ int rows_between() const {
+    return kGates ? gate.columns - kHalfRows : 0;
+  }
 };
+
+// Runs end at multiples of so many rows: of half a row group, or where the epilogue gates of a whole one.
+template <bool kGates>
+constexpr int kRunRows = kGates ? kGroupRows : kHalfRows;
 
 // The layout of dynamic shared memory.
 template <int kConsumers, int kBlocks, int kTiles, bool kNested>
@@ -152,10 +169,11 @@ struct RowsLayout {
 // groups to itself; the block goes through them chunk by chunk, and through a chunk once for each of its parts (a pass).
 struct RowsRun {
   int row, last, chunk_first, chunk_last, pass, part, first_part, chunk, passes;
-  __device__ explicit RowsRun(const RowsArgs& args) : pass(0), chunk(args.chunk * kGroupRows), passes(args.passes) {
+  __device__ RowsRun(const RowsArgs& args, int run_rows)
+      : pass(0), chunk(args.chunk * kGroupRows), passes(args.passes) {
     int run = blockIdx.x / args.cluster, rank = blockIdx.x % args.cluster;
-    row = (run * args.run_halves + min(run, args.runs_with_more)) * kHalfRows;
-    last = min(row + (args.run_halves + (run < args.runs_with_more)) * kHalfRows, args.n);
+    row = (run * args.run_units + min(run, args.runs_with_more)) * run_rows;
+    last = min(row + (args.run_units + (run < args.runs_with_more)) * run_rows, args.n);
     part = first_part = rank * passes;
     chunk_first = row;
     chunk_last = min(row + chunk, last);

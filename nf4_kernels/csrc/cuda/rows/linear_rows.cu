@@ -18,11 +18,11 @@ int device_attribute(cudaDeviceAttr attribute) {
   return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : -1;
 }
 
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kNormalises>
+template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kNormalises, bool kGates = false>
 cudaError_t launch(const RowsArgs& args, int grid, bool hopper, cudaStream_t stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
   if (args.stages < 1 || args.stages > Layout::kStageLimit) return cudaErrorInvalidValue;
-  auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED, kNormalises>;
+  auto* kernel = linear_rows<T, kWarps, kBlocks, kTiles, kNested, NF4_TIMED, kNormalises, kGates>;
   int shared = Layout::total(args.stages, args.cluster, args.passes > 1 ? args.chunk : 0);
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
@@ -53,6 +53,12 @@ cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaS
                   : launch<__half, kWarps, kBlocks, kTiles, false, false>(args, grid, hopper, stream);
   }
 #endif
+  if constexpr (kTiles == 1) {
+    if (args.gate.columns) {
+      return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true, true>(args, grid, hopper, stream)
+                    : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true, true>(args, grid, hopper, stream);
+    }
+  }
   if (args.norm_weight) {
     return nested ? launch<__nv_bfloat16, kWarps, kBlocks, kTiles, true, true>(args, grid, hopper, stream)
                   : launch<__nv_bfloat16, kWarps, kBlocks, kTiles, false, true>(args, grid, hopper, stream);
@@ -64,9 +70,11 @@ cudaError_t launch(const RowsArgs& args, int dtype, int grid, bool hopper, cudaS
 // Whether the plan fits these operands and this device.
 cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan, bool hopper) {
   const Nf4Weight& w = linear.weight;
-  if (w.k % 64 || w.blocksize < 64 || linear.dtype == NF4_FLOAT32 || linear.tiles || linear.activation) {
+  if (w.k % 64 || w.blocksize < 64 || linear.dtype == NF4_FLOAT32 || linear.tiles || !gate_fits(linear)) {
     return cudaErrorInvalidValue;
   }
+  // More tokens' gated activations, and those of tokens that are not normalised, are linear_wgmma's.
+  if (linear.activation && (plan.tiles > 1 || !linear.norm_weight)) return cudaErrorInvalidValue;
   if (linear.norm_weight && (linear.dtype != NF4_BFLOAT16 || plan.passes > 1)) return cudaErrorInvalidValue;
   if (linear.m > plan.tiles * 8 || plan.blocks * plan.warps < plan.part_blocks) return cudaErrorInvalidValue;
   if (plan.cluster < 1 || plan.cluster > kMaxCluster || plan.grid % plan.cluster) return cudaErrorInvalidValue;
@@ -92,13 +100,15 @@ RowsArgs build_args(const Nf4Linear& linear, const RowsPlan& plan) {
   args.scale_shift = log2_of(w.blocksize / 64);
   args.place_first = w.group_offset << args.scale_shift;
   args.place_pitch = args.k_blocks + (w.group_skip << args.scale_shift);
-  int halves = (args.n + kHalfRows - 1) / kHalfRows, runs = plan.grid / plan.cluster;
+  args.gate = gate_of(linear);
+  int run_rows = args.gate.columns ? kRunRows<true> : kRunRows<false>;
+  int units = (args.n + run_rows - 1) / run_rows, runs = plan.grid / plan.cluster;
   args.cluster = plan.cluster;
   args.passes = plan.passes;
   args.part_blocks = plan.part_blocks;
   args.stages = plan.stages;
-  args.run_halves = halves / runs;
-  args.runs_with_more = halves % runs;
+  args.run_units = units / runs;
+  args.runs_with_more = units % runs;
   args.chunk = plan.chunk;
   int pitch = args.k_blocks >> args.scale_shift;
   int bytes = pitch * (w.absmax_8bit ? 1 : 4);

@@ -195,7 +195,8 @@ __device__ __forceinline__ void build_table(char* shared, int first) {
 // no warp enters it, makes the first one up to 50 % slower (registers).
 // kNormalises: the tokens are normalised (with one pass only). It is a kernel of its own, since code for it beside the other
 // costs up to 7 % in the same way.
-template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises>
+// kGates: the epilogue is a gated activation. It is a kernel of its own, since code for it beside the other costs up to 2 %.
+template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kTimed, bool kNormalises, bool kGates>
 __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, 1)
     linear_rows(const __grid_constant__ RowsArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) *
   };
   if (args.cluster == 1) begin();
   constexpr int kThreads = (kWarps + kNonConsumerWarps<kWarps, kTiles>) * 32, kFirstDecoder = kWarps + Layout::kDecoders;
-  RowsRun run(args);
+  RowsRun run(args, kRunRows<kGates>);
   launch_dependents();
   if (warp == kWarps) init_copy_barriers<Layout>(base);
   if (warp == kWarps + 1) init_other_barriers<Layout>(base, kWarps);
@@ -226,9 +227,9 @@ __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) *
     barrier_signal(kTableBarrier, kThreads);
     if (!args.constant_weights) grid_dependency_wait();
     if constexpr (Layout::kDecoders == 1) {
-      reduce<T, kWarps, kTiles, Layout, kNested, true, kNormalises>(args, shared, run);
+      reduce<T, kWarps, kTiles, Layout, kNested, true, kNormalises, kGates>(args, shared, run);
     } else {
-      produce<Layout, kNested>(args, base, run);
+      produce<Layout, kNested, kGates>(args, base, run);
     }
   } else if (warp < kWarps) {
     auto build = [&] {
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) *
     if (warp < kFirstDecoder) {
       barrier_sync(kTableBarrier, kThreads);
       if constexpr (Layout::kDecoders == 2) {
-        reduce<T, kWarps, kTiles, Layout, kNested, false, kNormalises>(args, shared, run);
+        reduce<T, kWarps, kTiles, Layout, kNested, false, kNormalises, kGates>(args, shared, run);
       }
       return;
     }
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__((kWarps + kNonConsumerWarps<kWarps, kTiles>) *
       reinterpret_cast<float4*>(shared + Layout::kCode)[thread + i * 32] = codes[i];
     }
     barrier_sync(kDecoderBarrier, Layout::kDecoders * 32);
-    decode_scales<Layout, kNested>(args, shared, run, warp - kFirstDecoder);
+    decode_scales<Layout, kNested, kGates>(args, shared, run, warp - kFirstDecoder);
   }
 #endif
 }

@@ -14,7 +14,7 @@ __device__ __forceinline__ void add(float4& sum, float4 value) {
 }
 
 // What is added to the 16 rows x 8 tokens that a warp's accumulators hold: bias and residual, for rows before `last`.
-template <typename T>
+template <typename T, bool kGates>
 __device__ __forceinline__ float4 load_addend(const RowsArgs& args, int first, int last, int token_tile) {
   int lane = threadIdx.x % 32, row = first + lane / 4, token = token_tile * 8 + lane % 4 * 2;
   const T* bias = static_cast<const T*>(args.bias);
@@ -24,6 +24,7 @@ __device__ __forceinline__ float4 load_addend(const RowsArgs& args, int first, i
   for (int half = 0; half < 2; ++half) {
     int r = row + half * 8;
     if (r >= last) continue;
+    if (kGates) r = args.weight_row<true>(first, lane / 4 + half * 8);
     if (bias) addend[half][0] = addend[half][1] = to_float(bias[r]);
 #pragma unroll
     for (int i = 0; residual && i < 2; ++i) {
@@ -33,10 +34,31 @@ __device__ __forceinline__ float4 load_addend(const RowsArgs& args, int first, i
   return make_float4(addend[0][0], addend[0][1], addend[1][0], addend[1][1]);
 }
 
+// Writes activation(gate) * up, from the sums of gates and of their ups. The columns of two neighbouring lanes make a word:
+// the even lane writes that of the first token of two, the odd one that of the second.
+__device__ __forceinline__ void write_gated(const RowsArgs& args, int first, int token_tile, float4 sum, float2 scale,
+                                            float4 addend) {
+  using T = __nv_bfloat16;
+  int lane = threadIdx.x % 32, column = first / 2 + lane / 4, odd = column % 2;
+  int token = token_tile * 8 + lane % 4 * 2 + odd;
+  unsigned gates = pack2<T>(fmaf(sum.x, scale.x, addend.x), fmaf(sum.y, scale.y, addend.y));
+  unsigned ups = pack2<T>(fmaf(sum.z, scale.x, addend.z), fmaf(sum.w, scale.y, addend.w));
+  unsigned both = args.gate.apply(gates, ups);
+  unsigned others = __shfl_xor_sync(~0u, both, 4);
+  unsigned word = __byte_perm(both, others, odd ? 0x3276 : 0x5410);
+  if (token >= args.m) return;
+  T* out = static_cast<T*>(args.out);
+  *reinterpret_cast<unsigned*>(out + args.gate.place(token, column - odd)) = word;
+}
+
 // Multiplies the sums by their scale, adds the addend, rounds once and writes.
-template <typename T>
+template <typename T, bool kGates>
 __device__ __forceinline__ void write_outputs(const RowsArgs& args, int first, int last, int token_tile, float4 sum,
                                               float2 scale, float4 addend) {
+  if constexpr (kGates) {
+    write_gated(args, first, token_tile, sum, scale, addend);
+    return;
+  }
   int lane = threadIdx.x % 32, row = first + lane / 4, token = token_tile * 8 + lane % 4 * 2;
   T* out = static_cast<T*>(args.out);
 #pragma unroll
@@ -144,7 +166,7 @@ __device__ __forceinline__ void reduce_partial_sums(const RowsArgs& args, char* 
 }
 
 // kLoads: the same warp is the producer. It fills a stage again as soon as that is empty, and then adds the sums of it.
-template <typename T, int kWarps, int kTiles, typename Layout, bool kNested, bool kLoads, bool kNormalises>
+template <typename T, int kWarps, int kTiles, typename Layout, bool kNested, bool kLoads, bool kNormalises, bool kGates>
 __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsRun run) {
   unsigned base = shared_address(shared);
   int rank = blockIdx.x % args.cluster;
@@ -152,7 +174,7 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
   if constexpr (kLoads) {
     sleep_ns(args.first_delay);
     for (int stage = 0; stage < args.stages && !ahead.done(); ++stage, ahead.next()) {
-      load_stage<Layout, kNested>(args, base, ahead, stage);
+      load_stage<Layout, kNested, kGates>(args, base, ahead, stage);
       pace_loads(args, Layout::activations(base));
     }
     if (ahead.done() && elect_one()) prefetch_next(args.next);
@@ -173,13 +195,13 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
     float4 addend[kTiles] = {};
     if (more && rank == 0 && (args.bias || args.residual) && run.last_pass()) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) addend[tile] = load_addend<T>(args, run.row, run.last, tile);
+      for (int tile = 0; tile < kTiles; ++tile) addend[tile] = load_addend<T, kGates>(args, run.row, run.last, tile);
     }
     if (more) {
       if constexpr (kLoads) {
         barrier_wait(Layout::empty(base, ring.stage), ring.parity);
         if (!ahead.done()) {
-          load_stage<Layout, kNested>(args, base, ahead, ring.stage);
+          load_stage<Layout, kNested, kGates>(args, base, ahead, ring.stage);
           ahead.next();
           if (ahead.done() && elect_one()) prefetch_next(args.next);
           __syncwarp();
@@ -199,7 +221,7 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
       if (!more) break;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        write_outputs<T>(args, run.row, run.last, tile, at.sum[tile], scale[tile], addend[tile]);
+        write_outputs<T, kGates>(args, run.row, run.last, tile, at.sum[tile], scale[tile], addend[tile]);
       }
       continue;
     }
@@ -207,7 +229,7 @@ __device__ __forceinline__ void reduce(const RowsArgs& args, char* shared, RowsR
       reduce_partial_sums<kTiles, Layout>(args, shared, run, at);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        write_outputs<T>(args, at.waiting_row, run.last, tile, at.waiting[tile], scale[tile], at.addend[tile]);
+        write_outputs<T, kGates>(args, at.waiting_row, run.last, tile, at.waiting[tile], scale[tile], at.addend[tile]);
       }
     }
     if (!more) break;

@@ -28,7 +28,7 @@ __device__ __forceinline__ unsigned most_scale_bytes(const RowsArgs& args, int c
 // Loads a stage: the codes of 16 rows and one part of k, and their scales in whole 16-byte pieces (a piece with one byte
 // inside an allocation is inside it whole). On Hopper one lane issues the copies: its addresses lie in uniform registers,
 // while a warp's lanes would issue theirs one by one, at 75 cycles each.
-template <typename Layout, bool kNested>
+template <typename Layout, bool kNested, bool kGates>
 __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, const RowsRun& run, int stage) {
   constexpr int kSize = kNested ? 1 : 4;
   const char* codes = reinterpret_cast<const char*>(args.weight.packed);
@@ -37,7 +37,9 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
   unsigned target = base + Layout::kRing + stage * Layout::kStageBytes, full = Layout::full(base, stage);
   int begin = run.part * args.part_blocks, count = min(args.part_blocks, args.k_blocks - begin);
   int rows = run.rows();
-  int64_t block = int64_t{run.row} * args.k_blocks + begin;
+  int64_t block = int64_t{args.weight_row<kGates>(run.row, 0)} * args.k_blocks + begin;
+  // Added between the upper and the lower half of the rows.
+  int64_t blocks_between = int64_t{args.rows_between<kGates>()} * args.k_blocks;
   auto scale_bytes = [&](int64_t first_block, int64_t piece) {
     int64_t last = (first_block + count - 1) >> args.scale_shift;
     return static_cast<unsigned>((((last + 1) * kSize + 15) & ~int64_t{15}) - piece * kSize);
@@ -50,25 +52,28 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
     uint64_t policy = evict_first_policy();
     constexpr int64_t kInPiece = 16 / kSize - 1;
     if (rows == kGroupRows && args.whole_rows) {
-      int64_t last = block + (kGroupRows - 1) * int64_t{args.k_blocks};
+      int64_t last = block + (kGroupRows - 1) * int64_t{args.k_blocks} + blocks_between;
       unsigned last_more = scale_bytes(last, (last >> args.scale_shift) & ~kInPiece);
       unsigned more = args.scale_pitch ? last_more : most_scale_bytes<kSize>(args, count);
       barrier_expect(full, kGroupRows * bytes + (kGroupRows - 1) * more + last_more);
       int64_t code = block;
 #pragma unroll Layout::kCopyUnroll
       for (int r = 0; r < kGroupRows; ++r, code += args.k_blocks) {
+        if (kGates && r == kHalfRows) code += blocks_between;
         bulk_copy(target + r * Layout::kWeightPitch, codes + code * 32, bytes, full, policy);
       }
       if (args.scale_pitch) {
         int64_t piece = (block >> args.scale_shift) & ~kInPiece;
 #pragma unroll Layout::kCopyUnroll
         for (int r = 0; r < kGroupRows; ++r, piece += args.scale_pitch) {
+          if (kGates && r == kHalfRows) piece += blocks_between >> args.scale_shift;
           bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize, more, full, policy);
         }
       } else {
         int64_t scale = block;
 #pragma unroll Layout::kCopyUnroll
         for (int r = 0; r < kGroupRows; ++r, scale += args.k_blocks) {
+          if (kGates && r == kHalfRows) scale += blocks_between;
           int64_t piece = (scale >> args.scale_shift) & ~kInPiece;
           bulk_copy(target + Layout::kScales + r * Layout::kScalePitch, scales + piece * kSize,
                     r + 1 < kGroupRows ? more : last_more, full, policy);
@@ -80,6 +85,7 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
           code = block + kFirst;
 #pragma unroll
           for (int r = 0; r < kGroupRows; ++r, code += args.k_blocks) {
+            if (kGates && r == kHalfRows) code += blocks_between;
             bulk_copy(target + r * Layout::kWeightPitch + kFirst * 32, codes + code * 32, rest, rest_full, policy);
           }
         }
@@ -88,6 +94,7 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
       unsigned total = 0;
 #pragma unroll 1
       for (int r = 0; r < rows; ++r, block += args.k_blocks) {
+        if (kGates && r == kHalfRows) block += blocks_between;
         int64_t piece = (block >> args.scale_shift) & ~kInPiece;
         unsigned more = scale_bytes(block, piece);
         bulk_copy(target + r * Layout::kWeightPitch, codes + block * 32, bytes, full, policy);
@@ -105,7 +112,7 @@ __device__ __forceinline__ void load_stage(const RowsArgs& args, unsigned base, 
   __syncwarp();
 #else
   int lane = threadIdx.x % 32, r = lane % kGroupRows;
-  block += int64_t{r} * args.k_blocks;
+  block += int64_t{r} * args.k_blocks + (kGates && r >= kHalfRows ? blocks_between : 0);
   if (r >= rows) {
     copy_and_arrive(0, nullptr, 0, full);
   } else if (lane < kGroupRows) {
@@ -128,14 +135,14 @@ __device__ __forceinline__ void pace_loads(const RowsArgs& args, unsigned activa
   sleep_ns(args.later_delay);
 }
 
-template <typename Layout, bool kNested>
+template <typename Layout, bool kNested, bool kGates>
 __device__ __forceinline__ void produce(const RowsArgs& args, unsigned base, RowsRun run) {
   RingPosition ring;
   sleep_ns(args.first_delay);
   for (int load = 0; !run.done(); run.next(), ++load) {
     if (load == args.stages) barrier_sync(kBarriersReady, 64);
     if (load >= args.stages) barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
-    load_stage<Layout, kNested>(args, base, run, ring.stage);
+    load_stage<Layout, kNested, kGates>(args, base, run, ring.stage);
     if (load < args.stages) pace_loads(args, Layout::activations(base));
     ring.advance(args.stages);
   }
@@ -217,7 +224,7 @@ __device__ __forceinline__ float2 outer_scale(const Nf4Weight& weight, int64_t g
 
 // Decodes the scales of every stage; lane l does row l % 16. All decoders take part in every stage, since whoever waits at a
 // barrier must see each of its phases.
-template <typename Layout, bool kNested>
+template <typename Layout, bool kNested, bool kGates>
 __device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared, RowsRun run, int decoder) {
   static_assert(Layout::kStageBlocks % 4 == 0, "a run of four scales would end in the next stage's slots");
   unsigned base = shared_address(shared);
@@ -232,7 +239,7 @@ __device__ __forceinline__ void decode_scales(const RowsArgs& args, char* shared
   for (; !run.done(); run.next()) {
     int begin = run.part * args.part_blocks;
     scales.count = min(args.part_blocks, args.k_blocks - begin);
-    int weight_row = min(run.row + row, args.n - 1);
+    int weight_row = min(args.weight_row<kGates>(run.row, row), args.n - 1);
     ScaleSpan span = ScaleSpan::of<kNested>(args, weight_row, begin);
     int64_t row_block = int64_t{weight_row} * args.k_blocks + begin;
     if (kNested) {
