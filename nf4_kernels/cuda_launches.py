@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from nf4_kernels.cuda_library import Linear, Next, RowsPlan, WgmmaPlan, raise_for, usable
+from nf4_kernels.cuda_workspace import workspace_on
 from nf4_kernels.device_clock import DeviceClock
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
 from nf4_kernels.plan import (
-    COUNTERS,
     GROUP_ROWS,
     HALF_ROWS,
     NORM_K,
     PREFETCH_BYTES,
-    WORKSPACE_BYTES,
     Dequantize,
     Plan,
     Rows,
@@ -73,7 +72,7 @@ def gemm(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion) -> None:
     nested, normalised = weight.absmax_8bit is not None, fusion.norm_weight is not None
     choice = plan_on(x.device, m, n, k, weight.blocksize, nested, normalised)
     if not isinstance(choice, Dequantize) and x.dtype != torch.float32:
-        workspace = _workspace(x.device)
+        workspace = workspace_on(x.device)
         if _is_aligned(weight) and (isinstance(choice, Rows) or workspace is not None):
             _launch(out, m, _aligned(x), None, weight, fusion, choice, workspace)
             return
@@ -88,7 +87,7 @@ def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) ->
     """Compute what gemm() does, from tiled activations of x. False, with nothing done, where no launch takes them."""
     m = out.shape[0]
     choice = plan_on(out.device, m, weight.n, weight.k, weight.blocksize, weight.absmax_8bit is not None)
-    workspace = _workspace(out.device)
+    workspace = workspace_on(out.device)
     if not isinstance(choice, Wgmma) or choice.tokens != tiles.shape[2] or not _is_aligned(weight) or workspace is None:
         return False
     _launch(out, m, None, _aligned(tiles), weight, fusion, choice, workspace)
@@ -97,12 +96,11 @@ def gemm_tiled(out: Tensor, tiles: Tensor, weight: Nf4Weight, fusion: Fusion) ->
 
 def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: Gate) -> bool:
     """Compute what gemm() does, with the gate in the epilogue. False, with nothing done, where no launch has it."""
-    _gated_weights.add(weight.packed or 0)
     m, n, k, normalised = x.shape[0], weight.n, weight.k, fusion.norm_weight is not None
     if not can_write_gated(x.dtype, n, gate.tile) or (normalised and not can_norm(x.dtype, k)):
         return False
     choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None, normalised)
-    workspace = _workspace(x.device)
+    workspace = workspace_on(x.device)
     if (
         not has_gate(choice, normalised)
         or isinstance(choice, Dequantize)
@@ -110,12 +108,14 @@ def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: 
         or workspace is None
     ):
         return False
+    if isinstance(choice, Rows):
+        _gated_weights.add(weight.packed)
     _launch(out, m, _aligned(x), None, weight, dataclasses.replace(fusion, gate=gate), choice, workspace)
     return True
 
 
-# Where the codes lie of weights that have been multiplied with a gated activation. An address whose weight is gone may be
-# another one's: then bytes are prefetched that are read later, and nothing else changes.
+# Where the codes lie of weights that linear_rows has multiplied with a gated activation. An address whose weight is gone may
+# be another one's: then bytes are prefetched that are read later, and nothing else changes.
 _gated_weights: set[int] = set()
 
 
@@ -203,8 +203,8 @@ def _next(device: torch.device, m: int, packed: int) -> Next:
     addresses = following.packed, following.scales[0], following.absmax[0], following.offsets[0]
     if not isinstance(choice, Rows) or any(address % 16 for address in addresses):
         return Next()
-    # Gates and their ups are read alternately, so a run begins in both halves of the weight.
-    parts = 2 if following.packed in _gated_weights and n % GROUP_ROWS == 0 else 1
+    # Where that launch gates, it reads gates and their ups alternately, so a run begins in both halves of the weight.
+    parts = 2 if following.packed in _gated_weights and has_gate(choice, normalised=True) and n % GROUP_ROWS == 0 else 1
     rows = n // parts
     runs, halves = choice.grid // choice.cluster, -(-rows // HALF_ROWS)
     run_halves, longer_runs = divmod(halves, runs)
@@ -258,33 +258,6 @@ def _is_aligned(weight: Nf4Weight) -> bool:
 def _aligned(x: Tensor) -> Tensor:
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-_workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-_CAPTURE = -1
-
-
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Partial sums and zeroed counters of the current stream. Captured graphs of a device share one of their own.
-
-    None while capturing on a device where no GEMM has run yet: nothing can be zeroed then.
-    """
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    capturing = torch.cuda.is_current_stream_capturing()
-    if not capturing and (index, _CAPTURE) not in _workspaces:
-        _workspaces[index, _CAPTURE] = _new_workspace(device)
-        torch.cuda.current_stream(device).synchronize()
-    key = (index, _CAPTURE if capturing else torch.cuda.current_stream(device).cuda_stream)
-    if key not in _workspaces and not capturing:
-        _workspaces[key] = _new_workspace(device)
-    return _workspaces.get(key)
-
-
-def _new_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    # These must not be inference tensors, even if the first GEMM runs in inference mode: they outlive it.
-    with torch.inference_mode(False):
-        partial = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def dequantize_into(out: Tensor, weight: Nf4Weight, first: int, count: int, whole: int | None = None) -> None:

@@ -75,7 +75,8 @@ STAYING_BYTES = 16e6
 
 # Fitted on an H200 to 13 to 19 shapes and 16 to 512 tokens, for tiles of 256 tokens also to 4 shapes with 1024 tokens.
 # What (64, 2) pays for a second token tile was raised later, by launches of 64, 100 and 128 tokens of 19 shapes.
-# Tiles of 96, 160, 192 and 224 tokens are not fitted: their costs are taken in proportion from the instances around them.
+# Tiles of 96, 160, 192 and 224 tokens are not fitted: their costs are in proportion to what the instances around them had
+# before that.
 WGMMA_COSTS = {
     (16, 2): WgmmaCosts(5.43, 0.738, 0.0, 2.31, 4.01, 0.183),
     (16, 3): WgmmaCosts(7.08, 1.072, 0.0, 0.24, 2.55, 0.393),

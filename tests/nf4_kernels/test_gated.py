@@ -1,4 +1,4 @@
-"""GEMMs that give activation(gate) * up of their halves, tiled or not: on Hopper in their own launches."""
+"""GEMMs that give activation(gate) * up of their halves, tiled or not: in their own launches where these have it."""
 
 from __future__ import annotations
 

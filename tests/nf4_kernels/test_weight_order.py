@@ -99,6 +99,29 @@ def test_what_is_prefetched_lies_inside_the_weight(
         assert (scale & ~15) + told.scale_bytes <= scales.nbytes
 
 
+@pytest.mark.parametrize(("m", "n"), [(1, 512), (8, 4112), (1, 2576), (12, 512), (1, 520)])
+def test_a_run_of_gates_begins_in_both_halves_of_the_weight(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where linear_rows has gated it, and does for so many tokens: each run's first gates and its first ups."""
+    monkeypatch.setattr(cuda_launches, "_properties", lambda _: (90, 132))
+    first, second = random_weight(64, 64), random_weight(n, 4096)
+    monkeypatch.setattr(cuda_launches, "_gated_weights", {second.packed.data_ptr()})
+    prefetch_next(first, second)
+    told = cuda_launches._next(torch.device("cuda", 0), m, first.packed.data_ptr())
+    gates = m <= 8 and n % 16 == 0
+    assert (told.parts, told.part_groups) == ((2, n // 16) if gates else (1, 0))
+    assert told.runs * told.parts * told.code_bytes <= cuda_launches.PREFETCH_BYTES
+    begins = set()
+    for part in range(told.parts):
+        for run in range(told.runs):
+            group = part * told.part_groups + run * told.run_groups + min(run, told.longer_runs)
+            assert (group * told.group_code_bytes) + told.code_bytes <= second.packed.nbytes
+            begins.add(group * HALF_ROWS)
+    if gates:
+        # A run's units are 16 rows: 8 gates and their ups.
+        units = [run * (n // 16 // told.runs) + min(run, n // 16 % told.runs) for run in range(told.runs)]
+        assert begins == {part * n // 2 + unit * 8 for part in (0, 1) for unit in units}
+
+
 def test_a_weight_that_another_kernel_multiplies_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_launches, "_properties", lambda _: (90, 132))
     first, second = random_weight(64, 64), random_weight(512, 4096)

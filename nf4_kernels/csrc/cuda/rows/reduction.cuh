@@ -1,5 +1,5 @@
 // The warp of linear_rows.cuh that reduces: it adds the sums of the warps, of the passes and of the blocks of a cluster, and
-// is the epilogue (bias, residual, norm, rounding).
+// is the epilogue (bias, residual, norm, gated activation, rounding).
 #pragma once
 
 #include "weights_and_scales.cuh"
