@@ -195,3 +195,23 @@ def test_the_users_own_settings_of_the_compilers_are_in_the_name(monkeypatch: py
     assert artifact_path(device, "kind") == before
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
     assert artifact_path(device, "kind") != before
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_embeddings_are_gathered_where_they_only_read_rows(size: int) -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    model = tiny_model("llama")
+    table = model.get_input_embeddings()
+    ids = torch.tensor([[5, 0, 5]])
+    expected = table(ids)
+    with compiled_layers(model, size, False):
+        assert ("forward" in vars(table)) == (size > 1)
+        assert torch.equal(table(ids), expected)
+    assert "forward" not in vars(table)
+    scaled = Scaled(*table.weight.shape)
+    model.set_input_embeddings(scaled)
+    with compiled_layers(model, size, False):
+        assert "forward" not in vars(scaled)
