@@ -143,7 +143,6 @@ def check_answers(
     """Each prompt's greedy answer beside transformers; returns how many requests were preempted.
 
     Each token's logit is at most near_tie behind the best one, and it is the best one in more than least_best of all places.
-    (Of one prompt's 60 places it may be fewer: where transformers' forward in float32 answers, one prompt of 18 has 53.)
     """
     device = torch.device("cuda", 0)
     reference, model = small(name, tmp_path), small(name, tmp_path)
@@ -159,7 +158,6 @@ def check_answers(
         for output in engine.step().outputs:
             assert output.error is None
             answers[output.request_id] += output.new_token_ids
-    best: list[torch.Tensor] = []
     for index, prompt in enumerate(prompts):
         answer = torch.tensor(answers[str(index)], device=device)
         assert len(answer) == 60
@@ -168,6 +166,5 @@ def check_answers(
         expected = logits[len(prompt) - 1 : -1].float()
         behind = expected.amax(-1) - expected.gather(1, answer.unsqueeze(1)).squeeze(1)
         assert behind.max() <= near_tie
-        best.append(behind == 0)
-    assert torch.cat(best).float().mean() > least_best
+        assert (behind == 0).float().mean() > least_best
     return engine.stats().preemptions
