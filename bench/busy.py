@@ -21,7 +21,7 @@ import torch
 
 from bench.e2e import engine_speed
 from bench.e2e.results import Row
-from bench.machine import current_commit, versions
+from bench.machine import current_commit, gpu_in_file_names, versions
 from server.config import EngineConfig, KVCacheDtype
 from server.engine.core import Engine
 from server.engine.start import load_runner
@@ -101,7 +101,7 @@ def main() -> int:
     if ENVIRONMENT.keys() - os.environ:
         # The server starts its engine with these variables; C libraries and torch read them when they are loaded.
         os.execve(sys.executable, [sys.executable, "-m", "bench.busy", *sys.argv[1:]], {**ENVIRONMENT, **os.environ})
-    device = torch.cuda.get_device_name(0).lower().replace(" ", "-")
+    device = gpu_in_file_names()
     path = options.out or RESULTS / f"busy-{device}.json"
     rows: list[Row] = []
     for dtype in options.kv:

@@ -20,7 +20,7 @@ import torch
 from bench.busy import MODELS, RESULTS
 from bench.e2e.results import Row
 from bench.e2e.served import READY_S, running, write_folder
-from bench.machine import cpu_name, current_commit, versions
+from bench.machine import cpu_name, current_commit, gpu_in_file_names, versions
 
 
 def first_answer(folder: Path, settings: dict[str, int | str], caches: Path) -> dict[str, float]:
@@ -44,8 +44,8 @@ def main() -> int:
     parser.add_argument("--cached", type=int, default=2, help="starts behind the first one")
     parser.add_argument("--out", type=Path, help="the file that rows go to")
     options = parser.parse_args()
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    path = options.out or RESULTS / f"first-answer-{name.lower().replace(' ', '-')}.json"
+    on_gpu = torch.cuda.is_available()
+    path = options.out or RESULTS / f"first-answer-{gpu_in_file_names() if on_gpu else 'cpu'}.json"
     settings = {"max_num_seqs": options.sequences, "tensor_parallel_size": options.gpus}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as work:
@@ -54,6 +54,7 @@ def main() -> int:
             found = first_answer(folder, settings, Path(work))
             rows.append({"model": options.model, **settings, "cached": bool(number), **found})
             print(json.dumps(rows[-1]), flush=True)
+    name = torch.cuda.get_device_name() if on_gpu else "cpu"
     state = {"device": name, "cpu": cpu_name(), "commit": current_commit(), "versions": versions()}
     path.write_text(json.dumps({**state, "rows": rows}, indent=1) + "\n")
     return 0

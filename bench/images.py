@@ -31,7 +31,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from bench.image_preparation import Preparation, Prepared
-from bench.machine import cores, cpu_name, versions
+from bench.machine import cores, cpu_name, gpu_in_file_names, versions
 from server.checkpoint.dummy import fill_randomly
 from server.checkpoint.names import is_of_tower
 from server.config import EngineConfig
@@ -254,7 +254,7 @@ def main() -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rows = [measure(asked, device, tower == "nf4") for tower in asked.towers]
     name = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
-    file = torch.cuda.get_device_name().lower().replace(" ", "-") if device.type == "cuda" else f"cpu-{cores()}-cores"
+    file = gpu_in_file_names() if device.type == "cuda" else f"cpu-{cores()}-cores"
     path = asked.out or RESULTS / f"images-{file}.json"
     machine = {"device": name, "cores": cores(), **versions()}
     path.write_text(

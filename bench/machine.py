@@ -23,6 +23,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def gpu_in_file_names() -> str:
+    """The name of torch's current GPU as it stands in the names of result files."""
+    import torch
+
+    return torch.cuda.get_device_name().lower().replace(" ", "-")
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that compute, and the kernel library's variant on this machine."""
     import nf4_kernels

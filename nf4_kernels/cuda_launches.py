@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
     return dtype == torch.bfloat16 and n % 16 == 0 and tiled
 
 
-def has_gate(choice: Plan, normalised: bool) -> bool:
+def has_gate(choice: Plan, normalised: bool) -> TypeGuard[Rows | Wgmma]:
     """Whether a launch can compute the gated activation: linear_rows only of up to 8 tokens, behind a norm."""
     return isinstance(choice, Wgmma) or (isinstance(choice, Rows) and choice.tiles == 1 and normalised)
 
@@ -101,12 +102,7 @@ def gemm_gated(out: Tensor, x: Tensor, weight: Nf4Weight, fusion: Fusion, gate: 
         return False
     choice = plan_on(x.device, m, n, k, weight.blocksize, weight.absmax_8bit is not None, normalised)
     workspace = workspace_on(x.device)
-    if (
-        not has_gate(choice, normalised)
-        or isinstance(choice, Dequantize)
-        or not _is_aligned(weight)
-        or workspace is None
-    ):
+    if not has_gate(choice, normalised) or not _is_aligned(weight) or workspace is None:
         return False
     if isinstance(choice, Rows):
         _gated_weights.add(weight.packed)

@@ -14,12 +14,10 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-
 from bench.e2e.engine_speed import FIRST
 from bench.e2e.measure import MODELS, measure
 from bench.e2e.results import Row, write
-from bench.machine import current_commit
+from bench.machine import current_commit, gpu_in_file_names
 from server.engine.supervisor.process import ENVIRONMENT
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -61,7 +59,7 @@ def main() -> int:
         # The server starts its engine with these variables; C libraries and torch read them when they are loaded.
         command = [sys.executable, "-m", "bench.e2e", *sys.argv[1:]]
         os.execve(sys.executable, command, {**ENVIRONMENT, **os.environ})
-    device = torch.cuda.get_device_name().lower().replace(" ", "-")
+    device = gpu_in_file_names()
     path = options.out or RESULTS / f"{'tp' if options.tensor_parallel else 'e2e'}-{device}.json"
     commit = current_commit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from bench.machine import current_commit, versions
+from bench.machine import current_commit, gpu_in_file_names, versions
 from nf4_kernels.peers import PeerReducer, most_bytes
 from server.engine.runtime.exchange import ENVIRONMENT
 from server.engine.runtime.peers import meet_peers
@@ -87,7 +87,7 @@ def _rank(rank: int, ranks: int, store: str, path: str) -> None:
                 if rank == 0:
                     print(json.dumps(rows[-1]), flush=True)
     if rank == 0:
-        device_name = torch.cuda.get_device_name().lower().replace(" ", "-")
+        device_name = gpu_in_file_names()
         result = {"device": device_name, "versions": versions(), "commit": current_commit(), "rows": rows}
         Path(path).write_text(json.dumps(result, indent=1) + "\n")
     os._exit(0)  # the end of NCCL would wait for ranks that have ended
@@ -103,7 +103,7 @@ def main() -> None:
         parser.error(f"{options.ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    device = torch.cuda.get_device_name().lower().replace(" ", "-")
+    device = gpu_in_file_names()
     path = options.out or RESULTS / f"exchange-{device}.json"
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.ranks, str(Path(folder) / "store"), str(path))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import cores, cpu_name, current_commit, versions
+from bench.machine import cores, cpu_name, current_commit, gpu_in_file_names, versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -47,7 +47,7 @@ def _fields(row: Row) -> dict[str, Any]:
 
 def device_name(on_gpu: bool) -> str:
     """The device's name as it stands in the file's name."""
-    return torch.cuda.get_device_name().lower().replace(" ", "-") if on_gpu else f"cpu-{cores()}-cores"
+    return gpu_in_file_names() if on_gpu else f"cpu-{cores()}-cores"
 
 
 def default_path(on_gpu: bool) -> Path:
