@@ -94,13 +94,13 @@ class HostRunner:
         return [Sampled(7) for _ in step.sampled]
 
     def execute_async(self, step: Step, previous: PendingStep | None) -> PendingStep | None:
-        """Do the host's part of DecodeGraphs.run_async(); see FlashInferBackend.plan_decode_graph()."""
+        """Do the host's part of DecodeGraphs.run_async(); see FlashInferBackend.host_layout()."""
         if not step.samples_each:
             return None
         with self.timed("batch"):
             self.batch = batch_of(step_input(step), self.block_size)
         with self.timed("layout"):
-            self.tables.take_new(self.batch.spans)
+            self.tables.pinned_new(self.batch.spans)
             self.layouts.of(self.batch.spans.ends, self.batch.spans.rows)
         return PendingStep(step, torch.full((2, step.size), 7.0))
 

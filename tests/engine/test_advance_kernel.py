@@ -120,6 +120,7 @@ from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layou
 from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.drafting_ahead import guesses_ahead
 from server.engine.runtime.graphs.async_step import AsyncStep
+from server.engine.runtime.transfers.host_results import Posted
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from server.engine.scheduling.step import Chunk, Step
@@ -130,7 +131,7 @@ BLOCK, ROOM, V = 16, Room(66, 66), inputs.VOCABULARY
 
 
 class Backend:
-    def plan_decode_graph(self, spans, size):
+    def host_layout(self, spans, size):
         padding = size - len(spans)
         lengths = np.append(spans.ends, np.ones(padding, np.int64))
         rows = np.append(spans.rows, np.full(padding, 9))
@@ -157,7 +158,7 @@ def graphs_of(backend, *sizes):
         replay(step)
 
     pool.replay = checked
-    pool._pinned = {s: [(t := torch.full((3, s), -5), t.numpy()) for _ in range(4)] for s in (1, 2, 4, 8, 16)}
+    pool._pinned = {s: [(t := torch.full((4, s), -5), t.numpy()) for _ in range(4)] for s in (1, 2, 4, 8, 16)}
     return graphs
 
 
@@ -188,7 +189,7 @@ for case in range(30):
             expected[str(number)].append(token)
         sequence.tokens.append(PLACEHOLDER)
     step = Step(chunks, guesses=guesses)
-    launched = AsyncStep(step, torch.tensor(sampled), None, None, None, torch.tensor(ids))
+    launched = AsyncStep(step, Posted(torch.tensor(sampled), None, None, None, None), torch.tensor(ids))
     paged = SimpleNamespace(block_size=BLOCK, vocab_size=V)
     found = guesses_ahead(launched, counts, decode, verify, paged, V)
     assert found.read() == expected

@@ -62,7 +62,7 @@ class AsyncRunner(ModelRunner):
         logits = self._paged.run(batch)
         best, greedy = logits.max(-1)
         assert self._sampler is not None
-        return OptionsStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler, None)
+        return OptionsStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler)
 
 
 def make_engine(kind: type[ModelRunner], **changes: Any) -> tuple[Engine, Any]:

@@ -32,7 +32,7 @@ class PoolOnHost(GraphPool):
         self._scratch_slot = SCRATCH
         self._padding = np.array([[0], [0], [SCRATCH]])
         self._pinned = {
-            size: [(tensor := torch.full((3, size), -5), tensor.numpy()) for _ in range(PLANS_AHEAD)]
+            size: [(tensor := torch.full((4, size), -5), tensor.numpy()) for _ in range(PLANS_AHEAD)]
             for size in (2, 4, 8)
         }
         self._replaying = cast(torch.cuda.Stream, None)
@@ -57,11 +57,12 @@ class Replayed(CapturedStep):
     def replay(self) -> None:
         ids, positions, slots = self._graph["inputs"]
         assert ((ids >= 0) & (ids < VOCABULARY)).all()
-        logits, greedy = self._graph["logits"], self._graph["greedy"]
+        logits = self._graph["logits"]
         logits.zero_()
         logits[torch.arange(len(ids)), expected(ids, positions, slots)] = 3.0
         best, tokens = logits.max(dim=-1)
-        greedy.copy_(torch.stack((best, tokens.float())))
+        self._graph["best"].copy_(best)
+        self._graph["tokens"].copy_(tokens)
 
 
 def expected(ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ def make_graphs(*sizes: int) -> tuple[DecodeGraphs, PoolOnHost, list[int]]:
         planned.append(len(spans))
 
     attributes: dict[str, Any] = {
-        "_backend": cast(GraphBackend, SimpleNamespace(plan_decode_graph=plan)),
+        "_backend": cast(GraphBackend, SimpleNamespace(host_layout=plan)),
         "_graphs": {},
         "_adapted": {},
         "_clock": None,
@@ -88,9 +89,10 @@ def make_graphs(*sizes: int) -> tuple[DecodeGraphs, PoolOnHost, list[int]]:
     }
     vars(graphs).update(attributes)
     for size in sizes:
-        inputs, logits, greedy = torch.full((3, size), -7), torch.zeros(size, VOCABULARY), torch.zeros(2, size)
-        step = Replayed({"inputs": inputs, "logits": logits, "greedy": greedy})
-        graphs._graphs[size] = _Graph(step, inputs, logits, greedy, None)
+        inputs, logits = torch.full((3, size), -7), torch.zeros(size, VOCABULARY)
+        best, tokens = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
+        step = Replayed({"inputs": inputs, "logits": logits, "best": best, "tokens": tokens})
+        graphs._graphs[size] = _Graph(step, inputs, logits, best, tokens, None)
     return graphs, pool, planned
 
 
@@ -124,11 +126,10 @@ def test_tokens_of_the_step_before_take_the_places_of_unknown_ones(source: list[
     graphs.launch(make_batch([PLACEHOLDER] * 4), Launch(True, None, lambda: None), torch.tensor([20, 21, 22, 23]))
     newest = torch.tensor([30, 31, 32])
     batch = make_batch([PLACEHOLDER, 9, PLACEHOLDER])
-    found, tokens = graphs.launch(batch, Launch(True, source, lambda: None), newest)
+    best, tokens = graphs.launch(batch, Launch(True, source, lambda: None), newest)
     ids = torch.tensor([30, 9, 32] if source is None else [32, 9, 31])
     assert tokens.tolist() == expected(ids, batch.positions, batch.slots).tolist()
-    assert found[1, :3].tolist() == tokens.tolist()
-    assert found[0, :3].tolist() == [3.0] * 3
+    assert best.tolist() == [3.0] * 3
     assert batch.ids.tolist() == [PLACEHOLDER, 9, PLACEHOLDER]
 
 
@@ -137,9 +138,9 @@ def test_sampled_tokens_come_from_the_graphs_logits() -> None:
     batch = make_batch([8, 9, 10])
     # Row, temperature, uniform number, top_k, top_p, min_p: the second row is sampled, and surely the likeliest token.
     table = np.array([[1.0, 0.05, 0.5, VOCABULARY, 1.0, 0.0]])
-    found, tokens = graphs.launch(batch, Launch(False, None, lambda: table), None)
+    best, tokens = graphs.launch(batch, Launch(False, None, lambda: table), None)
     assert tokens.tolist() == expected(batch.ids, batch.positions, batch.slots).tolist()
-    assert found.tolist() == [[3.0] * 3, tokens.tolist()]
+    assert best.tolist() == [3.0] * 3
 
 
 def test_the_copies_of_a_few_steps_may_be_under_way() -> None:
@@ -162,9 +163,7 @@ def test_a_step_that_is_moved_on_computes_later_tokens() -> None:
         inputs[1:, :count] += shifts
         return True
 
-    graphs._backend = cast(
-        GraphBackend, SimpleNamespace(plan_decode_graph=lambda *_: None, advance_decode_graph=advance)
-    )
+    graphs._backend = cast(GraphBackend, SimpleNamespace(host_layout=lambda *_: None, advance_decode_graph=advance))
     batch = make_batch([PLACEHOLDER] * 3)
     newest, shifts = torch.tensor([30, 31, 32]), torch.tensor([0, 2, 5])
     found = graphs.launch_shifted(batch, newest, shifts)
@@ -174,7 +173,7 @@ def test_a_step_that_is_moved_on_computes_later_tokens() -> None:
     assert tokens.tolist() == expected(newest, batch.positions + shifts, batch.slots + shifts).tolist()
     assert torch.equal(logits.argmax(-1), tokens)
     graphs._backend = cast(
-        GraphBackend, SimpleNamespace(plan_decode_graph=lambda *_: None, advance_decode_graph=lambda *_: False)
+        GraphBackend, SimpleNamespace(host_layout=lambda *_: None, advance_decode_graph=lambda *_: False)
     )
     replays = graphs.pool.replays
     assert graphs.launch_shifted(batch, newest, shifts) is None

@@ -18,7 +18,7 @@ from server.engine.runtime import runner as runner_module
 from server.engine.runtime.batch import Batch, batch_of, check_batch
 from server.engine.runtime.drafting import LaunchedGuesses
 from server.engine.runtime.exchange import ExchangeError
-from server.engine.runtime.graphs import captured_layers, decode
+from server.engine.runtime.graphs import captured_layers
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.captured_layers import compiled_layers
 from server.engine.runtime.graphs.invariant import in_groups
@@ -28,6 +28,7 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.step_input import StepInput, step_input
+from server.engine.runtime.transfers.host_results import HostResults
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.sequence import PLACEHOLDER
@@ -128,10 +129,10 @@ class UncapturedGraphs(VerifyGraphs):
         assert launch.table() is None
         self.sampled += 1
         if newest is not None:
-            decode.put_newest(batch.ids, newest, launch.source)
+            given = newest if launch.source is None else newest[launch.source]
+            torch.where(batch.ids == PLACEHOLDER, given, batch.ids, out=batch.ids)
         best, tokens = self._paged.run(batch).float().max(-1)
-        happened = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
-        return AsyncStep(step, tokens, torch.stack((best, tokens.float())), None, happened)
+        return AsyncStep(step, HostResults().post(best, tokens))
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nf4_kernels import cuda, cuda_launches, reference
+from nf4_kernels.cuda_workspace import workspace_on
 from nf4_kernels.plan import WGMMA_INSTANCES, Rows, plan, rows_candidates
 from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, ON_GPU, TOLERANCE, random_weight, relative_error, split
 
@@ -150,7 +151,7 @@ def test_every_wgmma_instance_however_its_work_is_split(
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for dtype in HALVES:
             x = torch.randn(m, k, device=DEVICE, dtype=dtype)
-            workspace = cuda_launches._workspace(DEVICE)
+            workspace = workspace_on(DEVICE)
             assert workspace is not None
             workspace[0].fill_(0xFF)
             torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)

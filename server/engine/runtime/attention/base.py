@@ -117,6 +117,28 @@ class DecodeForm:
     """Tokens of a tile of the result; 0: the result is not tiled."""
 
 
+@dataclass(frozen=True)
+class HostLayout:
+    """A decode step's layout in pinned memory, and where it goes on the device."""
+
+    numbers: torch.Tensor
+    """int32, on the device: pinned's first `count` numbers go there."""
+    pinned: torch.Tensor
+    count: int
+    tables: torch.Tensor
+    """int32, on the device: block tables."""
+    new: torch.Tensor
+    """int64 [2, any], pinned: in its first `changed` columns places in the flat tables, and the blocks that go there."""
+    changed: int
+
+    def write(self) -> None:
+        """Copy it to the device."""
+        self.numbers[: self.count].copy_(self.pinned[: self.count], non_blocking=True)
+        if self.changed:
+            places, blocks = self.new[:, : self.changed].to(self.tables.device, non_blocking=True)
+            self.tables.view(-1).index_copy_(0, places, blocks.int())
+
+
 class GraphBackend(AttentionBackend):
     """A backend whose forward passes can be captured in CUDA graphs.
 
@@ -153,6 +175,14 @@ class GraphBackend(AttentionBackend):
         For a graph that was captured as shared, spans may be tokens of one sequence, one after another, side by side and in
         the same row of the block tables. The copies to the device of the plan that is PLANS_AHEAD plans old must be over.
         """
+
+    def host_layout(self, spans: Spans, size: int) -> HostLayout | None:
+        """Do as plan_decode_graph() does, but leave it to the caller to write the layout to the device, at once.
+
+        None: plan_decode_graph() has done it.
+        """
+        self.plan_decode_graph(spans, size)
+        return None
 
     def advance_decode_graph(
         self, inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, LayerShape
+from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, HostLayout, LayerShape
 from server.engine.runtime.attention.flashinfer_graphs import (
     LONGEST,
     QUERIES_PER_BLOCK,
@@ -206,6 +206,9 @@ class FlashInferBackend(GraphBackend):
             for kind, wrapper in wrappers.items():
                 self._plan_chunks(kind, wrapper, tables, split_keys=False)
         return wrappers
+
+    def host_layout(self, spans: Spans, size: int) -> HostLayout | None:
+        return super().host_layout(spans, size) if self._decode is None else self._decode.host_layout(spans, size)
 
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
         if self._decode is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, LayerShape
+from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, HostLayout, LayerShape
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode import DecodeAttention
 from server.engine.runtime.attention.kernels.instances import Shared
@@ -113,6 +113,9 @@ class TritonBackend(GraphBackend):
         # Forms are left to FlashInfer's backend: with this one there is one form, which has been compiled for a trial.
         self._split_keys, self._decode = split_keys, None
         self._decode_for(max_num_seqs, -(-max_model_len // self._block_size))
+
+    def host_layout(self, spans: Spans, size: int) -> HostLayout | None:
+        return self._decode_for(size, 1).host_layout(spans, size)
 
     def plan_decode_graph(self, spans: Spans, size: int) -> None:
         self._decode_for(size, 1).plan(spans, size)

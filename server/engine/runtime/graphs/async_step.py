@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.runtime.transfers.host_results import Posted
 from server.engine.scheduling.step import Step
 
 
@@ -51,17 +51,17 @@ class AsyncStep:
     """A decode step on the device; the next one may be launched before read() has been called."""
 
     step: Step
-    tokens: torch.Tensor
-    """int64, on the device: the token of each of step.sampled."""
-    copied: torch.Tensor
-    """float32 [2, any] in host memory, valid once done has happened: each of step.sampled's best logit, and its token."""
-    times: tuple[DeviceClock, torch.Tensor] | None
-    """The device's clock, and its totals, valid once done has happened."""
-    done: torch.cuda.Event
+    posted: Posted
+    """The best logit and the token of each of step.sampled."""
     ids: torch.Tensor | None = None
     """int64, on the device: the tokens that the step computes, until another step is laid out for its graph."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while read() waits."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64, on the device: the token of each of step.sampled."""
+        return self.posted.tokens
 
     def complete(self) -> bool:
         """True: the sampling has been launched with the step."""
@@ -70,13 +70,8 @@ class AsyncStep:
     def read(self) -> list[Sampled]:
         """Wait for the tokens; one result for each of step.sampled."""
         with self.waiting():
-            self.done.synchronize()
-        if self.times is not None:
-            clock, totals = self.times
-            clock.note(totals)
-        count = len(self.tokens)
-        best, tokens = self.copied.tolist()
+            best, tokens = self.posted.wait().view(2, -1).tolist()
         return [
             Sampled(int(token)) if math.isfinite(value) else Sampled(0, error="the model's logits are not numbers")
-            for value, token in zip(best[:count], tokens[:count], strict=True)
+            for value, token in zip(best, tokens, strict=True)
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
-from server.engine.runtime.batch import Batch, Spans, to_device
+from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.compile.kept_layers import KeptLayers
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before
 from server.engine.runtime.graphs.captured_layers import compiled_layers
@@ -24,7 +26,7 @@ from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table
 from server.engine.runtime.sampling.largest import largest_of_rows
-from server.engine.scheduling.sequence import PLACEHOLDER
+from server.engine.runtime.transfers.host_results import HostResults
 from server.engine.scheduling.step import Step
 
 WARM_UPS = 1
@@ -52,8 +54,10 @@ class _Graph:
     inputs: torch.Tensor
     """int64 [3, size]: token ids, positions, cache slots."""
     logits: torch.Tensor
-    greedy: torch.Tensor
-    """float32 [2, size], of largest_of_rows()."""
+    best: torch.Tensor
+    """float32 [size], of largest_of_rows()."""
+    tokens: torch.Tensor
+    """int64 [size], likewise."""
     others: torch.Tensor | None
     """bool [size, slots]: which adapters are not each row's, in graphs that add adapters."""
 
@@ -79,6 +83,8 @@ class DecodeGraphs:
         self._backend = backend
         self._graphs: dict[int, _Graph] = {}
         self._clock = clock
+        self._results = HostResults(clock)
+        self._beside = torch.cuda.Stream(model.device)
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
@@ -117,31 +123,20 @@ class DecodeGraphs:
 
     def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
         """Launch a decode step; newest: as of launch()."""
-        found, tokens = self.launch(batch, launch, newest)
-        copied = torch.empty(found.shape, dtype=torch.float32, pin_memory=True)
-        copied.copy_(found, non_blocking=True)
-        times = None
-        if self._clock is not None:
-            times = self._clock, torch.empty_like(self._clock.totals, device="cpu", pin_memory=True)
-            times[1].copy_(self._clock.totals, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+        posted = self._results.post(*self.launch(batch, launch, newest))
         assert self._last is not None
-        return AsyncStep(step, tokens, copied, times, done, self._last.inputs[0])
+        return AsyncStep(step, posted, self._last.inputs[0])
 
     def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the step's sequences come to, on the device: found and their sampled tokens, int64.
+        """What the step's sequences come to, on the device: their best logits, float32, and sampled tokens, int64.
 
-        found: float32 [2, any], in its first columns each sequence's best logit and its token, valid until the next
-        replay. newest: the tokens of the step launched before, where this one follows it; they take PLACEHOLDER ids' places.
+        Both are valid until the next replay. newest: the tokens of the step launched before, where this one follows it; they
+        take PLACEHOLDER ids' places.
         """
         captured = self._replay(batch, newest, launch.source)
         count = len(batch.spans)
-        tokens, table = captured.greedy[1, :count].long(), launch.table()
-        if table is None:
-            return captured.greedy, tokens
-        tokens = sample_by_table(captured.logits[:count], table, tokens)
-        return torch.stack((captured.greedy[0, :count], tokens.float())), tokens
+        best, tokens, table = captured.best[:count], captured.tokens[:count], launch.table()
+        return best, tokens if table is None else sample_by_table(captured.logits[:count], table, tokens)
 
     def launch_next(
         self, newest: torch.Tensor, table: npt.NDArray[np.float64] | torch.Tensor | None
@@ -156,7 +151,7 @@ class DecodeGraphs:
             return None
         self.pool.replay(last.step)
         count = len(newest)
-        tokens = last.greedy[1, :count].long()
+        tokens = last.tokens[:count].clone()
         return tokens if table is None else sample_by_table(last.logits[:count], table, tokens)
 
     def launch_shifted(
@@ -171,26 +166,24 @@ class DecodeGraphs:
         if not self._backend.advance_decode_graph(captured.inputs, newest, shifts):
             return None
         self.pool.replay(captured.step)
-        return captured.logits[:count], captured.greedy[1, :count].long()
+        return captured.logits[:count], captured.tokens[:count].clone()
 
     def _replay(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> _Graph:
-        """Replay the graph that fits batch; newest and source: as of put_newest(), where there are such tokens."""
-        captured = self._filled(batch)
-        if newest is not None:
-            put_newest(captured.inputs[0, : len(batch.spans)], newest, source)
+        """Replay the graph that fits batch; newest and source: see GraphPool.fill()."""
+        captured = self._filled(batch, newest, source)
         self.pool.replay(captured.step)
         return captured
 
-    def _filled(self, batch: Batch) -> _Graph:
-        """The graph that fits batch, which is laid out for it."""
+    def _filled(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> _Graph:
+        """The graph that fits batch, which is laid out for it; newest and source: see GraphPool.fill()."""
         count = len(batch.spans)
         size = min(s for s in self._graphs if s >= count)
         captured = self._last = (self._adapted if batch.spans.adapted else self._graphs)[size]
         if captured.others is not None:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True
-        plan = partial(self._backend.plan_decode_graph, batch.spans, size)
-        self.pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots))
+        plan = partial(self._backend.host_layout, batch.spans, size)
+        self.pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots), newest, source)
         return captured
 
     def run_with_options(
@@ -202,9 +195,8 @@ class DecodeGraphs:
         else:
             captured = self._replay(batch, previous.tokens, rows_before(step, previous.step))
         count = len(batch.spans)
-        best, tokens = captured.greedy[:, :count]
-        output = ModelOutput(captured.logits[:count], (best, tokens.long()), captured.inputs[0, :count])
-        return OptionsStep(step, output, sampler, self._clock)
+        found = captured.best[:count], captured.tokens[:count]
+        return OptionsStep(step, ModelOutput(captured.logits[:count], found, captured.inputs[0, :count]), sampler)
 
     def applies_rotary(self, size: int) -> bool:
         """Whether the attention computes rotary embeddings in the graph of size sequences."""
@@ -215,29 +207,32 @@ class DecodeGraphs:
         # The capture before has waited for the device, and so for the copies of the plan before.
         self._backend.plan_decode_graph(Spans.of([]), size)
 
-        def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        def forward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             self._backend.begin_decode_graph(inputs[2], self.shared)
             with attending(self._backend), adding_masked(others):
                 logits: torch.Tensor = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False
                 ).logits[0]
-            if self._clock is not None:
-                self._clock.collect()
-            return logits, largest_of_rows(logits)
+            with self._collecting():
+                return logits, *largest_of_rows(logits)
 
         cut = self.pool.cut if self._waited_for else None
         with compiled_layers(self._model, size, self.applies_rotary(size), self.shared, cut, self._kept):
-            captured, (logits, greedy) = self.pool.capture(forward, WARM_UPS)
+            captured, found = self.pool.capture(forward, WARM_UPS)
             if count:
                 self.fused = count_fused(forward)
-        return _Graph(captured, inputs, unowned(logits), unowned(greedy), others)
+        logits, best, tokens = map(unowned, found)
+        return _Graph(captured, inputs, logits, best, tokens, others)
 
-
-def put_newest(ids: torch.Tensor, newest: torch.Tensor, source: list[int] | None) -> None:
-    """Put newest, the tokens of the step launched before, in the places of PLACEHOLDER in a step's ids.
-
-    source: which of newest is for each of ids; None: those in the same places.
-    """
-    if source is not None:
-        newest = newest[to_device(np.array(source, np.int64), ids.device)]
-    torch.where(ids == PLACEHOLDER, newest, ids, out=ids)
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Have the clock collect its times beside what is launched while entered."""
+        if self._clock is None:
+            yield
+            return
+        stream = torch.cuda.current_stream()
+        self._beside.wait_stream(stream)
+        with torch.cuda.stream(self._beside):
+            self._clock.collect()
+        yield
+        stream.wait_stream(self._beside)

@@ -7,7 +7,6 @@ running request waits meanwhile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +83,10 @@ class MixedGraphs:
         assert size is not None
         captured, wanted = self._graphs[size], batch.sampled_rows.shape[0]
         captured.wanted[:wanted].copy_(to_device(batch.sampled_rows.numpy(), captured.wanted.device))
-        plan = partial(self._backend.plan_mixed_graph, batch.spans, size, self._sequences(size))
+
+        def plan() -> None:
+            self._backend.plan_mixed_graph(batch.spans, size, self._sequences(size))
+
         self._pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots))
         self._pool.replay(captured.step)
         return captured.logits[:wanted]

@@ -6,7 +6,6 @@ import logging
 
 import torch
 
-from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, LaunchedSample, ModelOutput
 from server.engine.runtime.sampling.sampler import Sampled
@@ -18,16 +17,12 @@ logger = logging.getLogger(__name__)
 class OptionsStep:
     """A decode step on the device whose tokens a DeviceSampler samples, with any options; otherwise it is like AsyncStep."""
 
-    def __init__(self, step: Step, output: ModelOutput, sampler: DeviceSampler, clock: DeviceClock | None) -> None:
-        """The step's forward pass has been launched. clock: the device's, where it times the kernels."""
+    def __init__(self, step: Step, output: ModelOutput, sampler: DeviceSampler) -> None:
+        """The step's forward pass has been launched."""
         self.step = step
         self._output = output
         self._sampler = sampler
         self._launched: LaunchedSample | None = None
-        self._times: tuple[DeviceClock, torch.Tensor] | None = None
-        if clock is not None:
-            self._times = clock, torch.empty_like(clock.totals, device="cpu", pin_memory=clock.totals.is_cuda)
-            self._times[1].copy_(clock.totals, non_blocking=True)
         # A grammar's mask follows from the last step's token, which the host has to know.
         if not step.is_constrained:
             self._launched = sampler.launch(output, step.sampled_sequences)
@@ -56,11 +51,7 @@ class OptionsStep:
     def read(self) -> list[Sampled]:
         """Wait for the tokens; one result for each of step.sampled."""
         assert self._launched is not None
-        results = self._launched.read()
-        if self._times is not None:
-            clock, totals = self._times
-            clock.note(totals)
-        return results
+        return self._launched.read()
 
 
 LaunchedStep = AsyncStep | OptionsStep

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.attention.base import PLANS_AHEAD
+from server.engine.runtime.attention.base import PLANS_AHEAD, HostLayout
 from server.engine.runtime.exchange import is_alone
+from server.engine.scheduling.sequence import PLACEHOLDER
 
 _Results = TypeVar("_Results")
 
@@ -62,32 +63,50 @@ class GraphPool:
         inputs = torch.zeros(3, size, dtype=torch.int64, device=self._device)
         inputs[2] = self._scratch_slot
         if size not in self._pinned:
-            tensors = [torch.empty(3, size, dtype=torch.int64, pin_memory=True) for _ in self._planned]
+            tensors = [torch.empty(4, size, dtype=torch.int64, pin_memory=True) for _ in self._planned]
             self._pinned[size] = [(tensor, tensor.numpy()) for tensor in tensors]
         return inputs
 
     def fill(
         self,
         inputs: torch.Tensor,
-        plan: Callable[[], object],
+        plan: Callable[[], HostLayout | None],
         values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        newest: torch.Tensor | None = None,
+        source: list[int] | None = None,
     ) -> None:
         """Fill a graph's inputs with values: the ids, positions and slots of a step's tokens; plan() lays out its attention.
 
-        values are in host memory.
+        values are in host memory. newest: int64 on the device, the tokens of the step launched before, which take the places
+        of PLACEHOLDER in the ids; source: which of newest is for each of the ids; None: those in the same places.
         """
         # The plan's host memory and ours may be written again only when their copies to the device are over.
         turn = self._turn = (self._turn + 1) % len(self._planned)
         self._planned[turn].synchronize()
-        plan()
         count = len(values[0])
         pinned, numbers = self._pinned[inputs.shape[1]][turn]
-        for row, own in zip(numbers, values, strict=True):
+        for row, own in zip(numbers[:3], values, strict=True):
             row[:count] = own.numpy()
         # What is left of another step may be no token of this model.
-        numbers[:, count:] = self._padding
-        inputs.copy_(pinned, non_blocking=True)
+        numbers[:3, count:] = self._padding
+        if newest is not None:
+            numbers[3, :count] = np.arange(count) if source is None else source
+        # Last, because what is new in block tables counts as copied then.
+        self._write(inputs, pinned, newest, plan())
         self._planned[turn].record(self._replaying)
+
+    def _write(
+        self, inputs: torch.Tensor, pinned: torch.Tensor, newest: torch.Tensor | None, layout: HostLayout | None
+    ) -> None:
+        if inputs.is_cuda:
+            # Triton is not installed without CUDA.
+            from server.engine.runtime.transfers.step_kernels import lay_out
+
+            lay_out(inputs, pinned, newest, PLACEHOLDER, layout)
+            return
+        inputs.copy_(pinned[:3])
+        if newest is not None:
+            torch.where(inputs[0] == PLACEHOLDER, newest[pinned[3].clamp(0, len(newest) - 1)], inputs[0], out=inputs[0])
 
     def replay(self, captured: CapturedStep) -> None:
         """Replay a step whose inputs and layout are on the device."""

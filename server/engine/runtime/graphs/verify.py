@@ -48,11 +48,11 @@ class VerifyGraphs(DecodeGraphs):
     def run_greedy(self, batch: Batch, newest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of batch.sampled_rows and the best token of each, int64. A graph is large enough for batch.
 
-        newest: as of put_newest(), for the same places; None where all ids are known.
+        newest: see GraphPool.fill(), for the same places; None where all ids are known.
         """
         captured = self._replay(self._singles(batch), newest)
         rows = to_device(batch.sampled_rows.numpy(), captured.logits.device)
-        return captured.logits[rows], captured.greedy[1, rows].long()
+        return captured.logits[rows], captured.tokens[rows]
 
     def _singles(self, batch: Batch) -> Batch:
         _, singles = next(in_groups(batch, self._block_size, self._largest))

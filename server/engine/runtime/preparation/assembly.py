@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -39,7 +40,7 @@ from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.sampling.option_trials import use_device_options
-from server.engine.runtime.trials import summary
+from server.engine.runtime.trials import side_by_side, summary
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def build_runner(
     if device.type == "cpu":
         use_cpu_kernels(model)
     else:
-        use_device_sampling(device, model.dtype, model.config.get_text_config().vocab_size)
+        _load_kernels(device, model.dtype, model.config.get_text_config().vocab_size)
     adapters = install_adapters(model, config, sharded.parts if sharded else None)
     if sharded:
         exchange_outputs(model, sharded.parts, sharded.shard, sharded.norms)
@@ -130,4 +131,13 @@ def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | N
     if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) == "0":
         return None
     use_device_options(paged.device, paged.dtype, limits.vocab_size)
-    return DeviceSampler(limits.vocab_size, paged.device)
+    return DeviceSampler(limits.vocab_size, paged.device, paged.clock)
+
+
+def _load_kernels(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
+    """Compile the kernels that samples' tokens and steps' inputs go through, side by side."""
+    # Triton is not installed without CUDA.
+    from server.engine.runtime.transfers.step_kernels import compile_kernels
+
+    sampling = partial(use_device_sampling, device, dtype, vocabulary)
+    side_by_side([sampling, partial(compile_kernels, device)], device)

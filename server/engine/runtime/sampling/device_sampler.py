@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nf4_kernels.device_clock import DeviceClock
 from server.engine.runtime.sampling.grammar_masks import MaskBuffer, mask, permitted_by_masks
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.sampling.step_plan import AdjustedRows, ScoredRows, StepPlan
+from server.engine.runtime.transfers.host_results import HostResults, Posted
 from server.engine.scheduling.sequence import Sequence
 from server.types import TokenLogprob
 
@@ -36,17 +38,21 @@ class ModelOutput:
 class LaunchedSample:
     """Tokens that are being sampled."""
 
-    def __init__(self, plan: StepPlan, tokens: torch.Tensor, best: torch.Tensor, errors: dict[int, str]) -> None:
-        """tokens: int64 [S], best: [S], the largest logits. errors: by row, why a sequence gets no token."""
-        self.tokens = tokens
-        """int64 [S] on the device."""
+    def __init__(self, plan: StepPlan, posted: Posted, errors: dict[int, str]) -> None:
+        """posted: the tokens and the largest logits. errors: by row, why a sequence gets no token."""
+        self._posted = posted
         self._count = len(plan.sequences)
         self._sequences = plan.sequences
         self._errors = errors
-        self._columns = [best.float(), tokens.float()]  # exact: vocabularies are below 2**24
+        self._columns: list[torch.Tensor] = []
         self._scored: list[ScoredRows] = []
         self._copied: torch.Tensor | None = None
         self._done: torch.cuda.Event | None = None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [S] on the device."""
+        return self._posted.tokens
 
     def add_logprobs(self, scored: ScoredRows, logits: torch.Tensor) -> None:
         """Have log-probabilities read, too: those of logits [rows, vocabulary]."""
@@ -57,7 +63,9 @@ class LaunchedSample:
         self._columns.append(torch.cat((chosen, top.values, top.indices.float()), dim=1).view(-1))
 
     def copy(self) -> None:
-        """Begin to copy everything to the host."""
+        """Begin to copy log-probabilities to the host."""
+        if not self._columns:
+            return
         packed = torch.cat(self._columns)
         self._columns.clear()
         if not packed.is_cuda:
@@ -70,12 +78,13 @@ class LaunchedSample:
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens: one result for each sequence."""
-        if self._done is not None:
-            self._done.synchronize()
-        assert self._copied is not None
-        numbers, count = self._copied.numpy(), self._count
-        tokens = numbers[count : 2 * count].astype(np.int64).tolist()
-        logprobs = self._logprobs(tokens, numbers[2 * count :]) if self._scored else {}
+        numbers, count = self._posted.wait().numpy(), self._count
+        tokens = numbers[count:].astype(np.int64).tolist()
+        logprobs: dict[int, TokenLogprob] = {}
+        if self._copied is not None:
+            if self._done is not None:
+                self._done.synchronize()
+            logprobs = self._logprobs(tokens, self._copied.numpy())
         errors = self._errors
         finite = np.isfinite(numbers[:count])
         if not finite.all():
@@ -107,9 +116,11 @@ class LaunchedSample:
 class DeviceSampler:
     """Samples on one device for a model of one vocabulary. Not thread-safe."""
 
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, vocabulary: int, device: torch.device, clock: DeviceClock | None = None) -> None:
+        """clock: the device's, where it times the kernels; it notes its totals with each step's tokens."""
         self._vocabulary = vocabulary
         self._device = device
+        self._results = HostResults(clock)
         self._masks = MaskBuffer(vocabulary, device)
         self._table: PenaltyTable | None = None
         self._plan: StepPlan | None = None
@@ -134,7 +145,7 @@ class DeviceSampler:
             else:
                 best = best.index_copy(0, adjusted.rows_on_device, own_best)
                 tokens = tokens.index_copy(0, adjusted.rows_on_device, own_tokens)
-        launched = LaunchedSample(plan, tokens, best, errors)
+        launched = LaunchedSample(plan, self._results.post(best, tokens), errors)
         if plan.scored_raw is not None:
             launched.add_logprobs(plan.scored_raw, output.logits)
         if plan.scored_adjusted is not None:

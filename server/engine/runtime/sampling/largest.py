@@ -17,18 +17,18 @@ _TRIAL_ROWS = 4
 class _Kernel:
     """The kernel, once use_kernel() has tried it."""
 
-    largest_of_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    largest_of_rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
-def largest_of_rows(logits: torch.Tensor) -> torch.Tensor:
-    """float32 [2, rows]: the largest logit of each row, NaN where the row has one, and the first token that has it.
+def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [rows], the largest logit of each row, NaN where the row has one; int64 [rows], the first token that has it.
 
     logits [rows, vocabulary]. Vocabularies are below 2**24, up to which float32 has all whole numbers.
     """
     if logits.is_cuda and _Kernel.largest_of_rows is not None and logits.stride(1) == 1:
         return _Kernel.largest_of_rows(logits)
-    largest, tokens = logits.float().max(dim=-1)
-    return torch.stack((largest, tokens.float()))
+    best, tokens = logits.float().max(dim=-1)
+    return best, tokens
 
 
 def use_kernel(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
@@ -51,16 +51,19 @@ def _load(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
 
 
 def _try(
-    by_kernel: Callable[[torch.Tensor], torch.Tensor], device: torch.device, dtype: torch.dtype, vocabulary: int
+    by_kernel: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    vocabulary: int,
 ) -> None:
     """Compare what the kernel finds in some rows with torch's maximum. Raises ValueError."""
     logits = torch.randn(_TRIAL_ROWS, vocabulary, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     logits[1, [vocabulary // 2, vocabulary - 1]] = 100.0
     logits[2, vocabulary - 1] = torch.nan
     largest, tokens = logits.float().max(dim=-1)
-    found = by_kernel(logits)
+    best, found = by_kernel(logits)
     is_number = [0, 1, 3]
-    if not torch.equal(found[0, is_number], largest[is_number]) or not found[0, 2].isnan():
-        raise ValueError(f"it gives logits {found[0].tolist()} instead of {largest.tolist()}")
-    if not torch.equal(found[1, is_number], tokens[is_number].float()):
-        raise ValueError(f"it gives tokens {found[1].tolist()} instead of {tokens.tolist()}")
+    if not torch.equal(best[is_number], largest[is_number]) or not best[2].isnan():
+        raise ValueError(f"it gives logits {best.tolist()} instead of {largest.tolist()}")
+    if not torch.equal(found[is_number], tokens[is_number]):
+        raise ValueError(f"it gives tokens {found.tolist()} instead of {tokens.tolist()}")

@@ -2,37 +2,93 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 _WIDTH = 8192
+# A row is divided among thread blocks as long as there are no more of them: one alone takes 9 us for 128256 logits.
+_BLOCKS, _MOST_PARTS = 256, 16
 
 
-def largest_of_rows(logits: torch.Tensor) -> torch.Tensor:
-    """float32 [2, rows]: the largest logit of each row, NaN where the row has one, and the first token that has it.
+def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [rows], the largest logit of each row, NaN where the row has one; int64 [rows], the first token that has it.
 
     logits [rows, vocabulary], bfloat16, float16 or float32, contiguous in its last dimension. A token is exact up to 2**24.
+    Launches of one stream at a time.
     """
     rows, vocabulary = logits.shape
-    out = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
-    _largest[(rows,)](logits, logits.stride(0), vocabulary, out, rows, _WIDTH, num_warps=16)
-    return out
+    best = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    tiles = triton.cdiv(vocabulary, _WIDTH)
+    parts = max(1, min(_BLOCKS // rows, _MOST_PARTS, tiles))
+    length = triton.cdiv(tiles, parts) * _WIDTH
+    parts = triton.cdiv(vocabulary, length)
+    partials = torch.empty(rows, parts, 2, dtype=torch.float32, device=logits.device)
+    arrived = _arrivals(logits.device)
+    _largest[(rows, parts)](
+        logits, logits.stride(0), vocabulary, best, tokens, partials, arrived, parts, length, _WIDTH, _MOST_PARTS,
+        num_warps=16,
+    )  # fmt: skip
+    return best, tokens
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _largest(logits, stride, vocabulary, out, rows, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
+@functools.cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """How many parts of each row have ended: zeros before and after a launch. At most half of _BLOCKS rows have parts."""
+    with torch.inference_mode(False):
+        return torch.zeros(_BLOCKS, dtype=torch.int32, device=device)
+
+
+# Compiled once, not anew for numbers of parts of 1 or multiples of 16.
+@triton.jit(do_not_specialize=["parts", "length"])  # type: ignore[untyped-decorator]
+def _largest(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    vocabulary,
+    best,
+    tokens,
+    partials,
+    arrived,
+    parts,
+    length,
+    width: tl.constexpr,
+    most_parts: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = part * length
+    end = tl.minimum(begin + length, vocabulary)
     largest = tl.full([width], -float("inf"), tl.float32)
-    token = tl.zeros([width], tl.int32)
+    token = tl.zeros([width], tl.int32) + begin
     is_number = tl.full([width], 1, tl.int32)
-    for start in tl.range(0, vocabulary, width, loop_unroll_factor=4):
-        at = start + tl.arange(0, width)
-        value = tl.load(logits + row * stride + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    for start in tl.range(0, length, width, loop_unroll_factor=4):
+        at = begin + start + tl.arange(0, width)
+        value = tl.load(logits + row * stride + at, mask=at < end, other=-float("inf")).to(tl.float32)
         token = tl.where(value > largest, at, token)
         largest = tl.maximum(largest, value)
         is_number &= (value == value).to(tl.int32)  # noqa: PLR0124 - NaN is unequal to itself
-    best = tl.max(largest)
-    first = tl.min(tl.where(largest == best, token, vocabulary))
-    tl.store(out + row, tl.where(tl.min(is_number) == 1, best, float("nan")))
-    tl.store(out + rows + row, first.to(tl.float32))
+    highest = tl.max(largest)
+    # Where all are NaN no token is found, and one of the vocabulary is named.
+    first = tl.minimum(tl.min(tl.where(largest == highest, token, vocabulary)), vocabulary - 1)
+    highest = tl.where(tl.min(is_number) == 1, highest, float("nan"))
+    if parts == 1:
+        tl.store(best + row, highest)
+        tl.store(tokens + row, first.to(tl.int64))
+    else:
+        own = partials + row * parts * 2
+        tl.store(own + part * 2, highest)
+        tl.store(own + part * 2 + 1, first.to(tl.float32))
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived + row, 0)
+            each = tl.arange(0, most_parts)
+            there = each < parts
+            values = tl.load(own + each * 2, mask=there, other=-float("inf"))
+            firsts = tl.load(own + each * 2 + 1, mask=there, other=float("inf"))
+            is_nan = tl.max((values != values).to(tl.int32))  # noqa: PLR0124
+            of_row = tl.max(tl.where(values == values, values, -float("inf")))  # noqa: PLR0124
+            tl.store(best + row, tl.where(is_nan == 1, float("nan"), of_row))
+            token_of_row = tl.minimum(tl.min(tl.where(values == of_row, firsts, float("inf"))), vocabulary - 1.0)
+            tl.store(tokens + row, token_of_row.to(tl.int64))

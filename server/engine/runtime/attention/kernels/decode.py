@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions
+from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions, HostLayout
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART, Numbers, Room, split_keys
@@ -186,6 +186,10 @@ class DecodeAttention:
 
         The copies of the plan that is PLANS_AHEAD plans old must be over.
         """
+        self.host_layout(spans, size).write()
+
+    def host_layout(self, spans: Spans, size: int) -> HostLayout:
+        """Do as plan() does, but leave it to the caller to write the layout to the device, at once."""
         lengths, rows = np.ones(size, np.int64), np.full(size, self.tables.padding_row)
         lengths[: len(spans)], rows[: len(spans)] = spans.ends, spans.rows
         numbers = self._layouts.of(lengths, rows)
@@ -193,8 +197,7 @@ class DecodeAttention:
         pinned = self._pinned.pop(0)
         self._pinned.append(pinned)
         pinned.numpy()[:count] = numbers
-        self._numbers[:count].copy_(pinned[:count], non_blocking=True)
-        self.tables.update(spans)
+        return HostLayout(self._numbers, pinned, count, self.tables.blocks, *self.tables.pinned_new(spans))
 
     def advance(
         self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int, shifts: torch.Tensor | None = None

@@ -1,0 +1,1 @@
+"""What goes from the host to the device and back between two steps."""

@@ -1,0 +1,87 @@
+"""What steps' sequences come to, on its way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nf4_kernels.device_clock import DeviceClock
+
+# Results that may be on their way or unread at a time. At most two steps are launched ahead.
+_TURNS = 8
+
+
+@dataclass
+class _Turn:
+    """Pinned memory of one step's results."""
+
+    numbers: torch.Tensor
+    times: torch.Tensor | None
+    done: torch.cuda.Event
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A step's best logits and tokens, to be read once; its memory is another step's, some steps later."""
+
+    tokens: torch.Tensor
+    """int64 [S], on the device: a copy."""
+    numbers: torch.Tensor
+    """float32 [2 * S] in host memory, valid once done has happened: best logits, and tokens, which are exact."""
+    done: torch.cuda.Event | None
+    clock: DeviceClock | None
+    times: torch.Tensor | None
+    """The clock's totals, as numbers."""
+
+    def wait(self) -> torch.Tensor:
+        """The numbers, once they are there; the clock has noted its totals then."""
+        if self.done is not None:
+            self.done.synchronize()
+        if self.clock is not None and self.times is not None:
+            self.clock.note(self.times.clone())
+        return self.numbers
+
+
+class HostResults:
+    """Brings steps' results to the host. Not thread-safe."""
+
+    def __init__(self, clock: DeviceClock | None = None) -> None:
+        """clock: the device's, whose totals come with each result; None: none do."""
+        self._clock = clock
+        self._turns: list[_Turn] = []
+        self._next = 0
+
+    def post(self, best: torch.Tensor, tokens: torch.Tensor) -> Posted:
+        """Send best, float32 [S], and tokens, int64 [S], which may be overwritten by what is launched behind this."""
+        if not tokens.is_cuda:
+            return Posted(tokens, torch.cat((best.float(), tokens.float())), None, None, None)
+        # Triton is not installed without CUDA.
+        from server.engine.runtime.transfers.step_kernels import post
+
+        turn, clock = self._turn(2 * len(tokens)), self._clock
+        totals = None if clock is None else clock.totals
+        own = post(best, tokens, turn.numbers, totals, turn.times)
+        turn.done.record()
+        return Posted(own, turn.numbers[: 2 * len(tokens)], turn.done, clock, turn.times)
+
+    def _turn(self, count: int) -> _Turn:
+        """Memory for `count` numbers that no launch writes any more."""
+        index = self._next = (self._next + 1) % _TURNS
+        if len(self._turns) < _TURNS:
+            words = None if self._clock is None else torch.empty_like(self._clock.totals, device="cpu", pin_memory=True)
+            turns = [_Turn(_pinned(count), _again(words), torch.cuda.Event()) for _ in range(_TURNS)]
+            self._turns = turns
+        turn = self._turns[index]
+        turn.done.synchronize()
+        if len(turn.numbers) < count:
+            turn.numbers = _pinned(count)
+        return turn
+
+
+def _pinned(count: int) -> torch.Tensor:
+    return torch.empty(1 << (count - 1).bit_length(), dtype=torch.float32, pin_memory=True)
+
+
+def _again(like: torch.Tensor | None) -> torch.Tensor | None:
+    return None if like is None else torch.empty_like(like, pin_memory=True)
