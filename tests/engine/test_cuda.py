@@ -43,14 +43,17 @@ NEAR_TIE = 0.02
 def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
     name: str, blocks: int | None, tmp_path: Path
 ) -> None:
+    """Rounding decides near ties: one of 72 prompts may have another token at 7 of 60 places, and all of them at 2 %."""
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230)]
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230) * 12]
     bytes_per_block = 16 * 7 * 2 * 2 * 128 * 2
     preempted = check_answers(
         name,
         tmp_path,
         prompts,
         NEAR_TIE,
+        0.8,
+        0.975,
         max_num_seqs=8,
         max_num_batched_tokens=100,
         kv_cache_bytes=(blocks or 2000) * bytes_per_block,
@@ -138,11 +141,18 @@ def small(name: str, folder: Path) -> Any:
 
 
 def check_answers(
-    name: str, tmp_path: Path, prompts: list[list[int]], near_tie: float, least_best: float = 0.9, **limits: int
+    name: str,
+    tmp_path: Path,
+    prompts: list[list[int]],
+    near_tie: float,
+    least_best: float = 0.9,
+    least_of_all: float = 0.0,
+    **limits: int,
 ) -> int:
     """Each prompt's greedy answer beside transformers; returns how many requests were preempted.
 
-    Each token's logit is at most near_tie behind the best one, and it is the best one in more than least_best of all places.
+    Each token's logit is at most near_tie behind the best one, and it is the best one in more than least_best of a prompt's
+    places and more than least_of_all of all prompts'.
     """
     device = torch.device("cuda", 0)
     reference, model = small(name, tmp_path), small(name, tmp_path)
@@ -158,6 +168,7 @@ def check_answers(
         for output in engine.step().outputs:
             assert output.error is None
             answers[output.request_id] += output.new_token_ids
+    best = 0.0
     for index, prompt in enumerate(prompts):
         answer = torch.tensor(answers[str(index)], device=device)
         assert len(answer) == 60
@@ -166,5 +177,9 @@ def check_answers(
         expected = logits[len(prompt) - 1 : -1].float()
         behind = expected.amax(-1) - expected.gather(1, answer.unsqueeze(1)).squeeze(1)
         assert behind.max() <= near_tie
-        assert (behind == 0).float().mean() > least_best
+        share = float((behind == 0).float().mean())
+        assert share > least_best
+        best += share / len(prompts)
+    print(f"{name}: {best:.4f} of all tokens are the best ones of transformers")
+    assert best > least_of_all
     return engine.stats().preemptions
