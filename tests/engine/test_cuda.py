@@ -43,17 +43,19 @@ NEAR_TIE = 0.02
 def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
     name: str, blocks: int | None, tmp_path: Path
 ) -> None:
-    """Rounding decides near ties: one of 72 prompts may have another token at 7 of 60 places, and all of them at 2 %."""
+    """Llama's shape is asked for more answers together: near ties are closer there, and two of 72 have 53 and 54 of 60."""
+    many = name == "llama-3.3-70b"
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230) * 12]
+    lengths = (5, 90, 150, 33, 1, 230) * (12 if many else 1)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
     bytes_per_block = 16 * 7 * 2 * 2 * 128 * 2
     preempted = check_answers(
         name,
         tmp_path,
         prompts,
         NEAR_TIE,
-        0.8,
-        0.975,
+        0.8 if many else 0.9,
+        0.975 if many else 0.9,
         max_num_seqs=8,
         max_num_batched_tokens=100,
         kv_cache_bytes=(blocks or 2000) * bytes_per_block,
@@ -180,6 +182,5 @@ def check_answers(
         share = float((behind == 0).float().mean())
         assert share > least_best
         best += share / len(prompts)
-    print(f"{name}: {best:.4f} of all tokens are the best ones of transformers")
     assert best > least_of_all
     return engine.stats().preemptions
