@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from server.engine.runtime.attention.base import HostLayout
+from server.engine.runtime.transfers import kernels_in_use
+from server.engine.runtime.transfers.host_results import HostResults
+from server.engine.runtime.transfers.kernels_in_use import has_step_kernels, use_step_kernels
 from server.engine.scheduling.sequence import PLACEHOLDER
 from tests.engine.interpreted import run_interpreted
 
@@ -94,17 +97,38 @@ def test_in_the_interpreter() -> None:
     run_interpreted("from tests.engine.test_step_kernels import check_all; check_all('cpu')")
 
 
+TRIAL = """
+import torch
+from server.engine.runtime.transfers import kernels_in_use, step_kernels
+# There is no pinned memory without a GPU.
+torch.Tensor.pin_memory = lambda tensor: tensor
+kernels_in_use.use_step_kernels(torch.device("cpu"))
+assert kernels_in_use._Tried.usable
+post = step_kernels.post
+step_kernels.post = lambda best, *others: post(best + 1, *others)
+kernels_in_use.use_step_kernels(torch.device("cpu"))
+assert not kernels_in_use._Tried.usable
+"""
+
+
+def test_kernels_that_write_something_else_are_not_used() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(TRIAL)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu() -> None:
     check_all("cuda")
+    use_step_kernels(torch.device("cuda", 0))
+    assert has_step_kernels(torch.empty(0, device="cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_results_of_many_steps_reach_the_host_in_order() -> None:
-    from server.engine.runtime.transfers.host_results import HostResults
-
+@pytest.mark.parametrize("usable", [True, False])
+def test_results_of_many_steps_reach_the_host_in_order(usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_in_use._Tried, "usable", usable)
     results, expected, posted = HostResults(), [], []
     best, tokens = torch.zeros(600, device="cuda"), torch.zeros(600, dtype=torch.int64, device="cuda")
     for step in range(40):

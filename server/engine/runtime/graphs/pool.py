@@ -12,6 +12,7 @@ import torch
 
 from server.engine.runtime.attention.base import PLANS_AHEAD, HostLayout
 from server.engine.runtime.exchange import is_alone
+from server.engine.runtime.transfers.kernels_in_use import has_step_kernels
 from server.engine.scheduling.sequence import PLACEHOLDER
 
 _Results = TypeVar("_Results")
@@ -98,15 +99,19 @@ class GraphPool:
     def _write(
         self, inputs: torch.Tensor, pinned: torch.Tensor, newest: torch.Tensor | None, layout: HostLayout | None
     ) -> None:
-        if inputs.is_cuda:
+        if has_step_kernels(inputs):
             # Triton is not installed without CUDA.
             from server.engine.runtime.transfers.step_kernels import lay_out
 
             lay_out(inputs, pinned, newest, PLACEHOLDER, layout)
             return
-        inputs.copy_(pinned[:3])
+        if layout is not None:
+            layout.write()
+        given = pinned.to(inputs.device, non_blocking=True)
+        inputs.copy_(given[:3])
         if newest is not None:
-            torch.where(inputs[0] == PLACEHOLDER, newest[pinned[3].clamp(0, len(newest) - 1)], inputs[0], out=inputs[0])
+            unknown = inputs[0] == PLACEHOLDER
+            torch.where(unknown, newest[given[3].clamp(0, len(newest) - 1)], inputs[0], out=inputs[0])
 
     def replay(self, captured: CapturedStep) -> None:
         """Replay a step whose inputs and layout are on the device."""

@@ -40,6 +40,7 @@ from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.sampling.option_trials import use_device_options
+from server.engine.runtime.transfers.kernels_in_use import use_step_kernels
 from server.engine.runtime.trials import side_by_side, summary
 
 logger = logging.getLogger(__name__)
@@ -135,9 +136,6 @@ def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | N
 
 
 def _load_kernels(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
-    """Compile the kernels that samples' tokens and steps' inputs go through, side by side."""
-    # Triton is not installed without CUDA.
-    from server.engine.runtime.transfers.step_kernels import compile_kernels
-
+    """Try the kernels that sample tokens, and those that move results and inputs, side by side."""
     sampling = partial(use_device_sampling, device, dtype, vocabulary)
-    side_by_side([sampling, partial(compile_kernels, device)], device)
+    side_by_side([sampling, partial(use_step_kernels, device)], device)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nf4_kernels.device_clock import DeviceClock
+from server.engine.runtime.transfers.kernels_in_use import has_step_kernels
 
 # Results that may be on their way or unread at a time. At most two steps are launched ahead.
 _TURNS = 8
@@ -56,14 +57,22 @@ class HostResults:
         """Send best, float32 [S], and tokens, int64 [S], which may be overwritten by what is launched behind this."""
         if not tokens.is_cuda:
             return Posted(tokens, torch.cat((best.float(), tokens.float())), None, None, None)
-        # Triton is not installed without CUDA.
-        from server.engine.runtime.transfers.step_kernels import post
+        best, tokens = best.contiguous(), tokens.contiguous()
+        count, clock = len(tokens), self._clock
+        turn = self._turn(2 * count)
+        if has_step_kernels(tokens):
+            # Triton is not installed without CUDA.
+            from server.engine.runtime.transfers.step_kernels import post
 
-        turn, clock = self._turn(2 * len(tokens)), self._clock
-        totals = None if clock is None else clock.totals
-        own = post(best, tokens, turn.numbers, totals, turn.times)
+            own = post(best, tokens, turn.numbers, None if clock is None else clock.totals, turn.times)
+        else:
+            own = tokens.clone()
+            turn.numbers[:count].copy_(best, non_blocking=True)
+            turn.numbers[count : 2 * count].copy_(tokens.float(), non_blocking=True)
+            if clock is not None and turn.times is not None:
+                turn.times.copy_(clock.totals, non_blocking=True)
         turn.done.record()
-        return Posted(own, turn.numbers[: 2 * len(tokens)], turn.done, clock, turn.times)
+        return Posted(own, turn.numbers[: 2 * count], turn.done, clock, turn.times)
 
     def _turn(self, count: int) -> _Turn:
         """Memory for `count` numbers that no launch writes any more."""

@@ -15,16 +15,6 @@ from server.engine.runtime.attention.base import HostLayout
 _NUMBERS = 1024
 
 
-def compile_kernels(device: torch.device) -> None:
-    """Compile the launches for a device, before a step waits for it."""
-    ids = torch.zeros(4, 1, dtype=torch.int64, device=device)
-    given, numbers = torch.zeros(4, 1, dtype=torch.int64, pin_memory=True), torch.empty(2, pin_memory=True)
-    for newest in (None, ids[0]):
-        lay_out(ids[:3], given, newest, -1, None)
-    post(numbers.to(device), ids[0], numbers, None, None)
-    torch.cuda.synchronize(device)  # the kernels write to numbers
-
-
 def lay_out(
     inputs: torch.Tensor,
     given: torch.Tensor,
