@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.base import PLANS_AHEAD, GraphBackend
+from server.engine.runtime.attention.base import PLANS_AHEAD, GraphBackend, HostLayout
 from server.engine.runtime.batch import Batch, Span, Spans
+from server.engine.runtime.drafting import DraftGraphs, DraftModel
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs, _Graph
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.transfers.host_results import Posted, _Turn
+from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.sequence import PLACEHOLDER
+from tests.engine.factories import make_sequence
 
 VOCABULARY, SCRATCH = 50, 999
 
@@ -178,3 +183,63 @@ def test_a_step_that_is_moved_on_computes_later_tokens() -> None:
     replays = graphs.pool.replays
     assert graphs.launch_shifted(batch, newest, shifts) is None
     assert graphs.pool.replays == replays
+
+
+@pytest.mark.parametrize("advances", [True, False])
+def test_a_draft_models_guesses_outlive_the_replays_behind_them(advances: bool) -> None:
+    graphs, _, _ = make_graphs(2, 4)
+
+    def advance(inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None) -> bool:
+        count = len(tokens)
+        if advances:
+            inputs[0, :count] = tokens
+            inputs[1:, :count] += 1
+        return advances
+
+    graphs._backend = cast(GraphBackend, SimpleNamespace(host_layout=lambda *_: None, advance_decode_graph=advance))
+    paged = SimpleNamespace(block_size=64, vocab_size=VOCABULARY)
+    draft = DraftModel(cast(PagedModel, paged), VOCABULARY, 99, DraftGraphs(graphs, None, False))
+    tables, sequences = BlockTables(3, 4), []
+    for row in range(3):
+        sequence = make_sequence(5 + row)
+        sequence.tables, sequence.row = tables, tables.take([7 * row + 2])
+        sequence.num_drafted = len(sequence.tokens) - 1
+        sequences.append(sequence)
+    columns = draft._guesses(sequences, [4, 4, 2])
+    for index, sequence in enumerate(sequences):
+        token, found = torch.tensor(sequence.tokens[-1] % VOCABULARY), []
+        for place in range(2 if index == 2 else 4):
+            at = torch.tensor(len(sequence.tokens) - 1 + place)
+            token = expected(token, at, (7 * index + 2) * 64 + at)
+            found.append(int(token))
+        assert [int(column[index]) for column in columns[: len(found)]] == found
+
+
+def test_a_steps_layout_is_written_with_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, _, _ = make_graphs(2)
+    numbers, tables, forgotten = torch.zeros(6, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32), []
+    pinned, new = torch.arange(1, 9, dtype=torch.int32), torch.tensor([[4, 1, 0], [60, 61, 62]])
+    layout = HostLayout(numbers, pinned, 4, tables, new, 2, lambda: forgotten.append(True))
+    graphs._backend = cast(GraphBackend, SimpleNamespace(host_layout=lambda *_: layout))
+    batch = make_batch([3, 4])
+    assert torch.equal(graphs.run(batch).argmax(-1), expected(batch.ids, batch.positions, batch.slots))
+    assert numbers.tolist() == [1, 2, 3, 4, 0, 0]
+    assert tables.tolist() == [[0, 61, 0], [0, 60, 0]]
+    assert not forgotten
+
+    def fails(_: HostLayout) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(HostLayout, "write", fails)
+    with pytest.raises(MemoryError):
+        graphs.run(batch)
+    # What is new in the tables has not been written, and does not count as such.
+    assert forgotten
+
+
+def test_results_are_not_read_when_another_step_has_their_memory() -> None:
+    event = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
+    turn = _Turn(torch.tensor([1.0, 2.0]), None, event, 3)
+    assert Posted(torch.tensor([2]), turn.numbers, event, None, None, turn, 3).wait().tolist() == [1.0, 2.0]
+    with pytest.raises(RuntimeError, match="another step"):
+        Posted(torch.tensor([2]), turn.numbers, event, None, None, turn, 2).wait()

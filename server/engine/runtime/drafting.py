@@ -179,7 +179,8 @@ class DraftModel:
         if graphs is not None and self._is_laid_out:
             source = None if newest is None or len(newest) == count else list(range(count))
             launch = Launch(newest is not None, source, partial(self._table, sequences, place))
-            return graphs.decode.launch(batch, launch, newest)[1]
+            # The next guesses are replayed before these are read.
+            return graphs.decode.launch(batch, launch, newest)[1].clone()
         if graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
             logits, tokens = graphs.verify.run_greedy(batch, None if newest is None else newest[:count])
         else:

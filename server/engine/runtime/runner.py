@@ -178,8 +178,8 @@ class ModelRunner:
             logits = logits[: len(sequences)]
         choose = sample if self._sampler is None else self._sampler.sample
         results = choose(logits, sequences) if sequences else []
-        if self._paged.clock is not None:
-            self._paged.clock.note(self._paged.clock.totals)
+        if self._paged.clock is not None and (self._sampler is None or not sequences):
+            self._paged.clock.note(self._paged.clock.totals)  # a DeviceSampler has noted them
         return results
 
     def _check_guesses(self, step: Step) -> list[Sampled] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -130,12 +130,15 @@ class HostLayout:
     new: torch.Tensor
     """int64 [2, any], pinned: in its first `changed` columns places in the flat tables, and the blocks that go there."""
     changed: int
+    forget: Callable[[], None] = lambda: None
+    """To be called where it could not be written: what is new in the tables counts as written."""
 
     def write(self) -> None:
         """Copy it to the device."""
         self.numbers[: self.count].copy_(self.pinned[: self.count], non_blocking=True)
         if self.changed:
-            places, blocks = self.new[:, : self.changed].to(self.tables.device, non_blocking=True)
+            # A row at a time, since copies of what is not contiguous would wait for the device.
+            places, blocks = (row[: self.changed].to(self.tables.device, non_blocking=True) for row in self.new)
             self.tables.view(-1).index_copy_(0, places, blocks.int())
 
 

@@ -234,5 +234,7 @@ class DecodeGraphs:
         self._beside.wait_stream(stream)
         with torch.cuda.stream(self._beside):
             self._clock.collect()
-        yield
-        stream.wait_stream(self._beside)
+        try:
+            yield
+        finally:
+            stream.wait_stream(self._beside)

@@ -92,8 +92,14 @@ class GraphPool:
         numbers[:3, count:] = self._padding
         if newest is not None:
             numbers[3, :count] = np.arange(count) if source is None else source
-        # Last, because what is new in block tables counts as copied then.
-        self._write(inputs, pinned, newest, plan())
+        # Last, because what is new in block tables counts as written then.
+        layout = plan()
+        try:
+            self._write(inputs, pinned, newest, layout)
+        except Exception:
+            if layout is not None:
+                layout.forget()
+            raise
         self._planned[turn].record(self._replaying)
 
     def _write(

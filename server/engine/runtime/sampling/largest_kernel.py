@@ -23,13 +23,13 @@ def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best = torch.empty(rows, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     tiles = triton.cdiv(vocabulary, _WIDTH)
-    parts = max(1, min(_BLOCKS // rows, _MOST_PARTS, tiles))
-    length = triton.cdiv(tiles, parts) * _WIDTH
-    parts = triton.cdiv(vocabulary, length)
+    # Tiles of a part, and as many parts as that takes.
+    own_tiles = triton.cdiv(tiles, max(1, min(_BLOCKS // max(1, rows), _MOST_PARTS, tiles)))
+    parts = triton.cdiv(tiles, own_tiles)
     partials = torch.empty(rows, parts, 2, dtype=torch.float32, device=logits.device)
     arrived = _arrivals(logits.device)
     _largest[(rows, parts)](
-        logits, logits.stride(0), vocabulary, best, tokens, partials, arrived, parts, length, _WIDTH, _MOST_PARTS,
+        logits, logits.stride(0), vocabulary, best, tokens, partials, arrived, parts, own_tiles, _WIDTH, _MOST_PARTS,
         num_warps=16,
     )  # fmt: skip
     return best, tokens
@@ -43,7 +43,7 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 
 # Compiled once, not anew for numbers of parts of 1 or multiples of 16.
-@triton.jit(do_not_specialize=["parts", "length"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["parts", "own_tiles"])  # type: ignore[untyped-decorator]
 def _largest(  # type: ignore[no-untyped-def]
     logits,
     stride,
@@ -53,18 +53,19 @@ def _largest(  # type: ignore[no-untyped-def]
     partials,
     arrived,
     parts,
-    length,
+    own_tiles,
     width: tl.constexpr,
     most_parts: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    begin = part * length
-    end = tl.minimum(begin + length, vocabulary)
+    # A multiple of the width, as the compiler sees: loads have 16 bytes.
+    begin = part * own_tiles * width
+    end = tl.minimum(begin + own_tiles * width, vocabulary)
     largest = tl.full([width], -float("inf"), tl.float32)
     token = tl.zeros([width], tl.int32) + begin
     is_number = tl.full([width], 1, tl.int32)
-    for start in tl.range(0, length, width, loop_unroll_factor=4):
-        at = begin + start + tl.arange(0, width)
+    for tile in tl.range(0, own_tiles, 1, loop_unroll_factor=4):
+        at = begin + tile * width + tl.arange(0, width)
         value = tl.load(logits + row * stride + at, mask=at < end, other=-float("inf")).to(tl.float32)
         token = tl.where(value > largest, at, token)
         largest = tl.maximum(largest, value)

@@ -20,6 +20,8 @@ class _Turn:
     numbers: torch.Tensor
     times: torch.Tensor | None
     done: torch.cuda.Event
+    uses: int = 0
+    """How many steps have had it."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,14 @@ class Posted:
     clock: DeviceClock | None
     times: torch.Tensor | None
     """The clock's totals, as numbers."""
+    turn: _Turn | None = None
+    use: int = 0
+    """turn.uses of this step."""
 
     def wait(self) -> torch.Tensor:
-        """The numbers, once they are there; the clock has noted its totals then."""
+        """The numbers, once they are there; the clock has noted its totals then. To be called once."""
+        if self.turn is not None and self.turn.uses != self.use:
+            raise RuntimeError("another step has the memory of these results, which were to be read before")
         if self.done is not None:
             self.done.synchronize()
         if self.clock is not None and self.times is not None:
@@ -72,7 +79,7 @@ class HostResults:
             if clock is not None and turn.times is not None:
                 turn.times.copy_(clock.totals, non_blocking=True)
         turn.done.record()
-        return Posted(own, turn.numbers[: 2 * count], turn.done, clock, turn.times)
+        return Posted(own, turn.numbers[: 2 * count], turn.done, clock, turn.times, turn, turn.uses)
 
     def _turn(self, count: int) -> _Turn:
         """Memory for `count` numbers that no launch writes any more."""
@@ -83,6 +90,7 @@ class HostResults:
             self._turns = turns
         turn = self._turns[index]
         turn.done.synchronize()
+        turn.uses += 1
         if len(turn.numbers) < count:
             turn.numbers = _pinned(count)
         return turn

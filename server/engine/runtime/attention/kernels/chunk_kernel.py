@@ -126,12 +126,12 @@ def _attend(  # type: ignore[no-untyped-def]
     whole = (start + 1) // tile * tile
     if window == 0:
         for begin in tl.range(0, whole, tile, num_stages=stages):
-            k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, end, shape, tile, "")
+            k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, end, shape, tile)
             seen = inside[None, :]
             acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
         first = whole
     for begin in tl.range(first, end, tile, num_stages=stages):
-        k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, end, shape, tile, "")
+        k, v, k_scale, v_scale, inside = load_tile(pages, own_scales, table, begin, end, shape, tile)
         at = begin + tl.arange(0, tile)
         seen = inside[None, :] & (at[None, :] <= newest[:, None])
         if window != 0:

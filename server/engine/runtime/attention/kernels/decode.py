@@ -186,7 +186,12 @@ class DecodeAttention:
 
         The copies of the plan that is PLANS_AHEAD plans old must be over.
         """
-        self.host_layout(spans, size).write()
+        layout = self.host_layout(spans, size)
+        try:
+            layout.write()
+        except Exception:
+            layout.forget()
+            raise
 
     def host_layout(self, spans: Spans, size: int) -> HostLayout:
         """Do as plan() does, but leave it to the caller to write the layout to the device, at once."""
@@ -197,7 +202,8 @@ class DecodeAttention:
         pinned = self._pinned.pop(0)
         self._pinned.append(pinned)
         pinned.numpy()[:count] = numbers
-        return HostLayout(self._numbers, pinned, count, self.tables.blocks, *self.tables.pinned_new(spans))
+        new = self.tables.pinned_new(spans)
+        return HostLayout(self._numbers, pinned, count, self.tables.blocks, *new, self.tables.forget)
 
     def advance(
         self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int, shifts: torch.Tensor | None = None

@@ -228,7 +228,7 @@ def _first_tile(pages, scales, table, begin, end, instance: tl.constexpr):  # ty
     if instance.splits_tiles:
         return load_warp_tiles(pages, scales, table, begin, end, instance)
     else:
-        return load_tile(pages, scales, table, begin, end, shape, step, "evict_first")
+        return load_tile(pages, scales, table, begin, end, shape, step)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -253,7 +253,7 @@ def _add_keys(  # type: ignore[no-untyped-def]
         seen = inside[None, :]
         acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
         for start in tl.range(begin + step, end, step, num_stages=instance.stages):
-            k, v, k_scale, v_scale, inside = load_tile(pages, scales, table, start, end, shape, step, "evict_first")
+            k, v, k_scale, v_scale, inside = load_tile(pages, scales, table, start, end, shape, step)
             seen = inside[None, :]
             acc, best, weight = add_tile(acc, best, weight, q, k, v, k_scale, v_scale, seen, scale, cap, shape.limit)
         return acc, best, weight

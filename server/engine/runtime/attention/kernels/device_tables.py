@@ -48,8 +48,12 @@ class DeviceTables:
             given = to_device(new, self.blocks.device)
             self.blocks.view(-1).index_copy_(0, given[0], given[1].int())
         except Exception:
-            self._source = None  # nothing counts as copied
+            self.forget()
             raise
+
+    def forget(self) -> None:
+        """Let nothing count as copied."""
+        self._source = None
 
     def pinned_new(self, spans: Spans) -> tuple[torch.Tensor, int]:
         """Do as update() does, but leave it to the caller to write what is new, at once.

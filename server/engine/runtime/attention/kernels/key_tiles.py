@@ -27,12 +27,10 @@ def load_tile(  # type: ignore[no-untyped-def]
     end,
     shape: tl.constexpr,
     tile: tl.constexpr,
-    policy: tl.constexpr,
 ):
     """Load keys and values from begin on, zeros from end on; their scales; and which of them are in front of end.
 
-    pages, scales: the cache's data and scales, at the head. shape: a CacheShape. policy: L2's, "evict_first" where no other
-    thread block loads them.
+    pages, scales: the cache's data and scales, at the head. shape: a CacheShape.
     """
     block_size: tl.constexpr = shape.block_size
     at = begin + tl.arange(0, tile)
@@ -40,8 +38,8 @@ def load_tile(  # type: ignore[no-untyped-def]
     block = tl.load(table + at // block_size, mask=inside, other=0).to(tl.int64)
     place = block * 2 * block_size + at % block_size
     data = pages + (place * shape.width)[:, None] + tl.arange(0, shape.dim)[None, :]
-    k = tl.load(data, mask=inside[:, None], other=0.0, eviction_policy=policy)
-    v = tl.load(data + block_size * shape.width, mask=inside[:, None], other=0.0, eviction_policy=policy)
+    k = tl.load(data, mask=inside[:, None], other=0.0)
+    v = tl.load(data + block_size * shape.width, mask=inside[:, None], other=0.0)
     if shape.limit == 0:
         return k, v, 1.0, 1.0, inside
     else:
