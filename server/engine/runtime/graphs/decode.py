@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,7 +82,6 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         self._clock = clock
         self._results = HostResults(clock)
-        self._beside = torch.cuda.Stream(model.device)
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
@@ -213,8 +210,9 @@ class DecodeGraphs:
                 logits: torch.Tensor = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False
                 ).logits[0]
-            with self._collecting():
-                return logits, *largest_of_rows(logits)
+            if self._clock is not None:
+                self._clock.collect()
+            return logits, *largest_of_rows(logits)
 
         cut = self.pool.cut if self._waited_for else None
         with compiled_layers(self._model, size, self.applies_rotary(size), self.shared, cut, self._kept):
@@ -223,18 +221,3 @@ class DecodeGraphs:
                 self.fused = count_fused(forward)
         logits, best, tokens = map(unowned, found)
         return _Graph(captured, inputs, logits, best, tokens, others)
-
-    @contextmanager
-    def _collecting(self) -> Iterator[None]:
-        """Have the clock collect its times beside what is launched while entered."""
-        if self._clock is None:
-            yield
-            return
-        stream = torch.cuda.current_stream()
-        self._beside.wait_stream(stream)
-        with torch.cuda.stream(self._beside):
-            self._clock.collect()
-        try:
-            yield
-        finally:
-            stream.wait_stream(self._beside)
