@@ -43,24 +43,27 @@ NEAR_TIE = 0.02
 def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
     name: str, blocks: int | None, tmp_path: Path
 ) -> None:
-    """Llama's shape is asked for more answers together: near ties are closer there, and two of 72 have 53 and 54 of 60."""
-    many = name == "llama-3.3-70b"
     rng = random.Random(1)
-    lengths = (5, 90, 150, 33, 1, 230) * (12 if many else 1)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230)]
     bytes_per_block = 16 * 7 * 2 * 2 * 128 * 2
     preempted = check_answers(
         name,
         tmp_path,
         prompts,
         NEAR_TIE,
-        0.8 if many else 0.9,
-        0.975 if many else 0.9,
         max_num_seqs=8,
         max_num_batched_tokens=100,
         kv_cache_bytes=(blocks or 2000) * bytes_per_block,
     )
     assert blocks is None or preempted > 0
+
+
+def test_nearly_all_tokens_of_many_answers_are_the_best(tmp_path: Path) -> None:
+    """More than one answer can show: of one, rounding may take a few more tokens to the other side of near ties."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230) * 12]
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 100, "kv_cache_bytes": 2000 * 16 * 7 * 2 * 2 * 128 * 2}
+    check_answers("llama-3.3-70b", tmp_path, prompts, NEAR_TIE, 0.8, 0.975, **limits)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
@@ -179,8 +182,8 @@ def check_answers(
         expected = logits[len(prompt) - 1 : -1].float()
         behind = expected.amax(-1) - expected.gather(1, answer.unsqueeze(1)).squeeze(1)
         assert behind.max() <= near_tie
-        share = float((behind == 0).float().mean())
+        share = (behind == 0).float().mean()
         assert share > least_best
-        best += share / len(prompts)
+        best += float(share) / len(prompts)
     assert best > least_of_all
     return engine.stats().preemptions

@@ -84,10 +84,8 @@ class HostResults:
     def _turn(self, count: int) -> _Turn:
         """Memory for `count` numbers that no launch writes any more."""
         index = self._next = (self._next + 1) % _TURNS
-        if len(self._turns) < _TURNS:
-            words = None if self._clock is None else torch.empty_like(self._clock.totals, device="cpu", pin_memory=True)
-            turns = [_Turn(_pinned(count), _again(words), torch.cuda.Event()) for _ in range(_TURNS)]
-            self._turns = turns
+        if not self._turns:
+            self._turns = [_Turn(_pinned(count), self._new_times(), torch.cuda.Event()) for _ in range(_TURNS)]
         turn = self._turns[index]
         turn.done.synchronize()
         turn.uses += 1
@@ -95,10 +93,9 @@ class HostResults:
             turn.numbers = _pinned(count)
         return turn
 
+    def _new_times(self) -> torch.Tensor | None:
+        return None if self._clock is None else torch.empty_like(self._clock.totals, device="cpu", pin_memory=True)
+
 
 def _pinned(count: int) -> torch.Tensor:
     return torch.empty(1 << (count - 1).bit_length(), dtype=torch.float32, pin_memory=True)
-
-
-def _again(like: torch.Tensor | None) -> torch.Tensor | None:
-    return None if like is None else torch.empty_like(like, pin_memory=True)

@@ -8,6 +8,7 @@ import torch
 
 from server.engine.runtime.attention.base import HostLayout
 from server.engine.runtime.trials import failure
+from server.engine.scheduling.sequence import PLACEHOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def _try(device: torch.device) -> None:
     # Triton is not installed without CUDA.
     from server.engine.runtime.transfers.step_kernels import lay_out, post
 
-    given = torch.tensor([[5, -1, 7], [11, 12, 13], [21, 22, 23], [9, 1, 9]]).pin_memory()
+    given = torch.tensor([[5, PLACEHOLDER, 7], [11, 12, 13], [21, 22, 23], [9, 1, 9]]).pin_memory()
     numbers = torch.arange(100, 105, dtype=torch.int32).pin_memory()
     new = torch.tensor([[3, 1], [70, 71]]).pin_memory()
     # Each in memory of its own: the kernels are compiled for addresses that are multiples of 16, as all later ones are.
@@ -47,14 +48,14 @@ def _try(device: torch.device) -> None:
     layout = HostLayout(written, numbers, 4, tables, new, 2)
     inputs, newest = torch.zeros(3, 3, dtype=torch.int64, device=device), torch.tensor([40, 41], device=device)
     copied, times = torch.zeros(6).pin_memory(), torch.zeros(2, dtype=torch.int64).pin_memory()
-    lay_out(inputs, given, None, -1, None)
+    lay_out(inputs, given, None, PLACEHOLDER, None)
     first = inputs.tolist()
-    lay_out(inputs, given, newest, -1, layout)
+    lay_out(inputs, given, newest, PLACEHOLDER, layout)
     own = post(torch.arange(3.0, device=device), inputs[1].clone(), copied, newest, times)
     # Reading what is on the device waits for the launches, which write to the host's memory, too.
     found = [first[0], *(t.tolist() for t in (inputs, written, tables, own, copied, times))]
     expected = [
-        [5, -1, 7],
+        [5, PLACEHOLDER, 7],
         [[5, 41, 7], [11, 12, 13], [21, 22, 23]],
         [100, 101, 102, 103, 0, 0],
         [0, 71, 0, 70, 0, 0],
