@@ -88,7 +88,7 @@ DECODE = """
 import math
 import numpy as np
 import torch
-from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout
 from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
@@ -112,10 +112,9 @@ def check(dtype, cache_dtype, group, dim, lengths, window=None, cap=None, sinks=
     options = AttentionOptions(0.3 / factors[0] / factors[1], window=window, softcap=cap)
     per = -(-max(lengths) // size) + 1
     blocks = torch.randperm(len(lengths) * per).to(torch.int32).view(len(lengths), per)
-    cache = LayerCache(
-        torch.zeros(len(lengths) * per, 2, size, kv_heads, dim, dtype=cache_dtype),
-        torch.zeros(len(lengths) * per, 2, kv_heads, size),
-    )
+    shape = LayerShape(kv_heads, dim, dim, kv_heads * group)
+    cache = LayerCache.zeros(shape, len(lengths) * per, size, cache_dtype, torch.device("cpu"))
+    assert cache.data.stride(3) > cache.data.stride(2)  # its heads lie one after another
     query, key, value = (
         (torch.randn(len(lengths), heads, dim) * factor).to(dtype)
         for heads, factor in zip((kv_heads * group, kv_heads, kv_heads), factors)
@@ -169,7 +168,7 @@ def check(dtype, cache_dtype, group, dim, lengths, window=None, cap=None, sinks=
 CHUNK = """
 import numpy as np
 import torch
-from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.chunk_kernel import attend_chunks, tokens_per_item
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
@@ -179,9 +178,7 @@ from server.engine.runtime.trials import relative_error
 torch.cuda.get_device_capability = lambda device=None: (8, 0)
 torch.manual_seed(0)
 kv_heads, group, dim, size, tokens, start = 2, 3, 64, 16, 90, 60
-cache = LayerCache(
-    torch.zeros(9, 2, size, kv_heads, dim, dtype=torch.int8), torch.zeros(9, 2, kv_heads, size)
-)
+cache = LayerCache.zeros(LayerShape(kv_heads, dim, dim, 6), 9, size, torch.int8, torch.device("cpu"))
 table = torch.randperm(9).to(torch.int32)[None]
 key, value = torch.randn(2, tokens, kv_heads, dim).half()
 places = torch.arange(tokens)

@@ -8,8 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.chunk_items import FIELDS
-from server.engine.runtime.attention.kernels.instances import CacheShape
-from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_sinks, add_tile, load_tile, quantization_limit
+from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_sinks, add_tile, cache_shape, load_tile
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
 
 ROWS = 128
@@ -43,8 +42,8 @@ def attend_chunks(
     how many items there are, at most that many, and the items. tables int32 [any, blocks of the longest], contiguous: the
     rows that items name. sinks float32 [heads], see AttentionOptions.
     """
-    heads, dim = query.shape[1:]
-    kv_heads, block_size = cache.data.shape[3], cache.data.shape[2]
+    heads = query.shape[1]
+    kv_heads = cache.data.shape[3]
     overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
     _attend[(items, kv_heads)](
         cache.data,
@@ -60,7 +59,7 @@ def attend_chunks(
         sinks is not None,
         options.window or 0,
         heads // kv_heads,
-        CacheShape(kv_heads, dim, block_size, quantization_limit(cache.data.dtype)),
+        cache_shape(cache.data),
         0.0 if options.softcap is None else options.softcap * LOG2_E,
         ROWS,
         _TILE,
@@ -115,7 +114,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q = tl.load(queries[:, None] + column[None, :], mask=real[:, None], other=0.0)
     newest = start + token
     end = start + count
-    pages, own_scales = cache + head * dim, scales + head * shape.block_size
+    pages, own_scales = cache + head * shape.head_pitch, scales + head * shape.block_size
     acc = tl.zeros([rows, dim], tl.float32)
     best = tl.full([rows], -1e38, tl.float32)
     weight = tl.zeros([rows], tl.float32)

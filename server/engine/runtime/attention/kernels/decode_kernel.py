@@ -8,13 +8,13 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.decode_sums import both, finish
-from server.engine.runtime.attention.kernels.instances import CacheShape, DecodeInstance, Shared
+from server.engine.runtime.attention.kernels.instances import DecodeInstance, Shared
 from server.engine.runtime.attention.kernels.key_tiles import (
     LOG2_E,
     add_sinks,
     add_tile,
+    cache_shape,
     load_tile,
-    quantization_limit,
     scores_of,
     store_kv,
 )
@@ -116,9 +116,8 @@ def _instance(
     shared: Shared,
 ) -> DecodeInstance:
     """What the kernel is compiled for, see attend_newest()."""
-    _, _, block_size, kv_heads, dim = cache.data.shape
     return DecodeInstance(
-        cache=CacheShape(kv_heads, dim, block_size, quantization_limit(cache.data.dtype)),
+        cache=cache_shape(cache.data),
         group=group,
         counted=counted,
         pitch=tables.shape[1],
@@ -177,7 +176,7 @@ def _attend(  # type: ignore[no-untyped-def]
         step -= before
     old = tl.minimum(end, step)
     column, table = tl.arange(0, shape.dim), tables + blocks.to(tl.int64) * instance.pitch
-    pages, own_scales = cache + head * shape.dim, scales + head * shape.block_size
+    pages, own_scales = cache + head * shape.head_pitch, scales + head * shape.block_size
     # Earlier steps have written the older keys, so the first of them are loaded before the launch in front has ended. Where
     # that launch writes the step's keys, some of these may be among a token's older keys, so it has to end first.
     if instance.overlap and instance.shared == _WRITTEN:

@@ -44,11 +44,23 @@ class CacheShape:
     """Tokens of a KV block."""
     limit: float
     """See key_tiles.quantization_limit()."""
+    heads_first: bool = False
+    """Whether a KV block's rows of one head lie beside one another; else those of one token do."""
 
     @property
-    def width(self) -> int:
-        """Elements of a token's keys in all heads."""
-        return self.kv_heads * self.dim
+    def half(self) -> int:
+        """Elements of a KV block's keys, behind which its values lie."""
+        return self.block_size * self.kv_heads * self.dim
+
+    @property
+    def token_pitch(self) -> int:
+        """Elements from a token's row of a head to the next token's."""
+        return self.dim if self.heads_first else self.kv_heads * self.dim
+
+    @property
+    def head_pitch(self) -> int:
+        """Elements from a token's row of a head to its row of the next head."""
+        return self.block_size * self.dim if self.heads_first else self.dim
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,21 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from server.engine.runtime.attention.kernels.instances import CacheShape
+
 LOG2_E = 1.4426950408889634
 
 
 def quantization_limit(dtype: torch.dtype) -> float:
     """The magnitude that the largest element of a head has in a cache of this dtype, times its scale; 0 for 16 bits."""
     return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype, 0.0)
+
+
+def cache_shape(data: torch.Tensor) -> CacheShape:
+    """The sizes of a layer's cache, LayerCache.data."""
+    _, _, block_size, kv_heads, dim = data.shape
+    heads_first = data.stride(3) > data.stride(2)
+    return CacheShape(kv_heads, dim, block_size, quantization_limit(data.dtype), heads_first)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -36,10 +45,10 @@ def load_tile(  # type: ignore[no-untyped-def]
     at = begin + tl.arange(0, tile)
     inside = at < end
     block = tl.load(table + at // block_size, mask=inside, other=0).to(tl.int64)
-    place = block * 2 * block_size + at % block_size
-    data = pages + (place * shape.width)[:, None] + tl.arange(0, shape.dim)[None, :]
+    place = block * (2 * shape.half) + at % block_size * shape.token_pitch
+    data = pages + place[:, None] + tl.arange(0, shape.dim)[None, :]
     k = tl.load(data, mask=inside[:, None], other=0.0)
-    v = tl.load(data + block_size * shape.width, mask=inside[:, None], other=0.0)
+    v = tl.load(data + shape.half, mask=inside[:, None], other=0.0)
     if shape.limit == 0:
         return k, v, 1.0, 1.0, inside
     else:
@@ -112,16 +121,16 @@ def store_kv(  # type: ignore[no-untyped-def]
     place: the row among keys' and values' rows of all KV blocks. shape: a CacheShape.
     """
     column = tl.arange(0, shape.dim)
-    own = pages + place * shape.width + column
+    own = pages + place // shape.block_size * shape.half + place % shape.block_size * shape.token_pitch + column
     inside = (column < shape.dim) & wanted
     if shape.limit == 0:
         tl.store(own, k, mask=inside)
-        tl.store(own + shape.block_size * shape.width, v, mask=inside)
+        tl.store(own + shape.half, v, mask=inside)
     else:
         k, k_scale = _quantized(k, pages.dtype.element_ty, shape.limit)
         v, v_scale = _quantized(v, pages.dtype.element_ty, shape.limit)
         tl.store(own, k, mask=inside)
-        tl.store(own + shape.block_size * shape.width, v, mask=inside)
+        tl.store(own + shape.half, v, mask=inside)
         block: tl.constexpr = shape.block_size * shape.kv_heads
         own_scales = scales + place // shape.block_size * block + place % shape.block_size
         tl.store(own_scales, k_scale, mask=wanted)

@@ -28,7 +28,8 @@ class LayerCache:
     """Keys and values of one layer. In 8 bits each token's key and value have a scale for each key head."""
 
     data: torch.Tensor
-    """[blocks, 2, block_size, kv_heads, dim], keys and values."""
+    """[blocks, 2, block_size, kv_heads, dim], keys and values. In memory a KV block's tokens lie one after another, or its
+    heads: zeros() makes the latter for 8 bits, whose rows of one head and token are shorter."""
     scales: torch.Tensor | None
     """float32 [blocks, 2, kv_heads, block_size], those of a head beside one another, as a thread block reads them. What data
     stands for is data * scales. None: data is in 16 bits."""
@@ -38,9 +39,11 @@ class LayerCache:
         cls, shape: LayerShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
         """An empty cache of `blocks` KV blocks; dtype has 16 bits or is int8 or float8_e4m3fn."""
-        data = torch.zeros(blocks, 2, block_size, shape.kv_heads, shape.key_dim, dtype=dtype, device=device)
+        sizes = blocks, 2, block_size, shape.kv_heads, shape.key_dim
         if dtype.itemsize > 1:
-            return cls(data, None)
+            return cls(torch.zeros(sizes, dtype=dtype, device=device), None)
+        heads_first = blocks, 2, shape.kv_heads, block_size, shape.key_dim
+        data = torch.zeros(heads_first, dtype=dtype, device=device).transpose(2, 3)
         return cls(data, torch.zeros(blocks, 2, shape.kv_heads, block_size, dtype=torch.float32, device=device))
 
 

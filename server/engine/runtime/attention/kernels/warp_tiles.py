@@ -59,11 +59,11 @@ def load_warp_tiles(pages, scales, table, begin, end, instance: tl.constexpr):  
     place = tl.minimum(at, tl.maximum(end - 1, 0)).to(tl.uint32)
     block = tl.load(table + place // size).to(tl.int64)
     place = (place % size).to(tl.int32)
-    words = pages.to(tl.pointer_type(tl.int16)) + block * (size * shape.width) + place * (shape.width // 2)
+    words = pages.to(tl.pointer_type(tl.int16)) + block * shape.half + place * (shape.token_pitch // 2)
     data = words[:, :, None] + tl.arange(0, shape.dim // 2)[None, None, :]
     k = tl.load(data)
     # Transposed pointers, because a loaded tensor that is transposed would be converted before it is in shared memory.
-    v = tl.load(tl.permute(data + size * shape.width // 2, [0, 2, 1]))
+    v = tl.load(tl.permute(data + shape.half // 2, [0, 2, 1]))
     own = scales + block * (2 * size * shape.kv_heads) + place
     k_scale = tl.load(own)
     v_scale = tl.load(own + size * shape.kv_heads)
