@@ -26,6 +26,8 @@ INSTANCES = (
 # The same for devices whose blocks have 99 KB of shared memory.
 SMALL_INSTANCES = ((8, 1, 1), (8, 2, 1), (4, 2, 2), (4, 4, 2), (4, 2, 4))
 _SMALL_SHARED_BYTES = 99 << 10
+_EVEN_SHARE = 0.95
+"""The least share of a device's multiprocessors that a launch has to keep busy where its runs can be equally long."""
 
 # Microseconds on an H200, fitted to launches of one to 32 tokens.
 _LAUNCH_US = 4.0
@@ -109,7 +111,7 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
         for cluster, share in CLUSTERS.items():
             if cluster > 1 and (arch < 90 or small):
                 continue
-            runs = min(int(multiprocessors * share), groups)
+            runs = _even(min(int(multiprocessors * share), groups), groups)
             fewest = -(-k_blocks // (cluster * warps * blocks))
             for passes in range(fewest, fewest + 3):
                 parts = cluster * passes
@@ -130,6 +132,12 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
                     grid = runs * cluster
                     found.append(Rows(warps, blocks, tiles, stages, cluster, passes, part_blocks, chunk, grid))
     return found
+
+
+def _even(runs: int, groups: int) -> int:
+    """Fewer runs where these are little fewer and the longest is no longer: the launch behind finds idle multiprocessors."""
+    fewer = -(-groups // -(-groups // runs))
+    return fewer if fewer >= _EVEN_SHARE * runs else runs
 
 
 def rows_cost(rows: Rows, m: int, n: int) -> float:
