@@ -75,6 +75,30 @@ class AllReduce(ctypes.Structure):
     )
 
 
+class DecodeAttention(ctypes.Structure):
+    """Nf4DecodeAttention of params.h."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("cache", "query", "key", "value", "out", "numbers", "items", "tables", "sums", "weights", "arrived"),
+                *("cosines", "sines", "query_norm", "key_norm"),
+            )
+        ),
+        *((f"{name}_{step}", ctypes.c_int64) for name in ("query", "key", "value") for step in ("token", "head")),
+        *((name, ctypes.c_float) for name in ("scale", "eps", "offset")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                *("item_count", "counted", "pitch", "kv_heads", "group", "tile_rows", "dtype"),
+                *("warps", "stages", "per_processor"),
+            )
+        ),
+        ("stream", ctypes.c_void_p),
+    )
+
+
 class Moe(ctypes.Structure):
     """Nf4Moe of params.h."""
 
@@ -120,6 +144,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "RowsPlan": RowsPlan,
     "WgmmaPlan": WgmmaPlan,
     "Nf4AllReduce": AllReduce,
+    "Nf4DecodeAttention": DecodeAttention,
     "Nf4Moe": Moe,
     "MoeRowsPlan": MoeRowsPlan,
     "MoeWarpsPlan": MoeWarpsPlan,
@@ -164,6 +189,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         ctypes.c_void_p,
     )
     loaded.nf4_cuda_all_reduce.argtypes = (ctypes.POINTER(AllReduce),)
+    loaded.nf4_cuda_decode_attention.argtypes = (ctypes.POINTER(DecodeAttention),)
     loaded.nf4_cuda_inbox_create.argtypes = (
         *(ctypes.c_int32,) * 2,
         ctypes.POINTER(ctypes.c_void_p),

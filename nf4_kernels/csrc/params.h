@@ -147,6 +147,53 @@ typedef struct {
   void* stream;
 } Nf4AllReduce;
 
+/* Attention of each sequence's newest token, whose key and value are written into the paged cache: [blocks, 2, 16, kv_heads,
+ * 128], keys and values. query [T, kv_heads * group, 128], key and value [T, kv_heads, 128], of dtype as the cache (16 bit), with
+ * strides in elements, multiples of 2; out [T, kv_heads * group, 128], or in tiles of tile_rows tokens where that is not 0.
+ * items: item_count of 8 numbers each, of which numbers[counted] are to be computed; tables [any, pitch]: KV blocks of a sequence
+ * (the server's attention/kernels/decode.py says what they mean). sums [items, kv_heads * group, 128], weights [items, kv_heads *
+ * group, 2] and arrived [items, kv_heads] are the kernel's own, arrived zeros between launches. scale is that of scores, times
+ * log2(e). cosines and sines [T, 128] may be null, and query_norm and key_norm [128], to whose elements offset is added.
+ * Thread blocks have `warps` warps, each of which has `stages` KV blocks on their way, and a multiprocessor runs per_processor of
+ * them. */
+typedef struct {
+  void* cache;
+  const void* query;
+  const void* key;
+  const void* value;
+  void* out;
+  const int32_t* numbers;
+  const int32_t* items;
+  const int32_t* tables;
+  float* sums;
+  float* weights;
+  int32_t* arrived;
+  const void* cosines;
+  const void* sines;
+  const void* query_norm;
+  const void* key_norm;
+  int64_t query_token;
+  int64_t query_head;
+  int64_t key_token;
+  int64_t key_head;
+  int64_t value_token;
+  int64_t value_head;
+  float scale;
+  float eps;
+  float offset;
+  int32_t item_count;
+  int32_t counted;
+  int32_t pitch;
+  int32_t kv_heads;
+  int32_t group;
+  int32_t tile_rows;
+  int32_t dtype;
+  int32_t warps;
+  int32_t stages;
+  int32_t per_processor;
+  void* stream;
+} Nf4DecodeAttention;
+
 enum { NF4_SWIGLU_OAI = 3 };
 
 /* GEMMs of a mixture of experts. weight holds num_experts weights of weight.n rows, one after another. Choice c of

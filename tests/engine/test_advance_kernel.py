@@ -131,7 +131,7 @@ BLOCK, ROOM, V = 16, Room(66, 66), inputs.VOCABULARY
 
 
 class Backend:
-    def host_layout(self, spans, size):
+    def host_layout(self, spans, size, shared=False):
         padding = size - len(spans)
         lengths = np.append(spans.ends, np.ones(padding, np.int64))
         rows = np.append(spans.rows, np.full(padding, 9))

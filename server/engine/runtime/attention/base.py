@@ -172,19 +172,20 @@ class GraphBackend(AttentionBackend):
         """
 
     @abstractmethod
-    def plan_decode_graph(self, spans: Spans, size: int) -> None:
+    def plan_decode_graph(self, spans: Spans, size: int, shared: bool = False) -> None:
         """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding.
 
-        For a graph that was captured as shared, spans may be tokens of one sequence, one after another, side by side and in
-        the same row of the block tables. The copies to the device of the plan that is PLANS_AHEAD plans old must be over.
+        shared: as the graph was captured. Where it is, spans may be tokens of one sequence, one after another, side by side
+        and in the same row of the block tables. The copies to the device of the plan that is PLANS_AHEAD plans old must be
+        over.
         """
 
-    def host_layout(self, spans: Spans, size: int) -> HostLayout | None:
+    def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout | None:
         """Do as plan_decode_graph() does, but leave it to the caller to write the layout to the device, at once.
 
         None: plan_decode_graph() has done it.
         """
-        self.plan_decode_graph(spans, size)
+        self.plan_decode_graph(spans, size, shared)
         return None
 
     def advance_decode_graph(

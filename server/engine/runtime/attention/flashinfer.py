@@ -24,6 +24,7 @@ from server.engine.runtime.attention.flashinfer_graphs import (
     partial_bytes,
     workspace,
 )
+from server.engine.runtime.attention.kernels.compiled_kernel import can_attend
 from server.engine.runtime.attention.kernels.decode import DecodeAttention
 from server.engine.runtime.attention.kernels.decode_trial import compile_forms, disagreement
 from server.engine.runtime.attention.kernels.instances import Shared
@@ -161,14 +162,22 @@ class FlashInferBackend(GraphBackend):
         most_blocks = -(-max_model_len // self._block_size)
         self._split_keys = split_keys
         self._decode_graphs = DecodeWrappers(list(self._mixed), self._workspace, most_blocks)
-        if split_keys:
-            failed = failure(lambda: self._load_decode(max_num_seqs, most_blocks, forms))
-            if failed is not None:
-                logger.warning("decode steps attend by FlashInfer's kernels, more slowly: our own fails: %s", failed)
+        if not split_keys:
+            return
+        compiled = [kind for kind in self._mixed if can_attend(kind, self._dtype, self._block_size, self._device)]
+        failed = failure(lambda: self._load_decode(max_num_seqs, most_blocks, forms, compiled))
+        if failed is not None and compiled:
+            logger.warning("decode steps attend by the Triton kernel, more slowly: the compiled one fails: %s", failed)
+            failed = failure(lambda: self._load_decode(max_num_seqs, most_blocks, forms, ()))
+        if failed is not None:
+            logger.warning("decode steps attend by FlashInfer's kernels, more slowly: our own fails: %s", failed)
 
-    def _load_decode(self, sequences: int, most_blocks: int, forms: Collection[DecodeForm]) -> None:
-        """Use our own kernel for graphs. Raises what the kernel raises, and ValueError if its results differ."""
-        decode = DecodeAttention(self._mixed, sequences, most_blocks, self.scratch_block, self._device)
+    def _load_decode(
+        self, sequences: int, most_blocks: int, forms: Collection[DecodeForm], compiled: Collection[Kind]
+    ) -> None:
+        """Use our own kernels for graphs. Raises what these raise, and ValueError if their results differ."""
+        room = sequences, most_blocks, self.scratch_block
+        decode = DecodeAttention(self._mixed, *room, self._device, compiled=compiled)
         firsts = [self._kinds.index(kind) for kind in self._mixed]
         compile_forms(decode, [(self._cache[n], self._kinds[n], self.sinks.get(n)) for n in firsts], forms)
         norms = not forms or any(form.norms for form in forms)
@@ -207,12 +216,14 @@ class FlashInferBackend(GraphBackend):
                 self._plan_chunks(kind, wrapper, tables, split_keys=False)
         return wrappers
 
-    def host_layout(self, spans: Spans, size: int) -> HostLayout | None:
-        return super().host_layout(spans, size) if self._decode is None else self._decode.host_layout(spans, size)
+    def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout | None:
+        if self._decode is None:
+            return super().host_layout(spans, size, shared)
+        return self._decode.host_layout(spans, size, shared)
 
-    def plan_decode_graph(self, spans: Spans, size: int) -> None:
+    def plan_decode_graph(self, spans: Spans, size: int, shared: bool = False) -> None:
         if self._decode is not None:
-            self._decode.plan(spans, size)
+            self._decode.plan(spans, size, shared)
             return
         tables = self._padded_tables(spans, size, 1)
         with self._planning_graph():

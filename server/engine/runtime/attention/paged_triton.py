@@ -114,11 +114,11 @@ class TritonBackend(GraphBackend):
         self._split_keys, self._decode = split_keys, None
         self._decode_for(max_num_seqs, -(-max_model_len // self._block_size))
 
-    def host_layout(self, spans: Spans, size: int) -> HostLayout | None:
-        return self._decode_for(size, 1).host_layout(spans, size)
+    def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout | None:
+        return self._decode_for(size, 1).host_layout(spans, size, shared)
 
-    def plan_decode_graph(self, spans: Spans, size: int) -> None:
-        self._decode_for(size, 1).plan(spans, size)
+    def plan_decode_graph(self, spans: Spans, size: int, shared: bool = False) -> None:
+        self._decode_for(size, 1).plan(spans, size, shared)
 
     def advance_decode_graph(
         self, inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None

@@ -179,7 +179,7 @@ class DecodeGraphs:
         if captured.others is not None:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True
-        plan = partial(self._backend.host_layout, batch.spans, size)
+        plan = partial(self._backend.host_layout, batch.spans, size, self.shared)
         self.pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots), newest, source)
         return captured
 
@@ -202,7 +202,7 @@ class DecodeGraphs:
     def _capture_one(self, size: int, others: torch.Tensor | None, count: bool = False) -> _Graph:
         inputs = self.pool.new_inputs(size)
         # The capture before has waited for the device, and so for the copies of the plan before.
-        self._backend.plan_decode_graph(Spans.of([]), size)
+        self._backend.plan_decode_graph(Spans.of([]), size, self.shared)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             self._backend.begin_decode_graph(inputs[2], self.shared)

@@ -1,7 +1,7 @@
-"""The attention of decode steps by our own kernel, and how a step is laid out for it.
+"""The attention of decode steps by our own kernels, and how a step is laid out for them.
 
 FlashInfer takes two launches for such a step, and a third one writes the new keys and values. With few sequences these
-launches are bound by latency alone; our kernel does all of it in one.
+launches are bound by latency alone; our kernels do all of it in one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions, HostLayout
+from server.engine.runtime.attention.kernels.compiled_kernel import Rooms, attend_compiled
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART, Numbers, Room, split_keys
@@ -116,25 +117,27 @@ class Layouts:
     """Makes the layouts of steps for certain windows."""
 
     def __init__(self, windows: list[int | None], rooms: list[Room]) -> None:
-        """rooms: of the launches of each window's layers."""
+        """rooms: of the launches of each window's layers, for steps that have none of their own."""
         self.windows = windows
         self.rooms = rooms
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[tuple[int, Room], _Kept] = {}
 
-    def of(self, lengths: Numbers, rows: Numbers) -> npt.NDArray[np.int32]:
-        """layout() of a step; valid until the next one of as many tokens.
+    def of(self, lengths: Numbers, rows: Numbers, rooms: list[Room] | None = None) -> npt.NDArray[np.int32]:
+        """layout() of a step; valid until the next one of as many tokens and with the same room.
 
         Most steps have the parts of the step before, and the device may wait for a layout. So parts are kept where a launch
         has no more sequences than one wave.
         """
-        if self.windows != [None] or len(lengths) > self.rooms[0].wave:
-            return layout(lengths, rows, self.windows, self.rooms)
+        rooms = self.rooms if rooms is None else rooms
+        if self.windows != [None] or len(lengths) > rooms[0].wave:
+            return layout(lengths, rows, self.windows, rooms)
         key = (-(-lengths // SMALLEST_PART)).tobytes(), rows.tobytes()
-        kept = self._kept.get(len(lengths))
+        place = len(lengths), rooms[0]
+        kept = self._kept.get(place)
         if kept is not None and kept.key == key:
             kept.move(lengths)
         else:
-            kept = self._kept[len(lengths)] = _Kept.of(key, layout(lengths, rows, self.windows, self.rooms))
+            kept = self._kept[place] = _Kept.of(key, layout(lengths, rows, self.windows, rooms))
         return kept.numbers
 
 
@@ -149,10 +152,12 @@ class DecodeAttention:
         scratch_block: int,
         device: torch.device,
         split: bool = True,
+        compiled: Collection[Kind] = (),
     ) -> None:
         """kinds: the layers'. largest: sequences that a step may have; most_blocks: KV blocks that each may have.
 
-        scratch_block: the KV block of padding. split: whether a sequence's keys may be split into parts.
+        scratch_block: the KV block of padding. split: whether a sequence's keys may be split into parts. compiled: the kinds
+        that nf4_kernels' kernel may attend for (compiled_kernel.can_attend()). It does where it may for all of a window's.
         """
         # Triton is not installed without CUDA.
         from server.engine.runtime.attention.kernels.advance_kernel import advance
@@ -164,11 +169,16 @@ class DecodeAttention:
         if len(windows) > HEADER:
             raise ValueError(f"layers have {len(windows)} different windows")
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        heads = [max(kind.kv_heads for kind in kinds if kind.options.window == window) for window in windows]
-        found = [Room.of(processors, own) for own in heads]
-        self._layouts = Layouts(windows, found if split else [Room(room.wave, 0) for room in found])
+        of_windows = [[kind for kind in kinds if kind.options.window == window] for window in windows]
+        self._rooms = Rooms(
+            processors,
+            [max(kind.kv_heads for kind in own) for own in of_windows],
+            [all(kind in compiled for kind in own) for own in of_windows],
+            split,
+        )
         sequences = max(largest, TRIAL_SEQUENCES)
-        items = sequences + max(room.spare for room in self._layouts.rooms)
+        self._layouts = Layouts(windows, self._rooms.of(sequences, True))
+        items = sequences + self._rooms.most_spare
         self._numbers = torch.zeros(HEADER + len(windows) * items * FIELDS, dtype=torch.int32, device=device)
         # Taken in turn, so that a layout need not wait for the copies of the one before.
         self._pinned = [torch.empty_like(self._numbers, device="cpu", pin_memory=True) for _ in range(PLANS_AHEAD)]
@@ -181,23 +191,23 @@ class DecodeAttention:
             device,
         )
 
-    def plan(self, spans: Spans, size: int) -> None:
+    def plan(self, spans: Spans, size: int, shared: bool = False) -> None:
         """Lay out a step for the graph of size sequences; those beyond spans are padding, a token each.
 
-        The copies of the plan that is PLANS_AHEAD plans old must be over.
+        shared: as attend() was told. The copies of the plan that is PLANS_AHEAD plans old must be over.
         """
-        layout = self.host_layout(spans, size)
+        layout = self.host_layout(spans, size, shared)
         try:
             layout.write()
         except Exception:
             layout.forget()
             raise
 
-    def host_layout(self, spans: Spans, size: int) -> HostLayout:
+    def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout:
         """Do as plan() does, but leave it to the caller to write the layout to the device, at once."""
         lengths, rows = np.ones(size, np.int64), np.full(size, self.tables.padding_row)
         lengths[: len(spans)], rows[: len(spans)] = spans.ends, spans.rows
-        numbers = self._layouts.of(lengths, rows)
+        numbers = self._layouts.of(lengths, rows, self._rooms.of(size, shared))
         count = len(numbers)
         pinned = self._pinned.pop(0)
         self._pinned.append(pinned)
@@ -211,15 +221,14 @@ class DecodeAttention:
         """Lay out the step behind the one that plan() or this has laid out, see GraphBackend.advance_decode_graph()."""
         if self._layouts.windows != [None]:
             return False  # a window's first key would move, too
-        items = inputs.shape[1] + self._layouts.rooms[0].spare
+        items = inputs.shape[1] + self._rooms.most_spare
         self._advance(self._numbers, HEADER, FIELDS, items, inputs, tokens, self.tables.blocks, block_size, shifts)
         return True
 
     def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
         """Lay out a step's first `singles` spans, one token each, for a launch that has room for `sequences` sequences."""
-        numbers = layout(
-            spans.ends[:singles], spans.rows[:singles], self._layouts.windows, self._layouts.rooms, sequences
-        )
+        rooms = self._rooms.of(sequences, False)
+        numbers = layout(spans.ends[:singles], spans.rows[:singles], self._layouts.windows, rooms, sequences)
         # A copy from memory that is not pinned would wait for the step that is running.
         self._numbers[: len(numbers)].copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
         self.tables.update(spans)
@@ -242,8 +251,14 @@ class DecodeAttention:
 
         sequences: what plan_singles() was told; None after plan().
         """
-        rooms, window = self._layouts.rooms, self._layouts.windows.index(options.window)
         room_for = query.shape[0] if sequences is None else sequences
+        is_shared = shared is not Shared.NO
+        rooms, window = self._rooms.of(room_for, is_shared), self._layouts.windows.index(options.window)
         first = item_places(room_for, rooms)[window]
         step = self._numbers, first, window, room_for + rooms[window].spare, self.tables.blocks
+        instance = self._rooms.instance(window, room_for, is_shared)
+        if instance is not None:
+            return attend_compiled(
+                cache, query, key, value, *step, self._partials, options, rotary, tile, out, instance
+            )
         return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out, shared)

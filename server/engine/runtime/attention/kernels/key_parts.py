@@ -17,8 +17,8 @@ SMALLEST_PART = 64
 
 The number of a part's keys is a multiple of it, except in a sequence's last part.
 """
-_PROGRAMS_PER_PROCESSOR = 4
-"""Thread blocks of the kernel that a multiprocessor runs at a time."""
+PER_PROCESSOR = 4
+"""Thread blocks of the Triton kernel that a multiprocessor runs at a time."""
 _MOST_WAVES = 4
 
 
@@ -32,9 +32,9 @@ class Room:
     """The items that there may be beyond one for each sequence; 0: no sequence's keys are split."""
 
     @classmethod
-    def of(cls, processors: int, kv_heads: int) -> Room:
+    def of(cls, processors: int, kv_heads: int, per_processor: int = PER_PROCESSOR) -> Room:
         """The room on a device with `processors` multiprocessors; every item has a thread block for each of kv_heads."""
-        programs = _PROGRAMS_PER_PROCESSOR * processors
+        programs = per_processor * processors
         return cls(max(1, programs // kv_heads), -(-programs // kv_heads))
 
 

@@ -1,0 +1,99 @@
+"""Decode attention by nf4_kernels' compiled kernel, and the room that a step has by the kernel that attends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nf4_kernels.decode_attention import (
+    Instance,
+    Layout,
+    Rotation,
+    Workspace,
+    decode_attention,
+    instance_for,
+)
+from nf4_kernels.decode_attention import (
+    can_attend as kernel_can_attend,
+)
+from server.engine.runtime.attention.base import AttentionOptions, result_shape
+from server.engine.runtime.attention.kernels.key_parts import Room
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
+from server.engine.runtime.attention.rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from server.engine.runtime.attention.kernels.decode_kernel import Partials
+
+
+def can_attend(kind: Kind, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
+    """Whether the compiled kernel computes the attention of layers of a kind, with a cache of dtype."""
+    plain = kind.options.softcap is None and not kind.options.sinks
+    return plain and kernel_can_attend(device, dtype, block_size, kind.heads, kind.kv_heads, kind.dim)
+
+
+class Rooms:
+    """The room of each window's launches, which goes by the kernel that attends and by how many sequences a step has."""
+
+    def __init__(self, processors: int, kv_heads: list[int], compiled: list[bool], split: bool) -> None:
+        """kv_heads, compiled: of each window's layers, the most key heads and whether the compiled kernel attends."""
+        self._processors, self._kv_heads, self._compiled, self._split = processors, kv_heads, compiled, split
+        self._known: dict[tuple[int, bool], list[Room]] = {}
+        per_processor = {instance_for(2**i, 1, 1).per_processor for i in range(8)} if any(compiled) else set()
+        largest = [Room.of(processors, heads, most) for heads in kv_heads for most in per_processor]
+        self.most_spare = max(room.spare for room in [*self.of(1, True), *largest]) if split else 0
+        """Room.spare of the step that has most."""
+
+    def instance(self, window: int, sequences: int, shared: bool) -> Instance | None:
+        """The form of the compiled kernel by which a window's layers attend; None: they do by the Triton kernel."""
+        if shared or not self._compiled[window]:
+            return None
+        return instance_for(sequences, self._kv_heads[window], self._processors)
+
+    def of(self, sequences: int, shared: bool) -> list[Room]:
+        """The rooms of a step of so many tokens, which may be of one sequence where shared."""
+        found = self._known.get((sequences, shared))
+        if found is None:
+            found = self._known[sequences, shared] = [
+                self._room(window, sequences, shared) for window in range(len(self._kv_heads))
+            ]
+        return found
+
+    def _room(self, window: int, sequences: int, shared: bool) -> Room:
+        instance, heads = self.instance(window, sequences, shared), self._kv_heads[window]
+        if instance is None:
+            room = Room.of(self._processors, heads)
+        else:
+            room = Room.of(self._processors, heads, instance.per_processor)
+        return room if self._split else Room(room.wave, 0)
+
+
+def attend_compiled(
+    cache: LayerCache,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    numbers: torch.Tensor,
+    first: int,
+    counted: int,
+    items: int,
+    tables: torch.Tensor,
+    partials: Partials,
+    options: AttentionOptions,
+    rotary: RotaryEmbedding | None,
+    tile: int,
+    out: torch.Tensor | None,
+    instance: Instance,
+) -> torch.Tensor:
+    """Do as decode_kernel.attend_newest() does, for kinds that can_attend() names."""
+    tokens, heads, dim = query.shape
+    if out is None:
+        out = query.new_empty(result_shape(tokens, heads, dim, tile))
+    rotation = None
+    if rotary is not None:
+        rotation = Rotation(rotary.cos, rotary.sin, rotary.norms, rotary.eps, rotary.offset)
+    layout = Layout(numbers, counted, first, items, tables)
+    workspace = Workspace(partials.sums, partials.weights, partials.arrived)
+    scaling = options.scaling
+    decode_attention(cache.data, query, key, value, out, layout, workspace, instance, scaling, rotation, tile)
+    return out
