@@ -125,9 +125,9 @@ def test_a_kept_layout_is_what_a_new_one_would_be(seed: int) -> None:
         rows = np.array([row for row, count in enumerate(counts) for _ in range(count)] + [99] * (size - sum(counts)))
         ends = [length + i + 1 for length, count in zip(lengths, counts, strict=True) for i in range(count)]
         every = np.array(ends + [1] * (size - len(ends)))
-        before = layouts._kept.get(size)
+        before = layouts._kept.get((size, room))
         found = layouts.of(every, rows)
-        kept += before is not None and layouts._kept[size] is before
+        kept += before is not None and layouts._kept[size, room] is before
         expected = layout(every, rows, [None], [room])
         assert found.tolist() == expected.tolist()
         lengths = [length + chance.choice((0, 1, 3)) for length in lengths]
