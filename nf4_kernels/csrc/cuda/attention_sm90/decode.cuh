@@ -52,7 +52,7 @@ struct Blocks {
 
 template <typename T, int kWarps, int kStages>
 __global__ void __launch_bounds__(kWarps * 32) attend(const __grid_constant__ Nf4DecodeAttention args) {
-#if __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char memory[];
   launch_dependents();
   int head = blockIdx.y, warp = threadIdx.x / 32;
