@@ -27,9 +27,9 @@ from bench.machine import cores, cpu_name, versions
 from nf4_kernels.timing import KernelTimes
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.runtime.attention.kernels.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.decode import Layouts
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
-from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.attention.page_tables import page_tables
 from server.engine.runtime.batch import Batch, batch_of
 from server.engine.runtime.limits import ModelLimits
@@ -45,8 +45,8 @@ CASES = ((128, 200), (256, 200), (256, 2000), (256, 8000), (512, 1000), (1024, 1
 STEPS = 50
 WARM_UPS = 5
 VOCABULARY = 32_000
-# As on a GPU of 132 multiprocessors for a model of 8 key heads.
-ROOM = Room.of(132, 8)
+# As on an H100 or H200 for a model of 8 key heads of 128.
+ROOMS = Rooms(132, [8], [True], split=True)
 PARTS = ("schedule", "batch", "layout", "tokens")
 """What a decode step that runs as a CUDA graph does on the host; their sum is nearly the step."""
 COLUMNS = (*PARTS, "step", "tables")
@@ -72,7 +72,7 @@ class HostRunner:
     def __post_init__(self) -> None:
         self.memory = MemoryGauge(self.device)
         self.tables = DeviceTables(self.sequences, -(-self.limits.max_model_len // self.block_size), 0, self.device)
-        self.layouts = Layouts([None], [ROOM])
+        self.layouts = Layouts([None], ROOMS.of(self.sequences, False))
         self.batch: Batch | None = None
         """The batch of the latest step."""
 
@@ -101,7 +101,8 @@ class HostRunner:
             self.batch = batch_of(step_input(step), self.block_size)
         with self.timed("layout"):
             self.tables.pinned_new(self.batch.spans)
-            self.layouts.of(self.batch.spans.ends, self.batch.spans.rows)
+            spans = self.batch.spans
+            self.layouts.of(spans.ends, spans.rows, ROOMS.of(len(spans), False))
         return PendingStep(step, torch.full((2, step.size), 7.0))
 
 

@@ -17,6 +17,8 @@ from nf4_kernels.cuda_library import DecodeAttention, load_error, raise_for, usa
 from nf4_kernels.params import DTYPES
 
 BLOCK_SIZE, DIM, MOST_GROUP = 16, 128, 8
+MOST_PARTS = 512
+"""Items that a sequence may have: 32 groups of 16, which a warp reduces at once."""
 ITEM_FIELDS = 8
 """Numbers of an item: the row of query, key and value; its first key; the key behind its last; the newest key; the
 sequence's first item and number of items; the sequence's row of the block tables; one that is not read."""
@@ -66,7 +68,7 @@ class Layout:
 
     numbers: Tensor
     """int32; how many items there are is at `counted`, and the items, ITEM_FIELDS numbers each, begin at `first`, a multiple
-    of 4."""
+    of 4. No sequence has more than MOST_PARTS."""
     counted: int
     first: int
     items: int

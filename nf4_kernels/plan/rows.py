@@ -111,7 +111,7 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
         for cluster, share in CLUSTERS.items():
             if cluster > 1 and (arch < 90 or small):
                 continue
-            runs = _even(min(int(multiprocessors * share), groups), groups)
+            runs = _even(min(int(multiprocessors * share), groups), -(-n // HALF_ROWS))
             fewest = -(-k_blocks // (cluster * warps * blocks))
             for passes in range(fewest, fewest + 3):
                 parts = cluster * passes
@@ -134,9 +134,12 @@ def rows_candidates(n: int, k: int, tiles: int, arch: int, multiprocessors: int,
     return found
 
 
-def _even(runs: int, groups: int) -> int:
-    """Fewer runs where these are little fewer and the longest is no longer: the launch behind finds idle multiprocessors."""
-    fewer = -(-groups // -(-groups // runs))
+def _even(runs: int, halves: int) -> int:
+    """Fewer runs where these are little fewer and the longest is no longer: the launch behind finds idle multiprocessors.
+
+    halves: the half groups of the weight, which are divided among the runs.
+    """
+    fewer = -(-halves // -(-halves // runs))
     return fewer if fewer >= _EVEN_SHARE * runs else runs
 
 

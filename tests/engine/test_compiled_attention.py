@@ -6,17 +6,18 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from nf4_kernels import decode_attention as kernel
-from nf4_kernels.decode_attention import Instance, can_attend, decode_attention, instance_for
+from nf4_kernels.decode_attention import MOST_PARTS, Instance, can_attend, decode_attention, instance_for
 from nf4_kernels.reference import untile_activations
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels import compiled_kernel
 from server.engine.runtime.attention.kernels.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.decode import DecodeAttention, Layouts
-from server.engine.runtime.attention.kernels.key_parts import Room
+from server.engine.runtime.attention.kernels.key_parts import Room, split_keys
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Span, Spans
@@ -51,6 +52,23 @@ def test_the_room_goes_by_the_kernel_that_attends() -> None:
     whole = Rooms(132, [8], [True], split=False)
     assert whole.of(16, False) == [Room(16, 0)]
     assert whole.most_spare == 0
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_no_sequence_has_more_parts_than_the_kernel_reduces(kv_heads: int) -> None:
+    """Long sequences beside many short ones, on ranks with few key heads; without the bound there would be more."""
+    rooms = Rooms(132, [kv_heads], [True], split=True)
+    chance = random.Random(kv_heads)
+    most = unbounded = 0
+    for size in (1, 16, 64, 128, 256, 384, 448, 512, 768, 1024):
+        room = rooms.of(size, False)[0]
+        for longest in (5000, 33_024, 101_376, 131_072, chance.randrange(1, 200_000)):
+            lengths = np.array([longest, *(chance.choice((1, 64, 100)) for _ in range(size - 1))])
+            most = max(most, int(split_keys(lengths, room, None).parts.max()))
+            wide = Room(room.wave, Room.of(132, kv_heads, 8).spare)
+            unbounded = max(unbounded, int(split_keys(lengths, wide, None).parts.max()))
+    assert most <= MOST_PARTS
+    assert (unbounded > MOST_PARTS) == (kv_heads < 8)
 
 
 def test_layouts_of_one_size_and_two_rooms_are_kept_apart() -> None:

@@ -22,6 +22,7 @@ from nf4_kernels.plan import (
     rows_stages,
     shared_bytes,
 )
+from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, rows_candidates
 from nf4_kernels.plan.wgmma import wgmma_candidates
 
 SOURCES = Path(cuda.__file__).parent / "csrc" / "cuda"
@@ -161,9 +162,24 @@ def test_dequantized_slices_cover_small_and_large_weights() -> None:
 
 def test_a_plan_prints_itself() -> None:
     assert str(plan(8, 25600, 5120, 90, 132)) == (
-        "rows: 8 warps x 10 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 132"
+        "rows: 8 warps x 10 blocks, 8 tokens, 3 stages, k in 1 part of 80 blocks, grid 128"
     )
     assert str(plan(4096, 512, 4160, 90, 132)) == "dequantize + cuBLAS: slices of 512 rows"
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 108, 9])
+def test_runs_are_fewer_only_where_the_longest_is_no_longer(multiprocessors: int) -> None:
+    """In half groups, which is how runs are divided. Without it a launch would have a run for each multiprocessor."""
+    fewer = 0
+    for n in (8, 520, 1024, 4096, 5120, 6144, 8192, 10240, 14336, 25600, 28672, 51200, 57344):
+        halves, groups = -(-n // HALF_ROWS), -(-n // GROUP_ROWS)
+        for rows in rows_candidates(n, 4096, 1, 90, multiprocessors, True):
+            runs, most = rows.grid // rows.cluster, min(int(multiprocessors * CLUSTERS[rows.cluster]), groups)
+            assert -(-halves // runs) == -(-halves // most)
+            assert 0.95 * most <= runs <= most
+            assert rows.chunk * runs * GROUP_ROWS >= n or rows.passes > 1
+            fewer += runs < most
+    assert fewer or multiprocessors == 9
 
 
 def test_the_instances_are_those_compiled() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nf4_kernels.decode_attention import (
+    MOST_PARTS,
     Instance,
     Layout,
     Rotation,
@@ -65,6 +66,7 @@ class Rooms:
             room = Room.of(self._processors, heads)
         else:
             room = Room.of(self._processors, heads, instance.per_processor)
+            room = Room(room.wave, min(room.spare, MOST_PARTS - 1))
         return room if self._split else Room(room.wave, 0)
 
 
