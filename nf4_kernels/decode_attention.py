@@ -38,7 +38,7 @@ class Instance:
 
 # Up to how many thread blocks for each multiprocessor, with sequences in one part, an instance is taken. On an H200 others
 # take longer (docs/lab/0011-decode-attention.md).
-_INSTANCES = (
+INSTANCES = (
     (1, Instance(8, 2, 1)),
     (2, Instance(4, 2, 2)),
     (3, Instance(4, 2, 3)),
@@ -107,7 +107,7 @@ def instance_for(sequences: int, kv_heads: int, processors: int) -> Instance:
     if sequences == 1:
         return _OF_ONE_SEQUENCE
     blocks = sequences * kv_heads / processors
-    return next(instance for most, instance in _INSTANCES if blocks <= most)
+    return next(instance for most, instance in INSTANCES if blocks <= most)
 
 
 def _check(cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -79,7 +79,7 @@ def make_graphs(*sizes: int) -> tuple[DecodeGraphs, PoolOnHost, list[int]]:
     planned: list[int] = []
     pool, graphs = PoolOnHost(), DecodeGraphs.__new__(DecodeGraphs)
 
-    def plan(spans: Spans, size: int) -> None:
+    def plan(spans: Spans, size: int, shared: bool) -> None:
         assert pool.done[-1] == "waited"
         planned.append(len(spans))
 

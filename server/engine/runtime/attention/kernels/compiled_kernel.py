@@ -6,18 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nf4_kernels.decode_attention import (
-    MOST_PARTS,
-    Instance,
-    Layout,
-    Rotation,
-    Workspace,
-    decode_attention,
-    instance_for,
-)
-from nf4_kernels.decode_attention import (
-    can_attend as kernel_can_attend,
-)
+from nf4_kernels import decode_attention as kernel
+from nf4_kernels.decode_attention import Instance
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
@@ -30,7 +20,7 @@ if TYPE_CHECKING:
 def can_attend(kind: Kind, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
     """Whether the compiled kernel computes the attention of layers of a kind, with a cache of dtype."""
     plain = kind.options.softcap is None and not kind.options.sinks
-    return plain and kernel_can_attend(device, dtype, block_size, kind.heads, kind.kv_heads, kind.dim)
+    return plain and kernel.can_attend(device, dtype, block_size, kind.heads, kind.kv_heads, kind.dim)
 
 
 class Rooms:
@@ -40,8 +30,8 @@ class Rooms:
         """kv_heads, compiled: of each window's layers, the most key heads and whether the compiled kernel attends."""
         self._processors, self._kv_heads, self._compiled, self._split = processors, kv_heads, compiled, split
         self._known: dict[tuple[int, bool], list[Room]] = {}
-        per_processor = {instance_for(2**i, 1, 1).per_processor for i in range(8)} if any(compiled) else set()
-        largest = [Room.of(processors, heads, most) for heads in kv_heads for most in per_processor]
+        most = max(instance.per_processor for _, instance in kernel.INSTANCES)
+        largest = [self._room_by(heads, most) for heads, own in zip(kv_heads, compiled, strict=True) if own]
         self.most_spare = max(room.spare for room in [*self.of(1, True), *largest]) if split else 0
         """Room.spare of the step that has most."""
 
@@ -49,7 +39,7 @@ class Rooms:
         """The form of the compiled kernel by which a window's layers attend; None: they do by the Triton kernel."""
         if shared or not self._compiled[window]:
             return None
-        return instance_for(sequences, self._kv_heads[window], self._processors)
+        return kernel.instance_for(sequences, self._kv_heads[window], self._processors)
 
     def of(self, sequences: int, shared: bool) -> list[Room]:
         """The rooms of a step of so many tokens, which may be of one sequence where shared."""
@@ -62,12 +52,15 @@ class Rooms:
 
     def _room(self, window: int, sequences: int, shared: bool) -> Room:
         instance, heads = self.instance(window, sequences, shared), self._kv_heads[window]
-        if instance is None:
-            room = Room.of(self._processors, heads)
-        else:
-            room = Room.of(self._processors, heads, instance.per_processor)
-            room = Room(room.wave, min(room.spare, MOST_PARTS - 1))
+        room = self._room_by(heads, None if instance is None else instance.per_processor)
         return room if self._split else Room(room.wave, 0)
+
+    def _room_by(self, kv_heads: int, per_processor: int | None) -> Room:
+        """The room of a launch by the compiled kernel, with so many thread blocks a multiprocessor; None: by Triton's."""
+        if per_processor is None:
+            return Room.of(self._processors, kv_heads)
+        room = Room.of(self._processors, kv_heads, per_processor)
+        return Room(room.wave, min(room.spare, kernel.MOST_PARTS - 1))
 
 
 def attend_compiled(
@@ -93,9 +86,9 @@ def attend_compiled(
         out = query.new_empty(result_shape(tokens, heads, dim, tile))
     rotation = None
     if rotary is not None:
-        rotation = Rotation(rotary.cos, rotary.sin, rotary.norms, rotary.eps, rotary.offset)
-    layout = Layout(numbers, counted, first, items, tables)
-    workspace = Workspace(partials.sums, partials.weights, partials.arrived)
+        rotation = kernel.Rotation(rotary.cos, rotary.sin, rotary.norms, rotary.eps, rotary.offset)
+    layout = kernel.Layout(numbers, counted, first, items, tables)
+    workspace = kernel.Workspace(partials.sums, partials.weights, partials.arrived)
     scaling = options.scaling
-    decode_attention(cache.data, query, key, value, out, layout, workspace, instance, scaling, rotation, tile)
+    kernel.decode_attention(cache.data, query, key, value, out, layout, workspace, instance, scaling, rotation, tile)
     return out
