@@ -29,7 +29,9 @@ class Rooms:
     def __init__(self, processors: int, kv_heads: list[int], compiled: list[bool], split: bool) -> None:
         """kv_heads, compiled: of each window's layers, the most key heads and whether the compiled kernel attends."""
         self._processors, self._kv_heads, self._compiled, self._split = processors, kv_heads, compiled, split
-        self._known: dict[tuple[int, bool], list[Room]] = {}
+        self._known: dict[tuple[int, bool, Instance | None], list[Room]] = {}
+        self.form: Instance | None = None
+        """The form that the compiled kernel has in any step; None: the one for the step's sequences."""
         most = max(instance.per_processor for _, instance in kernel.INSTANCES)
         largest = [self._room_by(heads, most) for heads, own in zip(kv_heads, compiled, strict=True) if own]
         self.most_spare = max(room.spare for room in [*self.of(1, True), *largest]) if split else 0
@@ -39,15 +41,18 @@ class Rooms:
         """The form of the compiled kernel by which a window's layers attend; None: they do by the Triton kernel."""
         if shared or not self._compiled[window]:
             return None
-        return kernel.instance_for(sequences, self._kv_heads[window], self._processors)
+        return self.form or kernel.instance_for(sequences, self._kv_heads[window], self._processors)
+
+    def forms(self, window: int) -> list[Instance | None]:
+        """The forms by which a window's layers attend in some step; [None]: they attend by the Triton kernel."""
+        return [instance for _, instance in kernel.INSTANCES] if self._compiled[window] else [None]
 
     def of(self, sequences: int, shared: bool) -> list[Room]:
         """The rooms of a step of so many tokens, which may be of one sequence where shared."""
-        found = self._known.get((sequences, shared))
+        step = sequences, shared, self.form
+        found = self._known.get(step)
         if found is None:
-            found = self._known[sequences, shared] = [
-                self._room(window, sequences, shared) for window in range(len(self._kv_heads))
-            ]
+            found = self._known[step] = [self._room(window, sequences, shared) for window in range(len(self._kv_heads))]
         return found
 
     def _room(self, window: int, sequences: int, shared: bool) -> Room:

@@ -6,13 +6,15 @@ launches are bound by latency alone; our kernels do all of it in one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from nf4_kernels.decode_attention import Instance
 from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions, HostLayout
 from server.engine.runtime.attention.kernels.compiled_kernel import Rooms, attend_compiled
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
@@ -190,6 +192,19 @@ class DecodeAttention:
             max(kind.dim for kind in kinds),
             device,
         )
+
+    def forms(self, kind: Kind) -> list[Instance | None]:
+        """The forms by which the kernel attends for layers of a kind, as in_form() takes them."""
+        return self._rooms.forms(self._layouts.windows.index(kind.options.window))
+
+    @contextmanager
+    def in_form(self, form: Instance | None) -> Iterator[None]:
+        """Attend by one form whatever the step's sequences, while entered; None: by what an engine takes."""
+        self._rooms.form = form
+        try:
+            yield
+        finally:
+            self._rooms.form = None
 
     def plan(self, spans: Spans, size: int, shared: bool = False) -> None:
         """Lay out a step for the graph of size sequences; those beyond spans are padding, a token each.

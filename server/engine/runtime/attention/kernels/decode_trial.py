@@ -65,44 +65,68 @@ def disagreement(
 ) -> str | None:
     """Say how decode's outputs differ from the reference's by more than rounding; None where they do not.
 
-    Tries a step without a rotary embedding and one with it, and with norms where norms says so. cache is reference's for
-    the layer, [blocks, 2, block_size, kv_heads, dim], which is left filled with zeros; its last block is not used.
+    Tries each form of the kernel, a step without a rotary embedding and one with it, and with norms where norms says so.
+    cache is reference's for the layer, [blocks, 2, block_size, kv_heads, dim], which is left filled with zeros; its last
+    block is not used.
     """
+    spans, slots = _steps(cache)
+    reference.begin(Batch(slots, slots, slots, slots, spans, len(spans)))
+    for form in decode.forms(kind):
+        with decode.in_form(form):
+            decode.plan(spans, len(spans))
+            for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim), norms)):
+                wrong = _disagreement_in(decode, reference, cache, layer, kind, spans, slots, rotary)
+                if wrong is not None:
+                    return wrong if form is None else f"{wrong} ({form})"
+    return None
+
+
+def _steps(cache: torch.Tensor) -> tuple[Spans, torch.Tensor]:
+    """Decode steps of a few sequences in the first blocks of cache, and the slots of their tokens."""
     block_size, room = cache.shape[2], cache.shape[0] - 1
-    made_spans: list[Span] = []
+    made: list[Span] = []
     used = 0
     for length in (1, block_size + 1, 2 * SMALLEST_PART + 3):
         own = range(used, min(used + -(-length // block_size), room))
         if own:
             end = min(length, len(own) * block_size)
-            made_spans.append(Span(len(made_spans), end - 1, 1, own))
+            made.append(Span(len(made), end - 1, 1, own))
             used = own.stop
-    spans = Spans.of(made_spans)
+    slots = [span.blocks[-1] * block_size + span.start % block_size for span in made]
+    return Spans.of(made), torch.tensor(slots, device=cache.device)
+
+
+def _disagreement_in(
+    decode: DecodeAttention,
+    reference: AttentionBackend,
+    cache: torch.Tensor,
+    layer: int,
+    kind: Kind,
+    spans: Spans,
+    slots: torch.Tensor,
+    rotary: RotaryEmbedding | None,
+) -> str | None:
+    """disagreement() of one step, which both have been told of."""
 
     def made(heads: int) -> torch.Tensor:
         return torch.randn(len(spans), heads, kind.dim, dtype=cache.dtype, device=cache.device)
 
-    slots = torch.tensor([s.blocks[-1] * block_size + s.start % block_size for s in made_spans], device=cache.device)
-    decode.plan(spans, len(spans))
-    reference.begin(Batch(slots, slots, slots, slots, spans, len(spans)))
-    for rotary in (None, _any_rotary(cache.new_empty(len(spans), kind.dim), norms)):
-        query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
-        cache[:used].normal_()
-        found = decode.attend(
-            LayerCache(cache, None), query, key, value, kind.options, rotary, sinks=reference.sinks.get(layer)
-        )
-        written = cache.transpose(1, 2).flatten(0, 1)[slots]
-        if rotary is not None:
-            query, key = rotary.apply(query, key)
-        expected = reference.attend(layer, query, key, value, kind.options)
-        cache[:used].zero_()
-        rounding = 0.0 if rotary is None else _TOLERANCE
-        if not torch.equal(written[:, 1], value) or not relative_error(written[:, 0], key) <= rounding:
-            return "other keys and values are in the cache"
-        error = relative_error(found, expected)
-        if not error < _TOLERANCE:
-            return f"outputs are off by {error:.1e}"
-    return None
+    query, key, value = made(kind.heads), made(kind.kv_heads), made(kind.kv_heads)
+    used = int(spans.counts.sum())
+    cache[:used].normal_()
+    found = decode.attend(
+        LayerCache(cache, None), query, key, value, kind.options, rotary, sinks=reference.sinks.get(layer)
+    )
+    written = cache.transpose(1, 2).flatten(0, 1)[slots]
+    if rotary is not None:
+        query, key = rotary.apply(query, key)
+    expected = reference.attend(layer, query, key, value, kind.options)
+    cache[:used].zero_()
+    rounding = 0.0 if rotary is None else _TOLERANCE
+    if not torch.equal(written[:, 1], value) or not relative_error(written[:, 0], key) <= rounding:
+        return "other keys and values are in the cache"
+    error = relative_error(found, expected)
+    return None if error < _TOLERANCE else f"outputs are off by {error:.1e}"
 
 
 def _any_rotary(like: torch.Tensor, norms: bool) -> RotaryEmbedding:
