@@ -148,14 +148,14 @@ typedef struct {
 } Nf4AllReduce;
 
 /* Attention of each sequence's newest token, whose key and value are written into the paged cache: [blocks, 2, 16, kv_heads,
- * 128], keys and values. query [T, kv_heads * group, 128], key and value [T, kv_heads, 128], of dtype as the cache (16 bit), with
- * strides in elements, multiples of 2; out [T, kv_heads * group, 128], or in tiles of tile_rows tokens where that is not 0.
- * items: item_count of 8 numbers each, of which numbers[counted] are to be computed; tables [any, pitch]: KV blocks of a sequence
- * (the server's attention/kernels/decode.py says what they mean). sums [items, kv_heads * group, 128], weights [items, kv_heads *
- * group, 2] and arrived [items, kv_heads] are the kernel's own, arrived zeros between launches. scale is that of scores, times
- * log2(e). cosines and sines [T, 128] may be null, and query_norm and key_norm [128], to whose elements offset is added.
- * Thread blocks have `warps` warps, each of which has `stages` KV blocks on their way, and a multiprocessor runs per_processor of
- * them. */
+ * 128], keys and values. query [T, kv_heads * group, 128], key and value [T, kv_heads, 128], of dtype as the cache (16 bit),
+ * with strides in elements, multiples of 2; out [T, kv_heads * group, 128], or in tiles of tile_rows tokens where that is not
+ * 0. items: item_count of 8 numbers each, of which numbers[counted] are to be computed, no more than 512 of a sequence;
+ * tables [any, pitch]: KV blocks of a sequence (nf4_kernels/decode_attention.py says what they mean). sums [items, kv_heads
+ * * group, 128], weights [items, kv_heads * group, 2] and arrived [items, kv_heads] are the kernel's own, arrived zeros
+ * between launches. scale is that of scores, times log2(e). cosines and sines [T, 128] may be null, and query_norm and
+ * key_norm [128], to whose elements offset is added. Thread blocks have `warps` warps, each of which has `stages` KV blocks
+ * on their way, and a multiprocessor runs per_processor of them. */
 typedef struct {
   void* cache;
   const void* query;

@@ -18,8 +18,8 @@ cudaError_t launch(const Nf4DecodeAttention& args) {
   ask(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   ask(&reserved, cudaDevAttrReservedSharedMemoryPerBlock);
   if (status != cudaSuccess) return status;
-  // A multiprocessor that ran more than per_processor thread blocks would leave fewer for others, because the launch fills each
-  // one as the launch in front leaves it. So a block asks for so much shared memory that there is no room for one more.
+  // A multiprocessor that ran more than per_processor thread blocks would leave fewer for others, because the launch fills
+  // each one as the launch in front leaves it. So a block asks for so much shared memory that there is no room for one more.
   int bytes = max(kRing, all / (args.per_processor + 1) - reserved + 16);
   auto* kernel = attend<T, kWarps, kStages>;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -1,7 +1,7 @@
 // Decode attention: each sequence's newest token attends to its keys in the paged cache, and its key and value are written
-// there. A thread block takes a part of a sequence's keys (an item) and one key head, with all query heads that share it. Its
-// warps take KV blocks in turn, each through a ring of its own, with a softmax of its own: no warp waits for another one before
-// the last key.
+// there. A thread block takes a part of a sequence's keys (an item) and one key head, with all query heads that share it.
+// Its warps take KV blocks in turn, each through a ring of its own, with a softmax of its own: no warp waits for another one
+// before the last key.
 #pragma once
 
 #include "results.cuh"
@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kWarps * 32) attend(const __grid_constant__ Nf
   bool writes = has_newest && (last - 1 - first) % kWarps == warp;
   NewRow new_key, new_value;
   if (writes) {
-    new_key = load_new_key(args, static_cast<const T*>(args.key) + item.row * args.key_token + head * args.key_head, item.row);
+    const T* key = static_cast<const T*>(args.key) + item.row * args.key_token + head * args.key_head;
+    new_key = load_new_key(args, key, item.row);
     new_value = load_new_value(static_cast<const T*>(args.value) + item.row * args.value_token + head * args.value_head);
     T* to = cache + load_fresh(table + item.newest / kBlock) * (2 * half) + item.newest % kBlock * token_pitch;
     new_key.store(to);

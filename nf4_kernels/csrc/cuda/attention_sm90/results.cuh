@@ -1,4 +1,4 @@
-// What a thread block does with its warps' sums: it adds them up, and the last one of a sequence reduces the sequence's parts.
+// What a thread block does with its warps' sums: it adds them up, and the last one of a sequence reduces its parts.
 #pragma once
 
 #include "sums.cuh"
@@ -141,9 +141,9 @@ __device__ __forceinline__ bool is_last(int32_t* counter, int count) {
   return found;
 }
 
-// Writes a sequence's result; of a sequence in parts leaves this part's sums, which are reduced by the thread block that ends
-// last. As many parts as kMostParts are a group. The last part of a group to end reduces the group, and the last group to end
-// reduces the groups.
+// Writes a sequence's result; of a sequence in parts leaves this part's sums, which are reduced by the thread block that
+// ends last. As many parts as kMostParts are a group. The last part of a group to end reduces the group, and the last group
+// to end reduces the groups, of which there are 32 at most.
 template <typename T, int kWarps>
 __device__ __forceinline__ void finish(const Nf4DecodeAttention& args, const Shared<kWarps>& shared, int item, int first,
                                        int parts, int row, int key_head) {

@@ -33,7 +33,8 @@ struct Sums {
 
   // Adds a KV block in shared memory, of whose keys [first, last) are seen. scale is that of scores, times log2(e).
   template <typename T>
-  __device__ __forceinline__ void add(unsigned stage, const unsigned (&queries)[kSteps][2], float scale, int first, int last) {
+  __device__ __forceinline__ void add(unsigned stage, const unsigned (&queries)[kSteps][2], float scale, int first,
+                                      int last) {
     int lane = threadIdx.x % 32, key = lane / 4;
     float score[2][4] = {};
     unsigned operands[4];
