@@ -60,16 +60,11 @@ def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
 
 
 def test_nearly_all_tokens_of_many_answers_are_the_best(tmp_path: Path) -> None:
-    """More than one answer can show: where one repeats itself, a near tie counts many times.
-
-    Of float32's own answers from these weights, on a CPU, 99.3 % of tokens are the best of transformers' bfloat16, 54 of 60
-    in one answer, and none is more than 0.008 behind. The engine rounds, too: in three states of its kernels the furthest
-    token was three steps of bfloat16 behind, 0.0234.
-    """
+    """More than one answer can show: of one, rounding may take a few more tokens to the other side of near ties."""
     rng = random.Random(1)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230) * 12]
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 100, "kv_cache_bytes": 2000 * 16 * 7 * 2 * 2 * 128 * 2}
-    check_answers("llama-3.3-70b", tmp_path, prompts, 0.025, 0.8, 0.975, **limits)
+    check_answers("llama-3.3-70b", tmp_path, prompts, NEAR_TIE, 0.8, 0.975, **limits)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
