@@ -36,7 +36,8 @@ WARM_UP = 1000
 """Prompts up to this many tokens are decoded twice, and the second time counts; longer ones once."""
 
 
-def _points(text: str) -> list[tuple[int, int]]:
+def points_of(text: str) -> list[tuple[int, int]]:
+    """Pairs of two numbers each: "1x100,8x100"."""
     pairs = [point.split("x") for point in text.split(",") if point]
     return [(int(batch), int(length)) for batch, length in pairs]
 
@@ -89,8 +90,10 @@ def main() -> int:
     parser.add_argument(
         "model", nargs="?", default="llama-3.1-8b", choices=sorted(path.name for path in MODELS.iterdir())
     )
-    parser.add_argument("--decode", type=_points, default=_points(DECODE), help="sequences x tokens of the prompt, ...")
-    parser.add_argument("--prefill", type=_points, default=_points(PREFILL), help="prompts x tokens, ...")
+    parser.add_argument(
+        "--decode", type=points_of, default=points_of(DECODE), help="sequences x tokens of the prompt, ..."
+    )
+    parser.add_argument("--prefill", type=points_of, default=points_of(PREFILL), help="prompts x tokens, ...")
     parser.add_argument(
         "--kv", nargs="+", default=["auto"], choices=get_args(KVCacheDtype), help="forms of the KV cache"
     )

@@ -72,7 +72,7 @@ class HostRunner:
     def __post_init__(self) -> None:
         self.memory = MemoryGauge(self.device)
         self.tables = DeviceTables(self.sequences, -(-self.limits.max_model_len // self.block_size), 0, self.device)
-        self.layouts = Layouts([None], ROOMS.of(self.sequences, False))
+        self.layouts = Layouts([None])
         self.batch: Batch | None = None
         """The batch of the latest step."""
 
@@ -100,8 +100,8 @@ class HostRunner:
         with self.timed("batch"):
             self.batch = batch_of(step_input(step), self.block_size)
         with self.timed("layout"):
-            self.tables.pinned_new(self.batch.spans)
             spans = self.batch.spans
+            self.tables.pinned_new(spans)
             self.layouts.of(spans.ends, spans.rows, ROOMS.of(len(spans), False))
         return PendingStep(step, torch.full((2, step.size), 7.0))
 

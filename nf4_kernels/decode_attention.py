@@ -53,13 +53,15 @@ class Rotation:
     """The rotary embedding of queries and new keys, in float32 and rounded once, and norms of their heads in front of it."""
 
     cos: Tensor
-    """[T, DIM], contiguous, in the queries' dtype."""
+    """[T, dim], contiguous, in the queries' dtype."""
     sin: Tensor
+    """[T, dim], contiguous."""
     norms: tuple[Tensor, Tensor] | None = None
-    """The weights [DIM] of queries' and of keys' norms."""
+    """The norms' weights for queries and for keys, each [dim], contiguous."""
     eps: float = 0.0
+    """Added to mean squares."""
     offset: float = 0.0
-    """What is added to the weights."""
+    """Added to the norms' weights: 1 in Gemma."""
 
 
 @dataclass(frozen=True)

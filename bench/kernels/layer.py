@@ -13,14 +13,13 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bench.busy import points_of
 from bench.kernels.measure import random_weight
 from bench.machine import current_commit, gpu_in_file_names, versions
 from nf4_kernels import Weight, cuda, decode_attention, prefetch_next
@@ -103,18 +102,6 @@ class Layers:
         return cuda.fused_linear(x.reshape(residual.shape[0], -1), weight, residual=residual)
 
 
-@contextmanager
-def attending_by(instance: Instance | None) -> Iterator[None]:
-    """Make compiled attention take a form while entered; None: the one that an engine takes."""
-    before = decode_attention.instance_for
-    if instance is not None:
-        decode_attention.instance_for = lambda *_: instance
-    try:
-        yield
-    finally:
-        decode_attention.instance_for = before
-
-
 class Point:
     """A step of so many sequences with so many tokens behind each."""
 
@@ -134,10 +121,10 @@ class Point:
         """Microseconds of a layer."""
         kind, device = self.layers.kind, self.x.device
         scratch = self.sequences * self.blocks
-        with attending_by(instance):
-            decode = DecodeAttention(
-                [kind], self.sequences, self.blocks, scratch, device, compiled=[kind] if compiled else []
-            )
+        decode = DecodeAttention(
+            [kind], self.sequences, self.blocks, scratch, device, compiled=[kind] if compiled else []
+        )
+        with decode.in_form(instance):
             decode.plan(self.spans, self.sequences)
             self.layers.run(self.x, decode, self.caches, self.rotary)
             torch.cuda.synchronize()
@@ -168,16 +155,13 @@ def row_of(layers: Layers, sequences: int, length: int, instances: list[Instance
     return {"batch": sequences, "length": length, "us": times}
 
 
-def _points(text: str) -> list[tuple[int, int]]:
-    pairs = [point.split("x") for point in text.split(",") if point]
-    return [(int(batch), int(length)) for batch, length in pairs]
-
-
 def main() -> int:
     """Measure every point and write the result."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels.layer", description=__doc__)
     parser.add_argument("model", nargs="?", default="Llama-3.1-8B", choices=sorted(MODELS))
-    parser.add_argument("--points", type=_points, default=_points(POINTS), help="sequences x tokens behind each, ...")
+    parser.add_argument(
+        "--points", type=points_of, default=points_of(POINTS), help="sequences x tokens behind each, ..."
+    )
     parser.add_argument("--out", type=Path, help="the file that rows go to")
     options = parser.parse_args()
     shape, device = MODELS[options.model], torch.device("cuda")

@@ -71,13 +71,13 @@ def test_no_sequence_has_more_parts_than_the_kernel_reduces(kv_heads: int) -> No
 
 
 def test_layouts_of_one_size_and_two_rooms_are_kept_apart() -> None:
-    layouts = Layouts([None], [Room(66, 66)])
+    layouts = Layouts([None])
     lengths, rows = torch.full((4,), 4000).numpy(), torch.arange(4).numpy()
-    wide = layouts.of(lengths, rows).copy()
+    wide = layouts.of(lengths, rows, [Room(66, 66)]).copy()
     narrow = layouts.of(lengths, rows, [Room(16, 17)]).copy()
     assert wide[0] == 64
     assert narrow[0] == 16
-    assert (layouts.of(lengths, rows) == wide).all()
+    assert (layouts.of(lengths, rows, [Room(66, 66)]) == wide).all()
     assert (layouts.of(lengths, rows, [Room(16, 17)]) == narrow).all()
 
 

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from nf4_kernels.decode_attention import Rotation
 
-@dataclass(frozen=True)
-class RotaryEmbedding:
+
+class RotaryEmbedding(Rotation):
     """What attention first does to query [T, heads, dim] and key [T, kv_heads, dim]; it is computed in float32 and rounded
     once.
 
     With norms, each head is divided by the root of its mean square and multiplied by a weight. Then element i of a head's
     first half and element i + dim / 2 are rotated together, which is Llama's pairing and that of nearly all models.
     """
-
-    cos: torch.Tensor
-    """[T, dim], contiguous."""
-    sin: torch.Tensor
-    """[T, dim], contiguous."""
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    """The norms' weights for queries and for keys, each [dim], contiguous."""
-    eps: float = 0.0
-    """Added to mean squares."""
-    offset: float = 0.0
-    """Added to the norms' weights: 1 in Gemma."""
 
     def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """query and key, normalised and rotated by torch's operations."""

@@ -1,20 +1,13 @@
-"""Decode attention by nf4_kernels' compiled kernel, and the room that a step has by the kernel that attends."""
+"""Where nf4_kernels' compiled kernel attends in decode steps, and the room that a step has by the kernel that attends."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from nf4_kernels import decode_attention as kernel
 from nf4_kernels.decode_attention import Instance
-from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.key_parts import Room
-from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
-from server.engine.runtime.attention.rotary import RotaryEmbedding
-
-if TYPE_CHECKING:
-    from server.engine.runtime.attention.kernels.decode_kernel import Partials
+from server.engine.runtime.attention.kernels.kv_cache import Kind
 
 
 def can_attend(kind: Kind, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
@@ -66,34 +59,3 @@ class Rooms:
             return Room.of(self._processors, kv_heads)
         room = Room.of(self._processors, kv_heads, per_processor)
         return Room(room.wave, min(room.spare, kernel.MOST_PARTS - 1))
-
-
-def attend_compiled(
-    cache: LayerCache,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    numbers: torch.Tensor,
-    first: int,
-    counted: int,
-    items: int,
-    tables: torch.Tensor,
-    partials: Partials,
-    options: AttentionOptions,
-    rotary: RotaryEmbedding | None,
-    tile: int,
-    out: torch.Tensor | None,
-    instance: Instance,
-) -> torch.Tensor:
-    """Do as decode_kernel.attend_newest() does, for kinds that can_attend() names."""
-    tokens, heads, dim = query.shape
-    if out is None:
-        out = query.new_empty(result_shape(tokens, heads, dim, tile))
-    rotation = None
-    if rotary is not None:
-        rotation = kernel.Rotation(rotary.cos, rotary.sin, rotary.norms, rotary.eps, rotary.offset)
-    layout = kernel.Layout(numbers, counted, first, items, tables)
-    workspace = kernel.Workspace(partials.sums, partials.weights, partials.arrived)
-    scaling = options.scaling
-    kernel.decode_attention(cache.data, query, key, value, out, layout, workspace, instance, scaling, rotation, tile)
-    return out

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nf4_kernels.decode_attention import Instance
-from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions, HostLayout
-from server.engine.runtime.attention.kernels.compiled_kernel import Rooms, attend_compiled
+from nf4_kernels import decode_attention as kernel
+from nf4_kernels.decode_attention import Instance, Layout
+from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions, HostLayout, result_shape
+from server.engine.runtime.attention.kernels.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART, Numbers, Room, split_keys
@@ -118,19 +119,18 @@ class _Kept:
 class Layouts:
     """Makes the layouts of steps for certain windows."""
 
-    def __init__(self, windows: list[int | None], rooms: list[Room]) -> None:
-        """rooms: of the launches of each window's layers, for steps that have none of their own."""
+    def __init__(self, windows: list[int | None]) -> None:
         self.windows = windows
-        self.rooms = rooms
         self._kept: dict[tuple[int, Room], _Kept] = {}
 
-    def of(self, lengths: Numbers, rows: Numbers, rooms: list[Room] | None = None) -> npt.NDArray[np.int32]:
+    def of(self, lengths: Numbers, rows: Numbers, rooms: list[Room]) -> npt.NDArray[np.int32]:
         """layout() of a step; valid until the next one of as many tokens and with the same room.
+
+        rooms: of the launches of each window's layers.
 
         Most steps have the parts of the step before, and the device may wait for a layout. So parts are kept where a launch
         has no more sequences than one wave.
         """
-        rooms = self.rooms if rooms is None else rooms
         if self.windows != [None] or len(lengths) > rooms[0].wave:
             return layout(lengths, rows, self.windows, rooms)
         key = (-(-lengths // SMALLEST_PART)).tobytes(), rows.tobytes()
@@ -179,7 +179,7 @@ class DecodeAttention:
             split,
         )
         sequences = max(largest, TRIAL_SEQUENCES)
-        self._layouts = Layouts(windows, self._rooms.of(sequences, True))
+        self._layouts = Layouts(windows)
         items = sequences + self._rooms.most_spare
         self._numbers = torch.zeros(HEADER + len(windows) * items * FIELDS, dtype=torch.int32, device=device)
         # Taken in turn, so that a layout need not wait for the copies of the one before.
@@ -269,11 +269,16 @@ class DecodeAttention:
         room_for = query.shape[0] if sequences is None else sequences
         is_shared = shared is not Shared.NO
         rooms, window = self._rooms.of(room_for, is_shared), self._layouts.windows.index(options.window)
-        first = item_places(room_for, rooms)[window]
-        step = self._numbers, first, window, room_for + rooms[window].spare, self.tables.blocks
+        first, items = item_places(room_for, rooms)[window], room_for + rooms[window].spare
         instance = self._rooms.instance(window, room_for, is_shared)
         if instance is not None:
-            return attend_compiled(
-                cache, query, key, value, *step, self._partials, options, rotary, tile, out, instance
+            tokens, heads, dim = query.shape
+            if out is None:
+                out = query.new_empty(result_shape(tokens, heads, dim, tile))
+            given = Layout(self._numbers, window, first, items, self.tables.blocks)
+            kernel.decode_attention(
+                cache.data, query, key, value, out, given, self._partials, instance, options.scaling, rotary, tile
             )
+            return out
+        step = self._numbers, first, window, items, self.tables.blocks
         return self._attend(cache, query, key, value, *step, self._partials, options, rotary, tile, sinks, out, shared)

@@ -6,6 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from nf4_kernels.decode_attention import Workspace
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.decode_sums import both, finish
 from server.engine.runtime.attention.kernels.instances import DecodeInstance, Shared
@@ -33,13 +34,15 @@ from server.engine.runtime.attention.rotary import RotaryEmbedding
 _WRITTEN, _IN_ROWS = tl.constexpr(int(Shared.WRITTEN)), tl.constexpr(int(Shared.IN_ROWS))
 
 
-class Partials:
+class Partials(Workspace):
     """Partial sums: what the parts of a sequence's keys leave until the thread block that ends last reduces them."""
 
     def __init__(self, items: int, kv_heads: int, heads: int, dim: int, device: torch.device) -> None:
-        self.sums = torch.empty(items * heads * dim, dtype=torch.float32, device=device)
-        self.weights = torch.empty(items * heads * 2, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(items * kv_heads, dtype=torch.int32, device=device)
+        super().__init__(
+            torch.empty(items * heads * dim, dtype=torch.float32, device=device),
+            torch.empty(items * heads * 2, dtype=torch.float32, device=device),
+            torch.zeros(items * kv_heads, dtype=torch.int32, device=device),
+        )
 
 
 def attend_newest(
