@@ -265,7 +265,11 @@ def is_at_a_boundary(
 ) -> bool:
     """Whether two answers part where the uniform number is as near to the boundary of both tokens as float32's rounding.
 
-    Of requests with a temperature and no filters, whose distribution is found here in float64.
+    The boundary is where one token's share of the distribution ends and the other's begins; these are two places where
+    other tokens lie between, and both have to be as near. The distribution, of requests with a temperature and no filters,
+    is found here in float64. What float32 rounds is what transformers' logits in float32 are off on this machine: logits
+    that are off by e at most move the share F of all tokens below a boundary by 2 e F (1 - F) / temperature at most. Sums
+    of the probabilities themselves may be off by 1e-6.
     """
     sampling = request.sampling
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
@@ -276,7 +280,9 @@ def is_at_a_boundary(
     exact = copy.deepcopy(model)
     if request.adapter is not None:
         exact = PeftModel.from_pretrained(exact, adapter.path)
+    rounded = exact(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
     logits = exact.double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].clone()
+    off = (rounded - logits).abs().max().item()
     logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(torch.tensor([ids]), logits[None])[0]
     counts = torch.bincount(answer, minlength=len(logits))
     logits -= sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
@@ -285,8 +291,12 @@ def is_at_a_boundary(
     if place < sampling.min_tokens:
         ends = [*sampling.stop_token_ids, *([] if sampling.ignore_eos else [model.config.eos_token_id])]
         logits[ends] = -torch.inf
-    below = torch.softmax(logits / sampling.temperature, -1).cumsum(0)
     lower, upper = sorted((one[place], other[place]))
+    shares = torch.softmax(logits / sampling.temperature, -1)
     assert sampling.seed is not None
-    distance = abs(below[lower].item() - uniform(sampling.seed, len(ids)))
-    return upper == lower + 1 and distance < 1e-6
+    drawn = uniform(sampling.seed, len(ids))
+    for boundary in (shares[: lower + 1].sum().item(), shares[:upper].sum().item()):
+        rounding = 1e-6 + 2 * off * boundary * (1 - boundary) / sampling.temperature
+        if abs(boundary - drawn) >= rounding:
+            return False
+    return True
