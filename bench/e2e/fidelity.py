@@ -50,7 +50,7 @@ def compare(model: PreTrainedModel, scored: list[Scored]) -> dict[str, float]:
     converted to that and stays so.
     """
     theirs = torch.cat([_logprobs(model, text) for text in scored])
-    _make_exact(model)
+    make_exact(model)
     exact = torch.cat([_logprobs(model, text) for text in scored])
     ours = torch.tensor([value for text in scored for value in text.logprobs], device=exact.device)
     errors = {"ours": ours - exact, "hf": theirs - exact}
@@ -60,6 +60,21 @@ def compare(model: PreTrainedModel, scored: list[Scored]) -> dict[str, float]:
         **{f"{name}_rms": float(error.square().mean().sqrt()) for name, error in errors.items()},
         **{f"{name}_max": float(error.abs().max()) for name, error in errors.items()},
     }
+
+
+def make_exact(model: PreTrainedModel) -> None:
+    """Computes in float32 from now on, with the NF4 weights that the model has, each dequantized at every call.
+
+    On a CPU the model must not have computed before: bitsandbytes then puts a weight's codes into another order.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear4bit):
+                setattr(parent, name, _Exact(child))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 class _Exact(nn.Module):
@@ -77,17 +92,6 @@ class _Exact(nn.Module):
         packed = nf4_kernels.Weight(layer.weight.data, tuple(state.shape), block_scales(state), state.blocksize)
         weight = nf4_kernels.reference.dequantize(packed, torch.float32)
         return nn.functional.linear(x, weight, None if bias is None else bias.float())
-
-
-def _make_exact(model: PreTrainedModel) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Linear4bit):
-                setattr(parent, name, _Exact(child))
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.float()
 
 
 def _run(engine: Engine, request_id: str, prompt: list[int], scores_prompt: bool) -> Scored:

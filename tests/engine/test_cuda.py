@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -13,30 +12,17 @@ import pytest
 import torch
 
 from nf4_kernels import cuda
-from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
-from server.engine.core import Engine
 from server.engine.runtime.attention import flashinfer
-from server.engine.runtime.attention.flashinfer import FlashInferBackend
 from server.engine.runtime.preparation import graph_capture
 from server.engine.runtime.preparation.assembly import build_runner
-from server.types import GenerateRequest, SamplingParams
+from tests.engine.greedy_answers import NEAR_TIE, VOCABULARY, check_answers, small
 from tests.nf4_kernels.cuda_weights import HOPPER
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-
-MODELS = Path(__file__).parents[2] / "bench" / "models"
-VOCABULARY = 2000
-SMALL = {
-    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 7, "num_attention_heads": 8, "head_dim": 128,
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "moe_intermediate_size": 256, "num_experts": 16, "num_local_experts": 16,
-}  # fmt: skip
-# bfloat16 logits of these models are multiples of about 0.008 where they are decided.
-NEAR_TIE = 0.02
 
 
 @pytest.mark.parametrize("blocks", [None, 32])
@@ -121,7 +107,7 @@ def test_attention_of_graphs_is_compiled_before_they_are_captured(
     if by_triton:
         monkeypatch.setattr(flashinfer, "can_attend", lambda *_: False)
     # Kernels are compiled for the length of the block tables, which no other test has.
-    model = small(name, tmp_path)
+    model = small(name, tmp_path, torch.device("cuda", 0))
     config = EngineConfig(device="cuda", max_model_len=6000, max_num_seqs=136, kv_cache_bytes=1 << 28)
     compiled: list[tuple[str, str]] = []
     stage = ["before"]
@@ -141,58 +127,3 @@ def test_attention_of_graphs_is_compiled_before_they_are_captured(
     stages = [stage for stage, name in compiled if name == "_attend"]
     assert len(stages) >= 3 if by_triton else not stages
     assert not [stage for stage in stages if stage.startswith("capturing decode")]
-
-
-def small(name: str, folder: Path) -> Any:
-    """A small model of one of bench/models' families, with random weights."""
-    settings = json.loads((MODELS / name / "config.json").read_text()) | SMALL
-    if settings.get("sliding_window"):
-        settings["sliding_window"] = 64
-    if "layer_types" in settings:
-        settings["layer_types"] = settings["layer_types"][: SMALL["num_hidden_layers"]]
-    (folder / "config.json").write_text(json.dumps(settings))
-    return dummy_model(folder, torch.device("cuda", 0), torch.bfloat16, lambda *_: None, seed=0)
-
-
-def check_answers(
-    name: str,
-    tmp_path: Path,
-    prompts: list[list[int]],
-    near_tie: float,
-    least_best: float = 0.9,
-    least_of_all: float = 0.0,
-    **limits: int,
-) -> int:
-    """Each prompt's greedy answer beside transformers; returns how many requests were preempted.
-
-    Each token's logit is at most near_tie behind the best one, and it is the best one in more than least_best of a prompt's
-    places and more than least_of_all of all prompts'.
-    """
-    device = torch.device("cuda", 0)
-    reference, model = small(name, tmp_path), small(name, tmp_path)
-    config = EngineConfig(device="cuda", max_model_len=512, **limits)
-    runner = build_runner(model, config)
-    assert isinstance(runner._paged.backend, FlashInferBackend)
-    engine = Engine(runner, config)
-    for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-        engine.add(GenerateRequest(str(index), prompt, sampling))
-    answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            assert output.error is None
-            answers[output.request_id] += output.new_token_ids
-    best = 0.0
-    for index, prompt in enumerate(prompts):
-        answer = torch.tensor(answers[str(index)], device=device)
-        assert len(answer) == 60
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + answer.tolist()], device=device)).logits[0]
-        expected = logits[len(prompt) - 1 : -1].float()
-        behind = expected.amax(-1) - expected.gather(1, answer.unsqueeze(1)).squeeze(1)
-        assert behind.max() <= near_tie
-        share = (behind == 0).float().mean()
-        assert share > least_best
-        best += float(share) / len(prompts)
-    assert best > least_of_all
-    return engine.stats().preemptions

@@ -25,7 +25,7 @@ from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
 from server.engine.runtime.sampling.sampler import sample
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, make_sequence, run_together, tokens
-from tests.engine.test_cuda import MODELS, SMALL, VOCABULARY
+from tests.engine.greedy_answers import MODELS, SMALL, VOCABULARY
 
 pytestmark = [
     pytest.mark.gpu,

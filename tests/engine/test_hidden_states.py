@@ -17,8 +17,8 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, RequestOutput, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.greedy_answers import MODELS, SMALL
 from tests.engine.models import tiny_model
-from tests.engine.test_cuda import MODELS, SMALL
 
 CONFIG = EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32)
 EAGER = CONFIG.model_copy(update={"enforce_eager": True})

@@ -22,8 +22,8 @@ from server.types import GenerateRequest, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.checkpoint.layouts import config_of
 from tests.checkpoint.multimodal import CLASSES
+from tests.engine.greedy_answers import MODELS, SMALL
 from tests.engine.models import tiny_model
-from tests.engine.test_cuda import MODELS, SMALL
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
-from tests.engine.test_cuda import MODELS, SMALL, VOCABULARY
+from tests.engine.greedy_answers import MODELS, SMALL, VOCABULARY
 
 pytestmark = [
     pytest.mark.gpu,

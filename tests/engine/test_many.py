@@ -17,8 +17,8 @@ from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest
 from tests.engine.factories import make_request
+from tests.engine.greedy_answers import MODELS, SMALL
 from tests.engine.models import tiny_model
-from tests.engine.test_cuda import MODELS, SMALL
 
 COUNT = 200
 STARTS = 6

@@ -25,7 +25,7 @@ from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, run_together, tokens
-from tests.engine.test_cuda import MODELS, SMALL
+from tests.engine.greedy_answers import MODELS, SMALL
 
 pytestmark = [
     pytest.mark.gpu,

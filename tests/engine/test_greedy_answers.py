@@ -1,0 +1,49 @@
+"""What is asked of greedy answers on a GPU holds of a right engine, and not of one whose model is a little off."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.greedy_answers import NEAR_TIE, VOCABULARY, compare
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def behind(name: str, folder: Path, change: Callable[[Any], None]) -> torch.Tensor:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230) * 12]
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 100, "kv_cache_bytes": 2000 * 16 * 7 * 2 * 2 * 128 * 2}
+    return compare(name, folder, torch.device("cpu"), prompts, change, **limits)[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.3-70b"])
+def test_of_a_right_engine(name: str, tmp_path: Path) -> None:
+    found = behind(name, tmp_path, lambda model: None)
+    best = (found == 0).float()
+    assert found.max() <= NEAR_TIE
+    assert best.mean(1).min() > 0.9
+    assert best.mean() > 0.975
+
+
+def one_norm(model: Any) -> None:
+    model.model.layers[3].input_layernorm.weight.data *= 1.05
+
+
+def epsilon(model: Any) -> None:
+    model.model.layers[3].input_layernorm.variance_epsilon = 1e-2
+
+
+@pytest.mark.parametrize("change", [one_norm, epsilon])
+def test_of_a_wrong_one(change: Callable[[Any], None], tmp_path: Path) -> None:
+    """Each of the three bounds alone finds it."""
+    found = behind("llama-3.3-70b", tmp_path, change)
+    best = (found == 0).float()
+    assert found.max() > NEAR_TIE
+    assert best.mean(1).min() < 0.9
+    assert best.mean() < 0.975
