@@ -14,8 +14,9 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from bench.kernels.tables import large_rows
 from bench.speculation.tables import name_of, text_rows
-from bench.tables import RESULTS, large_rows
+from bench.tables.results import RESULTS
 
 DOCS = RESULTS.parents[1] / "docs"
 SHOWN = ("kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "speculation-nvidia-h100.json")

@@ -11,39 +11,39 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench import busy_tables, parallel_tables, sampling_tables, tables
 from bench.api_processes.tables import api_processes
 from bench.ray_serve import tables as ray_serve
 from bench.speculation import tables as speculation_tables
+from bench.tables import busy, engine, parallel, sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scaling.md")
 MARKED = re.compile(r"(<!-- table:(?P<name>[a-z0-9-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
-    "headline": tables.headline,
-    "kernels-short": tables.kernels_short,
-    "models": tables.models,
-    "kernels": tables.kernels_all,
-    "kernels-large": tables.kernels_large,
-    "experts": tables.experts,
-    "decode": tables.decode,
-    "prefill": tables.prefill,
-    "vllm": tables.vllm,
-    "busy": busy_tables.busy,
-    "paper": tables.paper,
-    "http": tables.http,
-    "options": sampling_tables.options,
+    "headline": engine.headline,
+    "kernels-short": engine.kernels_short,
+    "models": engine.models,
+    "kernels": engine.kernels_all,
+    "kernels-large": engine.kernels_large,
+    "experts": engine.experts,
+    "decode": engine.decode,
+    "prefill": engine.prefill,
+    "vllm": engine.vllm,
+    "busy": busy.busy,
+    "paper": engine.paper,
+    "http": engine.http,
+    "options": sampling.options,
     "speculation": speculation_tables.speculation,
     "speculation-steps": speculation_tables.speculation_steps,
     "speculation-texts": speculation_tables.speculation_texts,
     "speculation-h200": partial(speculation_tables.speculation, speculation_tables.H200_FILE),
     "speculation-steps-h200": partial(speculation_tables.speculation_steps, speculation_tables.H200_FILE),
     "speculation-cpu": partial(speculation_tables.speculation_texts, speculation_tables.CPU_FILE),
-    "fidelity": tables.fidelity,
-    "cpu": tables.cpu,
-    "several-gpus": parallel_tables.several_gpus,
-    "gpu-starts": parallel_tables.gpu_starts,
-    "exchange": parallel_tables.exchange,
+    "fidelity": engine.fidelity,
+    "cpu": engine.cpu,
+    "several-gpus": parallel.several_gpus,
+    "gpu-starts": parallel.gpu_starts,
+    "exchange": parallel.exchange,
     "api-processes": api_processes,
     "ray-affinity": ray_serve.affinity,
     "ray-recovery": ray_serve.recovery,

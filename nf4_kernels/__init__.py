@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nf4_kernels import cpu, cuda, moe, ops, top_k
+from nf4_kernels import cpu, cuda, moe, ops
+from nf4_kernels.cuda import top_k
+from nf4_kernels.cuda.weight_order import prefetch_next
 from nf4_kernels.format import Weight
-from nf4_kernels.weight_order import prefetch_next
 
 __version__ = "0.1.0"
 

@@ -41,7 +41,7 @@ class Weight:
     A shard of a nested weight keeps the whole one's groups of 256 blocks: group_offset blocks lie in front of the shard in
     the first of its groups, and group_skip blocks of the whole weight between the ends and beginnings of its rows.
 
-    table names what codes stand for (TABLES). The ops and CUDA take NF4 alone; cpu.py and reference.py take both.
+    table names what codes stand for (TABLES). The ops and CUDA take NF4 alone; cpu and reference take both.
     """
 
     packed: Tensor

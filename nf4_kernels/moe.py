@@ -17,7 +17,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nf4_kernels import cpu, cpu_moe, cuda_moe, moe_torch, reference
+from nf4_kernels import cpu, moe_torch, reference
+from nf4_kernels.cpu import moe as cpu_moe
+from nf4_kernels.cuda import moe as cuda_moe
 from nf4_kernels.format import Weight, check_experts
 from nf4_kernels.ops import backend
 
@@ -34,7 +36,7 @@ _library.define(
 
 
 def _library_of(device_type: str) -> ModuleType:
-    """The backend where cuda_moe does not compute: cpu_moe, or else moe_torch with the device's own dequantization."""
+    """The backend where cuda.moe does not compute: cpu.moe, or else moe_torch with the device's own dequantization."""
     return cpu_moe if device_type == "cpu" and backend("cpu") is cpu else moe_torch
 
 

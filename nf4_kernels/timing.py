@@ -2,7 +2,7 @@
 
 CPU: monotonic wall time, taken by the library around every call. dequant counts dequantize calls and, within linear, the
 stages that expand weights into a panel of their own. CUDA: the device's own clock, read by the kernels themselves
-(device_clock.py). There dequant counts the dequantize launches, those in front of cuBLAS included, and of each GEMM
+(cuda/device_clock.py). There dequant counts the dequantize launches, those in front of cuBLAS included, and of each GEMM
 that decodes weights itself the share that sampled launches spend decoding; on CPU such a GEMM counts under linear only.
 linear counts linear layers from end to end.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from nf4_kernels import cpu
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda.device_clock import DeviceClock
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sums over the GPUs of this host, in CUDA graphs: NCCL's beside nf4_kernels.peers': python -m bench.kernels.exchange.
+"""Sums over the GPUs of this host, in CUDA graphs: NCCL's beside nf4_kernels.cuda.peers': python -m bench.kernels.exchange.
 
 One process for each GPU. Writes bench/results/exchange-<device>.json: microseconds of one sum of bfloat16 in a chain of 100,
 the slowest rank's, by bytes; with the residual, which NCCL's sum needs another launch for; ours in LL and, where there is
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from bench.machine import current_commit, gpu_in_file_names, versions
-from nf4_kernels.peers import PeerReducer, most_bytes
+from nf4_kernels.cuda.peers import PeerReducer, most_bytes
 from server.engine.runtime.exchange import ENVIRONMENT
 from server.engine.runtime.peers import meet_peers
 

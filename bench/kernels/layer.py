@@ -22,8 +22,9 @@ from torch import Tensor
 from bench.busy import points_of
 from bench.kernels.measure import random_weight
 from bench.machine import current_commit, gpu_in_file_names, versions
-from nf4_kernels import Weight, cuda, decode_attention, prefetch_next
-from nf4_kernels.decode_attention import Instance
+from nf4_kernels import Weight, cuda, prefetch_next
+from nf4_kernels.cuda import decode_attention
+from nf4_kernels.cuda.decode_attention import Instance
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.decode import DecodeAttention
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache

@@ -25,7 +25,8 @@ from torch.nn import functional
 from bench.kernels.clock import Bench
 from bench.kernels.measure import BLOCKSIZE, random_weight
 from bench.machine import current_commit
-from nf4_kernels import Weight, cuda, cuda_moe, reference
+from nf4_kernels import Weight, cuda, reference
+from nf4_kernels.cuda import moe as cuda_moe
 from nf4_kernels.plan.moe import GROUP, MoePlan, MoeWarps, MoeWgmma, moe_candidates
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -44,13 +44,17 @@ LINEAR = {
 }
 
 
+def large_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that are of projections with many weights."""
+    return [row for row in report["rows"] if row["N"] * row["K"] >= LARGE]
+
+
 def large(report: dict[str, Any]) -> str:
     """Markdown: over all large projections and for each M, the range of the ratios, and how many miss which target."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in report["rows"]:
-        if row["N"] * row["K"] >= LARGE:
-            name = f"M = {row['M']}" if row["op"] == "linear" else row["op"].replace("_", ", ")
-            groups.setdefault(name, []).append(row)
+    for row in large_rows(report):
+        name = f"M = {row['M']}" if row["op"] == "linear" else row["op"].replace("_", ", ")
+        groups.setdefault(name, []).append(row)
     lines = [
         "| | times the floor | faster than bitsandbytes | than bf16 cuBLAS | target missed by |",
         "| --- | --- | --- | --- | --- |",

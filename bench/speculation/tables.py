@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bench.markdown import table, wrapped
-from bench.tables import NAMES, load
+from bench.tables.markdown import table, wrapped
+from bench.tables.results import NAMES, load
 
 FILE, H200_FILE = "speculation-nvidia-h100.json", "speculation-nvidia-h200.json"
 CPU_FILE = "speculation-cpu-2-cores.json"

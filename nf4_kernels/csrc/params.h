@@ -1,5 +1,5 @@
 /* What every NF4 kernel is told: raw pointers, sizes, a dtype and a stream. It is plain C, so that ctypes can mirror it.
- * nf4_kernels/params.py, cuda_library.py and device_clock.py hold the same structs and struct_sizes.h lists them: change
+ * nf4_kernels/params.py, cuda/library.py and cuda/device_clock.py hold the same structs and struct_sizes.h lists them: change
  * them together. */
 #pragma once
 
@@ -89,7 +89,7 @@ typedef struct {
 
 /* The words of a launch hold, in ns of the device's clock, when it began and when its last instruction ran, and in launches
  * that time their decoding how long one warp decoded, else 0; the fourth word is the launch's own.
- * Nf4Clocks lists words by kind of launch (nf4_kernels/device_clock.py names the kinds); a launch of a kind counts
+ * Nf4Clocks lists words by kind of launch (nf4_kernels/cuda/device_clock.py names the kinds); a launch of a kind counts
  * completion ns more. The totals of a kind are its launches' time, that of those whose decoding was timed, and their
  * decoding. */
 enum { NF4_CLOCK_KINDS = 4, NF4_CLOCK_WORDS = 4, NF4_CLOCK_TOTALS = 3 };
@@ -151,7 +151,7 @@ typedef struct {
  * 128], keys and values. query [T, kv_heads * group, 128], key and value [T, kv_heads, 128], of dtype as the cache (16 bit),
  * with strides in elements, multiples of 2; out [T, kv_heads * group, 128], or in tiles of tile_rows tokens where that is not
  * 0. items: item_count of 8 numbers each, of which numbers[counted] are to be computed, no more than 512 of a sequence;
- * tables [any, pitch]: KV blocks of a sequence (nf4_kernels/decode_attention.py says what they mean). sums [items, kv_heads
+ * tables [any, pitch]: KV blocks of a sequence (nf4_kernels/cuda/decode_attention.py says what they mean). sums [items, kv_heads
  * * group, 128], weights [items, kv_heads * group, 2] and arrived [items, kv_heads] are the kernel's own, arrived zeros
  * between launches. scale is that of scores, times log2(e). cosines and sines [T, 128] may be null, and query_norm and
  * key_norm [128], to whose elements offset is added. Thread blocks have `warps` warps, each of which has `stages` KV blocks

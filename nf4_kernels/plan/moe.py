@@ -104,7 +104,7 @@ MoePlan = MoeRows | MoeWarps | MoeWgmma
 
 @dataclass(frozen=True)
 class MoeWgmmaCosts:
-    """What moe_wgmma's launches take on a GPU, in microseconds, as bench/fit_moe_plan.py fits it to measured launches.
+    """What moe_wgmma's launches take on a GPU, in microseconds, as bench/kernels/fit_moe_plan.py fits it to launches.
 
     The first two are a k step of a tile of so many choices whose activations the GEMM gathers, the next four one of a tile
     that a launch in front has gathered.

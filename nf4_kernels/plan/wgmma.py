@@ -52,7 +52,7 @@ class Wgmma:
 
 @dataclass(frozen=True)
 class WgmmaCosts:
-    """Microseconds of an instance's launches, as bench/fit_plan.py fits them to measured ones."""
+    """Microseconds of an instance's launches, as bench/kernels/fit_plan.py fits them to measured ones."""
 
     launch: float
     """A launch without any k step."""

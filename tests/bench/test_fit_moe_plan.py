@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from bench import fit_moe_plan
-from bench.fit_moe_plan import Gemm, fit, gemms
+from bench.kernels import fit_moe_plan
+from bench.kernels.fit_moe_plan import Gemm, fit, gemms
 from nf4_kernels.plan.moe import H200_COSTS, MoeWgmma, MoeWgmmaCosts, moe_candidates, moe_wgmma_cost
 
 OTHER = MoeWgmmaCosts(1.2, 1.5, 0.6, 1.4, 2.4, 4.4, 3.0, 20.0, 1e-6)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import fit_plan
+from bench.kernels import fit_plan
 from nf4_kernels.plan.wgmma import WGMMA_COSTS, Wgmma, WgmmaCosts, wgmma_candidates, wgmma_cost
 
 SHAPES = [(8192, 8192), (25600, 5120), (5120, 25600), (6144, 4096), (1024, 8192), (28672, 8192), (4096, 14336)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.tables import RESULTS
+from bench.tables.results import RESULTS
 
 pytest.importorskip("matplotlib", reason="the extra plots is not installed")
 

@@ -9,7 +9,7 @@ from tests.engine.interpreted import run_interpreted
 TRIAL = """
 import types
 import torch
-from nf4_kernels import decode_attention as kernel
+from nf4_kernels.cuda import decode_attention as kernel
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
 from server.engine.runtime.attention.kernels.decode import DecodeAttention
 from server.engine.runtime.attention.kernels.decode_trial import disagreement

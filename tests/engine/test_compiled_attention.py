@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nf4_kernels import decode_attention as kernel
-from nf4_kernels.decode_attention import MOST_PARTS, Instance, can_attend, decode_attention, instance_for
+from nf4_kernels.cuda import decode_attention as kernel
+from nf4_kernels.cuda.decode_attention import MOST_PARTS, Instance, can_attend, decode_attention, instance_for
 from nf4_kernels.reference import untile_activations
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.compiled_kernel import Rooms

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from nf4_kernels.huge_pages import HUGE_PAGE
+from nf4_kernels.cpu.huge_pages import HUGE_PAGE
 from server.engine.runtime.attention.host_zeros import PAGES_THREAD, host_zeros
 
 SHAPES = [(3, 16, 2, 24), (3, 16, 1, 5), (0, 16, 1, 5), (7, 16, 2, 24)]

@@ -16,7 +16,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-import nf4_kernels.top_k
+import nf4_kernels.cuda.top_k
 from server.engine.runtime.compile.passes.fusion import FusedOperations
 from tests.engine.fusing import compiled
 
@@ -80,7 +80,7 @@ def fused(function: Callable[..., Any], logits: torch.Tensor, joins: bool = Fals
         found["linear"] = sum(str(target).startswith(tuple(f"aten.{name}." for name in names)) for target in targets)
 
     def fits(device: torch.device, dtype: torch.dtype, width: int, k: int) -> bool:
-        return k <= width <= nf4_kernels.top_k.MOST_WIDTH
+        return k <= width <= nf4_kernels.cuda.top_k.MOST_WIDTH
 
     hooks = {
         "post_grad_custom_pre_pass": FusedOperations(selects=fits, routes=fits, joins=lambda *_: joins),

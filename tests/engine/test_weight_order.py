@@ -6,7 +6,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
-from nf4_kernels.weight_order import next_weight
+from nf4_kernels.cuda.weight_order import next_weight
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
 from server.engine.runtime.model.projections import GroupMember, NF4Linear, replace_projections
 from server.engine.runtime.model.weight_order import set_weight_order

@@ -17,8 +17,10 @@ from unittest.mock import patch
 
 import torch
 
-import nf4_kernels.routing  # noqa: F401 (its import registers the ops of routers)
-from nf4_kernels import Weight, cuda, cuda_launches, cuda_moe, reference
+import nf4_kernels.cuda.routing  # noqa: F401 (its import registers the ops of routers)
+from nf4_kernels import Weight, cuda, reference
+from nf4_kernels.cuda import launches
+from nf4_kernels.cuda import moe as cuda_moe
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Dequantize, Plan, rows_candidates
 from nf4_kernels.plan.moe import moe_candidates
 from tests.nf4_kernels.cuda_weights import DEVICE, random_weight, split
@@ -56,7 +58,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def with_plan(choice: Plan, *calls: Callable[[], object]) -> int:
     """Call all with one launch instead of the planned one; gives how many there were."""
-    with patch.object(cuda_launches, "_plan", lambda *_: choice):
+    with patch.object(launches, "_plan", lambda *_: choice):
         for call in calls:
             call()
     return len(calls)

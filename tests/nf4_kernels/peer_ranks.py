@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from nf4_kernels.cuda_library import KernelError
-from nf4_kernels.peers import PeerReducer, most_bytes
+from nf4_kernels.cuda.library import KernelError
+from nf4_kernels.cuda.peers import PeerReducer, most_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A chunk, what a warp and a thread block have in each protocol, several of these, all that one launch takes (-1), and odd

@@ -10,7 +10,8 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, get_4bit_type
 
 import nf4_kernels
-from nf4_kernels import Weight, cpu, cpu_moe, reference
+from nf4_kernels import Weight, cpu, reference
+from nf4_kernels.cpu import moe as cpu_moe
 from nf4_kernels.format import TABLES
 from tests.nf4_kernels.shards import along_k, along_n
 from tests.nf4_kernels.weights import FIXED_POINT, float32_bound, is_close, quantized, using_isa

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nf4_kernels import cpu
-from nf4_kernels.cpu_compact import CompactBf16
+from nf4_kernels.cpu.compact import CompactBf16
 from tests.nf4_kernels.weights import quantized, using_isa
 
 N, K = 1003, 576

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nf4_kernels import cuda, cuda_launches, reference
-from nf4_kernels.cuda_workspace import workspace_on
+from nf4_kernels import cuda, reference
+from nf4_kernels.cuda import launches
+from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.plan import WGMMA_INSTANCES, Rows, plan, rows_candidates
 from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, ON_GPU, TOLERANCE, random_weight, relative_error, split
 
@@ -105,7 +106,7 @@ def test_every_rows_instance_however_its_work_is_split(
     for arch in (own, LITTLE_SHARED_MEMORY):
         for tiles, m in ((1, 1), (1, 2), (1, 7), (2, 13), (4, 32)):
             for choice in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
-                monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+                monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
                 for dtype in HALVES:
                     x = torch.randn(m, k, device=DEVICE, dtype=dtype)
                     torch.full((m, n), float("nan"), device=DEVICE, dtype=dtype)
@@ -119,7 +120,7 @@ def test_several_launches_for_more_tokens_than_one_takes(m: int, monkeypatch: py
     w = random_weight(1000, 4160)
     choice = plan(m, 1000, 4160, LITTLE_SHARED_MEMORY, 64)
     assert isinstance(choice, Rows)
-    monkeypatch.setattr(cuda_launches, "_plan", lambda *_: choice)
+    monkeypatch.setattr(launches, "_plan", lambda *_: choice)
     for dtype in HALVES:
         x, bias = torch.randn(m, 4160, device=DEVICE, dtype=dtype), torch.randn(1000, device=DEVICE, dtype=dtype)
         torch.full((m, 1000), float("nan"), device=DEVICE, dtype=dtype)
@@ -147,7 +148,7 @@ def test_every_wgmma_instance_however_its_work_is_split(
         (193, 2304, tokens - 1, 128, True, 9, 1),
     ]:
         choice = split(tokens, groups, m, n, k, blocks, first_steps)
-        monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k, blocksize, nested, offsets=nested)
         for dtype in HALVES:
             x = torch.randn(m, k, device=DEVICE, dtype=dtype)

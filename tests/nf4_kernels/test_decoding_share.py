@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nf4_kernels.device_clock import WINDOW, DecodingShare
+from nf4_kernels.cuda.device_clock import WINDOW, DecodingShare
 
 
 def test_the_sampled_launches_share_counts_for_all() -> None:

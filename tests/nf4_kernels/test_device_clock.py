@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nf4_kernels import cuda, device_clock
-from nf4_kernels.device_clock import KINDS, DeviceClock
+from nf4_kernels import cuda
+from nf4_kernels.cuda import device_clock
+from nf4_kernels.cuda.device_clock import KINDS, DeviceClock
 from nf4_kernels.timing import reader_of
 from tests.nf4_kernels.cuda_weights import Random, random_weight
 

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from nf4_kernels import cuda, cuda_launches, ops, reference
+from nf4_kernels import cuda, ops, reference
+from nf4_kernels.cuda import launches
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, plan, rows_candidates
 from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, TOLERANCE, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import is_close, quantized
@@ -96,7 +97,7 @@ def test_every_rows_instance(n: int, k: int, nested: bool, monkeypatch: pytest.M
             for choice in rows_candidates(n, k, tiles, arch, 9, nested):
                 if choice.passes > 1:
                     continue
-                monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+                monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
                 check(w, m, str(choice))
 
 
@@ -111,7 +112,7 @@ def test_every_wgmma_instance(tokens: int, groups: int, monkeypatch: pytest.Monk
         (1000, 4160, tokens + 1, 2, 10),
     ]:
         choice = split(tokens, groups, m, n, k, blocks, first_steps)
-        monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
         check(random_weight(n, k), m, str(choice))
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nf4_kernels import cuda, cuda_launches, reference
+from nf4_kernels import cuda, reference
+from nf4_kernels.cuda import launches
 from nf4_kernels.params import ACTIVATIONS
 from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Rows, Wgmma, rows_candidates
 from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, gpu, random_weight, split
@@ -121,7 +122,7 @@ def test_every_instance(nested: bool, tokens: int, groups: int, monkeypatch: pyt
         (1024, 256, 2 * tokens, 132, 0),
     ]:
         choice = split(tokens, groups, m, n, k, blocks, first_steps)
-        monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
         whole = -(-n // (groups * 64)) * -(-m // tokens) % choice.grid == 0
         tiles = {8, 64, 96, tokens} if n % 512 == 0 else ()
         check(random_weight(n, k, 64, nested, offsets=nested), m, choice, BFLOAT16, tuple(tiles), same_sums=whole)
@@ -140,7 +141,7 @@ def test_every_launch_of_few_tokens(nested: bool, monkeypatch: pytest.MonkeyPatc
             for choice in rows_candidates(n, k, 1, 90, multiprocessors, nested):
                 if choice.passes > 1:
                     continue  # none of these normalises
-                monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+                monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
                 check(w, 8 - seen % 8, choice, tiles=(64,) if n % 512 == 0 else (), plain=False)
                 seen += 1
     assert seen > 20

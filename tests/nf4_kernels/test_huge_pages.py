@@ -1,4 +1,4 @@
-"""Host memory in huge pages (nf4_kernels/huge_pages.py)."""
+"""Host memory in huge pages (nf4_kernels/cpu/huge_pages.py)."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4_kernels.huge_pages import HUGE_PAGE, HugePages, zero_bytes
+from nf4_kernels.cpu.huge_pages import HUGE_PAGE, HugePages, zero_bytes
 
 
 def _described(address: int) -> dict[str, str]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nf4_kernels import Weight, cuda_moe, reference
+from nf4_kernels import Weight, reference
+from nf4_kernels.cuda import moe as cuda_moe
 from nf4_kernels.params import EXPERT_ACTIVATIONS
 from nf4_kernels.plan.moe import MoePlan, moe_candidates
 from nf4_kernels.plan.moe_rows import MOE_BOXED, MoeRows, copies_boxes

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from nf4_kernels import cuda_moe, routing
+from nf4_kernels.cuda import moe as cuda_moe
+from nf4_kernels.cuda import routing
 from nf4_kernels.plan.moe import MoePlan, moe_candidates
 from tests.nf4_kernels.cuda_weights import DEVICE, gpu
 from tests.nf4_kernels.test_moe_cuda import device, random_experts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4_kernels.peers import HANDLE_BYTES, LL_BYTES, MOST_RANKS, PeerReducer
+from nf4_kernels.cuda.peers import HANDLE_BYTES, LL_BYTES, MOST_RANKS, PeerReducer
 from tests.nf4_kernels.cuda_weights import DEVICE, ON_GPU
 
 pytestmark = [*ON_GPU, pytest.mark.timeout(240)]

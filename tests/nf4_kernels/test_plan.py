@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from nf4_kernels import build, cuda, cuda_library
+from nf4_kernels import build
+from nf4_kernels.cuda import library
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
@@ -25,7 +25,7 @@ from nf4_kernels.plan import (
 from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, rows_candidates
 from nf4_kernels.plan.wgmma import wgmma_candidates
 
-SOURCES = Path(cuda.__file__).parent / "csrc" / "cuda"
+SOURCES = build.ROOT / "csrc" / "cuda"
 SHAPES = (
     (25600, 5120),
     (5120, 25600),
@@ -203,6 +203,6 @@ def test_every_instance_has_stages() -> None:
 def test_the_cuda_library_loads_where_it_was_built() -> None:
     if not (build.LIBRARIES / "libnf4_cuda.so").exists():
         pytest.skip("the CUDA library was not built here (no nvcc)")
-    loaded = cuda_library.library()
+    loaded = library.library()
     assert not isinstance(loaded, str), loaded
     assert loaded.nf4_cuda_error(0) == b"no error"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nf4_kernels import top_k
-from nf4_kernels.routing import MOST_CHOICES, MOST_TOKENS, can_route, can_route_linear
-from nf4_kernels.top_k import MOST_WIDTH
+from nf4_kernels.cuda import top_k
+from nf4_kernels.cuda.routing import MOST_CHOICES, MOST_TOKENS, can_route, can_route_linear
+from nf4_kernels.cuda.top_k import MOST_WIDTH
 from tests.nf4_kernels.cuda_weights import ON_GPU, gpu
 
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

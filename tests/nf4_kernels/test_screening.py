@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nf4_kernels import cpu
-from nf4_kernels.cpu_compact import CompactBf16
-from nf4_kernels.cpu_screening import Screening
+from nf4_kernels.cpu.compact import CompactBf16
+from nf4_kernels.cpu.screening import Screening
 from tests.nf4_kernels.test_compact import bits, ordinary
 from tests.nf4_kernels.weights import using_isa
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nf4_kernels import Weight, cuda, cuda_launches, prefetch_next, reference
+from nf4_kernels import Weight, cuda, prefetch_next, reference
+from nf4_kernels.cuda import launches
 from nf4_kernels.format import nested_groups
 from nf4_kernels.plan import WGMMA_INSTANCES, Dequantize, rows_candidates
 from tests.nf4_kernels.cuda_weights import (
@@ -92,7 +93,7 @@ def test_every_rows_instance_however_its_work_is_split(
     for w in (part_of_k(n, k, 128, 384), part_of_k(n, k, 1, 2), part_of_n(n, k, 7), part_of_k(n, k, 3, 9, 128)):
         for tiles, m in ((1, 1), (1, 7), (2, 13), (4, 32)):
             for choice in rows_candidates(n, k, tiles, arch, multiprocessors, True):
-                monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+                monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
                 x = torch.randn(m, k, device=DEVICE, dtype=BFLOAT16)
                 torch.full((m, n), float("nan"), device=DEVICE, dtype=BFLOAT16)
                 assert is_right(w, x, w.linear(x)), (str(choice), w.weight.group_offset, m)
@@ -113,7 +114,7 @@ def test_every_wgmma_instance_however_its_work_is_split(
         (193, 2304, tokens - 1, 128, (9, 9), 9, 1),
     ]:
         choice = split(tokens, groups, m, n, k, blocks, first_steps)
-        monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
         parts = [part_of_n(n, k, 2 * around[1], blocksize)]
         if k % blocksize == 0:
             parts.append(part_of_k(n, k, *around, blocksize))
@@ -151,7 +152,7 @@ def test_norms_residuals_tiles_and_gates(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("rows", [1, 100, 512])
 def test_slices(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_launches, "_plan", lambda *_: Dequantize(rows))
+    monkeypatch.setattr(launches, "_plan", lambda *_: Dequantize(rows))
     for w in (part_of_k(300, 4096, 7, 250), part_of_n(300, 4096, 7)):
         for dtype in (torch.float32, *HALVES):
             x = torch.randn(70, w.k, device=DEVICE, dtype=dtype)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nf4_kernels import build, cpu, cuda_library, params
+from nf4_kernels import build, cpu, params
+from nf4_kernels.cuda import library as cuda_library
 
 
 class LongerWeight(ctypes.Structure):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nf4_kernels import cuda, cuda_launches, ops, reference
+from nf4_kernels import cuda, ops, reference
+from nf4_kernels.cuda import launches
 from nf4_kernels.plan import WGMMA_INSTANCES, Wgmma
 from tests.nf4_kernels.cuda_weights import DEVICE, HOPPER, Random, gpu, random_weight, split
 from tests.nf4_kernels.weights import quantized
@@ -64,7 +65,7 @@ def test_every_instance(tokens: int, groups: int, dtype: torch.dtype, monkeypatc
         (1000, 4160, tokens + 1, 2, 10),
     ]:
         choice = split(tokens, groups, m, n, k, blocks, first_steps)
-        monkeypatch.setattr(cuda_launches, "_plan", lambda *_, choice=choice: choice)
+        monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
         w = random_weight(n, k)
         x, bias, residual = (torch.randn(shape, device=DEVICE, dtype=dtype) for shape in ((m, k), (n,), (m, n)))
         tiles = reference.tile_activations(x, tokens)

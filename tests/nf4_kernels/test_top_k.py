@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nf4_kernels.top_k import MOST_WIDTH, can_select
+from nf4_kernels.cuda.top_k import MOST_WIDTH, can_select
 from tests.nf4_kernels.cuda_weights import ON_GPU, gpu
 
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

@@ -7,9 +7,10 @@ import gc
 import pytest
 import torch
 
-from nf4_kernels import Weight, cuda, cuda_launches, prefetch_next
+from nf4_kernels import Weight, cuda, prefetch_next
+from nf4_kernels.cuda import launches
+from nf4_kernels.cuda.weight_order import next_weight
 from nf4_kernels.plan import HALF_ROWS, Rows, plan
-from nf4_kernels.weight_order import next_weight
 from tests.nf4_kernels.cuda_weights import gpu
 
 
@@ -74,13 +75,13 @@ def test_what_is_prefetched_lies_inside_the_weight(
     n: int, k: int, blocksize: int, nested: bool, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As csrc/cuda/prefetch.cuh goes about it: every run's beginning, of codes and scales alike."""
-    monkeypatch.setattr(cuda_launches, "_properties", lambda _: (90, 132))
-    monkeypatch.setattr(cuda_launches, "PREFETCH_BYTES", budget)
+    monkeypatch.setattr(launches, "_properties", lambda _: (90, 132))
+    monkeypatch.setattr(launches, "PREFETCH_BYTES", budget)
     first, second = random_weight(64, 64), random_weight(n, k, nested, blocksize)
     prefetch_next(first, second)
     choice = plan(1, n, k, 90, 132, blocksize, nested)
     assert isinstance(choice, Rows)
-    told = cuda_launches._next(torch.device("cuda", 0), 1, first.packed.data_ptr())
+    told = launches._next(torch.device("cuda", 0), 1, first.packed.data_ptr())
     assert told.codes == second.packed.data_ptr()
     scales = second.absmax if second.absmax_8bit is None else second.absmax_8bit
     assert told.scales == scales.data_ptr()
@@ -102,14 +103,14 @@ def test_what_is_prefetched_lies_inside_the_weight(
 @pytest.mark.parametrize(("m", "n"), [(1, 512), (8, 4112), (1, 2576), (12, 512), (1, 520)])
 def test_a_run_of_gates_begins_in_both_halves_of_the_weight(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where linear_rows has gated it, and does for so many tokens: each run's first gates and its first ups."""
-    monkeypatch.setattr(cuda_launches, "_properties", lambda _: (90, 132))
+    monkeypatch.setattr(launches, "_properties", lambda _: (90, 132))
     first, second = random_weight(64, 64), random_weight(n, 4096)
-    monkeypatch.setattr(cuda_launches, "_gated_weights", {second.packed.data_ptr()})
+    monkeypatch.setattr(launches, "_gated_weights", {second.packed.data_ptr()})
     prefetch_next(first, second)
-    told = cuda_launches._next(torch.device("cuda", 0), m, first.packed.data_ptr())
+    told = launches._next(torch.device("cuda", 0), m, first.packed.data_ptr())
     gates = m <= 8 and n % 16 == 0
     assert (told.parts, told.part_groups) == ((2, n // 16) if gates else (1, 0))
-    assert told.runs * told.parts * told.code_bytes <= cuda_launches.PREFETCH_BYTES
+    assert told.runs * told.parts * told.code_bytes <= launches.PREFETCH_BYTES
     begins = set()
     for part in range(told.parts):
         for run in range(told.runs):
@@ -123,13 +124,13 @@ def test_a_run_of_gates_begins_in_both_halves_of_the_weight(m: int, n: int, monk
 
 
 def test_a_weight_that_another_kernel_multiplies_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_launches, "_properties", lambda _: (90, 132))
+    monkeypatch.setattr(launches, "_properties", lambda _: (90, 132))
     first, second = random_weight(64, 64), random_weight(512, 4096)
     device = torch.device("cuda", 0)
-    assert cuda_launches._next(device, 1, first.packed.data_ptr()).codes is None
+    assert launches._next(device, 1, first.packed.data_ptr()).codes is None
     prefetch_next(first, second)
-    assert cuda_launches._next(device, 1, first.packed.data_ptr()).codes == second.packed.data_ptr()
-    assert cuda_launches._next(device, 512, first.packed.data_ptr()).codes is None
+    assert launches._next(device, 1, first.packed.data_ptr()).codes == second.packed.data_ptr()
+    assert launches._next(device, 512, first.packed.data_ptr()).codes is None
 
 
 @gpu

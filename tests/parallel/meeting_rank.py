@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from nf4_kernels.peers import most_bytes
+from nf4_kernels.cuda.peers import most_bytes
 from server.engine.runtime import exchange
 from server.engine.runtime.peers import meet_peers
 

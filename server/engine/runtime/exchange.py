@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nf4_kernels.peers import PeerReducer
+from nf4_kernels.cuda.peers import PeerReducer
 from server.engine.runtime.peers import meet_peers
 
 # Ranks reach their trials at the same time, except for the time that they compile or load for.

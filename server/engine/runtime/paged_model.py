@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda.device_clock import DeviceClock
 from server.engine.runtime.attention.base import AttentionBackend, attending
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.model.image_inputs import image_inputs, positions_by_axis

@@ -1,4 +1,4 @@
-"""How ranks come to sum small tensors in one launch of our own (nf4_kernels.peers), where their GPUs reach one another."""
+"""How ranks come to sum small tensors in one launch of our own (nf4_kernels.cuda.peers), where GPUs reach one another."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from nf4_kernels import cuda
-from nf4_kernels.cuda_library import KernelError
-from nf4_kernels.peers import HANDLE_BYTES, MOST_RANKS, PeerReducer
+from nf4_kernels.cuda.library import KernelError
+from nf4_kernels.cuda.peers import HANDLE_BYTES, MOST_RANKS, PeerReducer
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nf4_kernels.huge_pages import HUGE_PAGE, zero_bytes
+from nf4_kernels.cpu.huge_pages import HUGE_PAGE, zero_bytes
 
 PAGES_THREAD = "cache-pages"
 """Name of the thread that faults the pages in."""

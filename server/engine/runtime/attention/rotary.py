@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nf4_kernels.decode_attention import Rotation
+from nf4_kernels.cuda.decode_attention import Rotation
 
 
 class RotaryEmbedding(Rotation):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.base import GraphBackend, attending
 from server.engine.runtime.batch import Batch, Spans

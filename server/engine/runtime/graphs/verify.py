@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda.device_clock import DeviceClock
 from server.engine.runtime.attention.base import GraphBackend
 from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.graphs.decode import DecodeGraphs

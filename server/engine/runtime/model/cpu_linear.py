@@ -11,9 +11,9 @@ from torch import nn
 
 import nf4_kernels
 from nf4_kernels import cpu
-from nf4_kernels.cpu_compact import CompactBf16
-from nf4_kernels.cpu_screening import Screening
-from nf4_kernels.huge_pages import HugePages
+from nf4_kernels.cpu.compact import CompactBf16
+from nf4_kernels.cpu.huge_pages import HugePages
+from nf4_kernels.cpu.screening import Screening
 from server.engine.runtime.model.projections import NF4Linear
 
 logger = logging.getLogger(__name__)

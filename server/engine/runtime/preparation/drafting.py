@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import GraphBackend

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda.device_clock import DeviceClock
 from server.engine.runtime.sampling.grammar_masks import MaskBuffer, mask, permitted_by_masks
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import Sampled

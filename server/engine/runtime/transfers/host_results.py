@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda.device_clock import DeviceClock
 from server.engine.runtime.transfers.kernels_in_use import has_step_kernels
 
 # Results that may be on their way or unread at a time. At most two steps are launched ahead.

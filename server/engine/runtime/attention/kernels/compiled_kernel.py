@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nf4_kernels import decode_attention as kernel
-from nf4_kernels.decode_attention import Instance
+from nf4_kernels.cuda import decode_attention as kernel
+from nf4_kernels.cuda.decode_attention import Instance
 from server.engine.runtime.attention.kernels.key_parts import Room
 from server.engine.runtime.attention.kernels.kv_cache import Kind
 

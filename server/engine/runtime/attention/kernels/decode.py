@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nf4_kernels import decode_attention as kernel
-from nf4_kernels.decode_attention import Instance, Layout
+from nf4_kernels.cuda import decode_attention as kernel
+from nf4_kernels.cuda.decode_attention import Instance, Layout
 from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions, HostLayout, result_shape
 from server.engine.runtime.attention.kernels.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables

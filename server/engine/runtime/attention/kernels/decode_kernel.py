@@ -6,7 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from nf4_kernels.decode_attention import Workspace
+from nf4_kernels.cuda.decode_attention import Workspace
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.decode_sums import both, finish
 from server.engine.runtime.attention.kernels.instances import DecodeInstance, Shared

@@ -17,8 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from nf4_kernels import cuda, ops
-from nf4_kernels.routing import can_route, can_route_linear
-from nf4_kernels.top_k import can_select
+from nf4_kernels.cuda.routing import can_route, can_route_linear
+from nf4_kernels.cuda.top_k import can_select
 from server.engine.runtime.compile.passes.exchanges import fuse_exchanged_residuals
 from server.engine.runtime.compile.passes.gates import fuse_gates
 from server.engine.runtime.compile.passes.matching import HasLaunch, bound_arguments_of, gemm_of, untouched

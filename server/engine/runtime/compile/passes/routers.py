@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-import nf4_kernels.routing  # noqa: F401 - registers torch.ops.nf4
+import nf4_kernels.cuda.routing  # noqa: F401 - registers torch.ops.nf4
 from server.engine.runtime.compile.passes.matching import (
     argument,
     bound_arguments_of,
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 logger = logging.getLogger(__name__)
 
 Joins = Callable[[torch.device, torch.dtype, int, int, int], bool]
-"""As nf4_kernels.routing.can_route_linear()."""
+"""As nf4_kernels.cuda.routing.can_route_linear()."""
 
 
 @dataclass(frozen=True)

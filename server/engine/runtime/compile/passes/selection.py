@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.fx import Node
 
-import nf4_kernels.top_k  # noqa: F401 - registers torch.ops.nf4
+import nf4_kernels.cuda.top_k  # noqa: F401 - registers torch.ops.nf4
 from server.engine.runtime.compile.passes.matching import bound_arguments_of, erase_unused, with_value
 
 aten = torch.ops.aten
 
 Selects = Callable[[torch.device, torch.dtype, int, int], bool]
-"""As nf4_kernels.top_k.can_select()."""
+"""As nf4_kernels.cuda.top_k.can_select()."""
 
 
 def fuse_selections(nodes: Iterable[Node], selects: Selects) -> None:

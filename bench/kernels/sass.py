@@ -1,4 +1,4 @@
-"""Whether two builds of the CUDA kernels are the same machine code: python -m bench.sass BEFORE AFTER.
+"""Whether two builds of the CUDA kernels are the same machine code: python -m bench.kernels.sass BEFORE AFTER.
 
 BEFORE and AFTER are cubins or objects of nvcc for one GPU target (`nvcc ... -cubin -gencode=arch=compute_90a,code=sm_90a`).
 Kernels are paired by name (--rename OLD=NEW) and by the types and values of their template arguments; structs that group
@@ -102,7 +102,9 @@ def _by_key(path: Path, renamed: dict[str, str]) -> dict[tuple[str, ...], Kernel
 
 def main() -> int:
     """Compare, print a line a kernel that differs; 0 where none does."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sass", description="Compare two builds' machine code.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels.sass", description="Compare two builds' machine code."
+    )
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--rename", action="append", default=[], metavar="OLD=NEW", help="a kernel's name then and now")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bench.markdown import table
-from bench.tables import Result, load
+from bench.tables.markdown import table
+from bench.tables.results import Result, load
 
 FILE = "busy-nvidia-h200.json"
 

@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from nf4_kernels.device_clock import Clocks
+from nf4_kernels.cuda.device_clock import Clocks
 from nf4_kernels.library_files import cuda_library
 from nf4_kernels.params import Nf4Weight, size_error
 

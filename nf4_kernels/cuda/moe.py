@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nf4_kernels.cuda import BLOCKSIZES
-from nf4_kernels.cuda_library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPlan, load_error, raise_for, usable
+from nf4_kernels.cuda.library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPlan, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
 from nf4_kernels.plan.moe import MoePlan, MoeWarps, plan_moe

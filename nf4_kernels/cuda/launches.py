@@ -1,4 +1,4 @@
-"""Launches of the CUDA kernels: which of them computes a GEMM, its workspace, its times. cuda.py checks arguments."""
+"""Launches of the CUDA kernels: which of them computes a GEMM, its workspace, its times. The package checks arguments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda_library import Linear, Next, RowsPlan, WgmmaPlan, raise_for, usable
-from nf4_kernels.cuda_workspace import workspace_on
-from nf4_kernels.device_clock import DeviceClock
+from nf4_kernels.cuda.device_clock import DeviceClock
+from nf4_kernels.cuda.library import Linear, Next, RowsPlan, WgmmaPlan, raise_for, usable
+from nf4_kernels.cuda.weight_order import next_weight
+from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
 from nf4_kernels.plan import (
     GROUP_ROWS,
@@ -25,7 +26,6 @@ from nf4_kernels.plan import (
     plan,
 )
 from nf4_kernels.reference import rms_norm
-from nf4_kernels.weight_order import next_weight
 
 
 @dataclasses.dataclass(frozen=True)

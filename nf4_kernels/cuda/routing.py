@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nf4_kernels.cuda_library import raise_for, usable
+from nf4_kernels.cuda.library import raise_for, usable
+from nf4_kernels.cuda.top_k import can_select
 from nf4_kernels.params import DTYPES
-from nf4_kernels.top_k import can_select
 
 MOST_CHOICES = 32
 """Choices of a row that one launch finds."""

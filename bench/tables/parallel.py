@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.markdown import table
-from bench.tables import NAMES, Result, load, peer
+from bench.tables.markdown import table
+from bench.tables.results import NAMES, Result, load, peer
 
 DEVICE = "nvidia-h100-80gb-hbm3"
 PROMPT = 128

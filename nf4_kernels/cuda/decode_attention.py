@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda_library import DecodeAttention, load_error, raise_for, usable
+from nf4_kernels.cuda.library import DecodeAttention, load_error, raise_for, usable
 from nf4_kernels.params import DTYPES
 
 BLOCK_SIZE, DIM, MOST_GROUP = 16, 128, 8

@@ -1,6 +1,6 @@
 """Fits the costs of linear_wgmma's launches, nf4_kernels/plan/wgmma.py's WGMMA_COSTS, to measured ones.
 
-    python -m bench.fit_plan FILE
+    python -m bench.kernels.fit_plan FILE
 
 FILE: {"multiprocessors": 132, "launches": [{"m": 64, "n": 8192, "k": 8192, "tokens": 64, "groups": 2, "grid": 128,
 "first_split_steps": 17, "microseconds": 41.5}, ...]}; the fields from tokens on are those of a Wgmma plan. Prints the
@@ -147,14 +147,16 @@ def table(fits: dict[tuple[int, int], Fit]) -> str:
 
 def main() -> int:
     """Print the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.fit_plan", description="Fit the plan's costs to launches.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels.fit_plan", description="Fit the plan's costs to launches."
+    )
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
     try:
         report = json.loads(options.file.read_text())
         fits = fit(launches_of(report), int(report["multiprocessors"]))
     except (OSError, ValueError, KeyError, TypeError) as e:
-        print(f"bench.fit_plan: {options.file}: {e}", file=sys.stderr)
+        print(f"bench.kernels.fit_plan: {options.file}: {e}", file=sys.stderr)
         return 1
     print(table(fits))
     return 0

@@ -1,4 +1,4 @@
-"""The CUDA kernels: calls libnf4_cuda.so (cuda_library.py) with tensors' pointers on torch's current stream.
+"""The CUDA kernels: calls libnf4_cuda.so (library.py) with tensors' pointers on torch's current stream.
 
 Source: csrc/cuda/ behind the C interface of csrc/params.h. load_error() says why when they cannot be used.
 The first GEMM on a device allocates its workspaces; let it run once before capturing a CUDA graph. In a captured graph
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda_launches import (
+from nf4_kernels.cuda.launches import (
     Fusion,
     Gate,
     can_norm,
@@ -26,7 +26,7 @@ from nf4_kernels.cuda_launches import (
     start_clock,
     stop_clock,
 )
-from nf4_kernels.cuda_library import KernelError, load_error
+from nf4_kernels.cuda.library import KernelError, load_error
 from nf4_kernels.format import Weight, nested_groups, second_level
 from nf4_kernels.params import DTYPES, Nf4Weight, weight_struct
 from nf4_kernels.plan import Dequantize, Wgmma

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nf4_kernels import cpu
-from nf4_kernels.cpu_screening import Screening
-from nf4_kernels.huge_pages import zero_bytes
+from nf4_kernels.cpu.huge_pages import zero_bytes
+from nf4_kernels.cpu.screening import Screening
 
 _COLUMNS, _GROUP_BYTES = 32, 48
 _MOST_EXCEPTIONS = 1 / 100

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.markdown import table
-from bench.tables import load
+from bench.tables.markdown import table
+from bench.tables.results import load
 
 OPTIONS = "options-nvidia-h200.json"
 _MODES = {"device": "within async scheduling", "host": "NF4_ASYNC_OPTIONS=0"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nf4_kernels.huge_pages import zero_bytes
+from nf4_kernels.cpu.huge_pages import zero_bytes
 
 _MOST_CODE = 127
 _UP = 1.0001

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
-from bench.kernels.tables import LARGE, experts_rows, large
-from bench.markdown import table, wrapped
+from bench.kernels.tables import LARGE, experts_rows, large, large_rows
+from bench.tables.markdown import table, wrapped
+from bench.tables.results import NAMES, PEERS, Result, load, peer
 
-RESULTS = Path(__file__).resolve().parent / "results"
 KERNELS, E2E, CPU = "kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "cpu.json"
 EXPERTS = "moe-nvidia-h200.json"
-PEERS = {"H200": "peers-nvidia-h200.json", "H100": "peers-nvidia-h100.json"}
-NAMES = {
-    "qwen3-8b": "Qwen3-8B",
-    "qwen3-32b": "Qwen3-32B",
-    "gemma-3-27b": "Gemma-3-27B",
-    "llama-3.3-70b": "Llama-3.3-70B",
-    "llama-3.1-8b": "Llama-3.1-8B",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B",
-    "gpt-oss-20b": "gpt-oss-20b",
-}
 # The paper's best ratios to bitsandbytes 0.47.0 on an A100, and the batch sizes at which it reached them.
 PAPER = {"llama-3.3-70b": (1.54, 2), "qwen3-32b": (1.29, 32), "gemma-3-27b": (1.32, 64)}
 SHORT = (1, 8, 64, 256, 2048)
 """Numbers of tokens in the README's table of kernels."""
-Result = dict[str, Any]
-
-
-def load(file: str) -> Result:
-    """The contents of a file of bench/results/."""
-    found: Result = json.loads((RESULTS / file).read_text())
-    return found
-
-
-def large_rows(result: Result) -> list[Result]:
-    """The rows of a kernel benchmark that are of projections with many weights."""
-    return [row for row in result["rows"] if row["N"] * row["K"] >= LARGE]
 
 
 def headline() -> str:
@@ -239,15 +214,6 @@ def _e2e(mode: str) -> list[Result]:
 
 def _find(rows: Iterable[Result], model: str, batch: int) -> Result:
     return next(row for row in rows if (row["model"], row["batch"]) == (model, batch))
-
-
-def peer(
-    gpu: str, engine: str, weights: str, model: str, batch: int, length: int | None = None, gpus: int | None = None
-) -> float | None:
-    """The tokens per second of another engine on that GPU, or on `gpus` of them; None where it was not measured."""
-    place = {"engine": engine, "weights": weights, "model": model, "batch": batch, "length": length, "gpus": gpus}
-    rows = (row for run in load(PEERS[gpu])["runs"] for row in run["rows"])
-    return next((row["tok_s"] for row in rows if {key: row.get(key) for key in place} == place), None)
 
 
 def _theirs(row: Result) -> list[float]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda_library import AllReduce, raise_for, usable
+from nf4_kernels.cuda.library import AllReduce, raise_for, usable
 from nf4_kernels.params import DTYPES
 
 MOST_RANKS = 8

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from nf4_kernels.cuda_library import load_error, raise_for, usable
+from nf4_kernels.cuda.library import load_error, raise_for, usable
 from nf4_kernels.params import DTYPES
 
 MOST_WIDTH = 1024

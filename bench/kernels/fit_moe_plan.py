@@ -1,4 +1,4 @@
-"""Fits the costs of moe_wgmma's launches, nf4_kernels/plan/moe.py's H200_COSTS: python -m bench.fit_moe_plan.
+"""Fits the costs of moe_wgmma's launches, nf4_kernels/plan/moe.py's H200_COSTS: python -m bench.kernels.fit_moe_plan.
 
 It reads bench/results/moe-nvidia-h200.json, in which `bench.kernels.moe` wrote every launch's time. A random search changes
 constants a little and keeps what lowers a loss of two parts: by how much the launches that the costs choose are slower than
