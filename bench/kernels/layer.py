@@ -26,7 +26,7 @@ from nf4_kernels import Weight, cuda, prefetch_next
 from nf4_kernels.cuda import decode_attention
 from nf4_kernels.cuda.decode_attention import Instance
 from server.engine.runtime.attention.base import AttentionOptions
-from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Span, Spans

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from server.engine.outputs import OutputBuilder
 from server.engine.runtime.sampling.sampler import Sampled
-from server.engine.runtime.verification import accepted
+from server.engine.runtime.speculation.verification import accepted
 from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Phase, Sequence

@@ -207,16 +207,29 @@ def one_each_refused(server: RunningServer) -> Iterator[list[tuple[int, str]]]:
 def test_connections_are_counted_together(server: RunningServer) -> None:
     """Connections beyond the limit, with a request under way on each, get 503, whichever process has them."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(_connection(server)) for _ in range(40)]
-        for each in sockets:
-            each.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
-        for each in sockets:
-            # Once it is refused for its key, a process has taken the connection, however busy the machine is; the rest of
-            # the body is still to come.
-            assert each.recv(4096).startswith(b"HTTP/1.1 401")
+        until(lambda: _are_taken(server, 40, stack))
         for _ in range(6):
             assert b"503 Service Unavailable" in stack.enter_context(_connection(server)).recv(4096)
     until(lambda: _answers(server))
+
+
+def _are_taken(server: RunningServer, count: int, stack: ExitStack) -> bool:
+    """Whether the server takes so many connections, which the stack then holds, each with a request under way.
+
+    It does not where a process has yet to see that connections of earlier tests are closed.
+    """
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(_connection(server)) for _ in range(count)]
+        for each in sockets:
+            each.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        # Once it is refused for its key, a process has taken the connection, however busy the machine is; the rest of
+        # the body is still to come.
+        answers = [each.recv(4096) for each in sockets]
+        assert all(answer.startswith((b"HTTP/1.1 401", b"HTTP/1.1 503")) for answer in answers)
+        if not all(answer.startswith(b"HTTP/1.1 401") for answer in answers):
+            return False
+        stack.push(opened.pop_all())
+        return True
 
 
 def _connection(server: RunningServer) -> socket.socket:

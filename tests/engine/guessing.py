@@ -17,14 +17,14 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
-from server.engine.runtime.drafting import DraftModel
 from server.engine.runtime.graphs.options_step import LaunchedStep
-from server.engine.runtime.launched_guesses import LaunchedGuesses
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.inverse_cdf import uniform
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
-from server.engine.runtime.verification import accepted
+from server.engine.runtime.speculation.draft_model import DraftModel
+from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
+from server.engine.runtime.speculation.verification import accepted
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from server.engine.scheduling.step import Drafted, Running, Step
 from server.engine.speculation.costs import StepCosts

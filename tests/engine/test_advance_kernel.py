@@ -12,8 +12,8 @@ CHECK = """
 import numpy as np
 import torch
 from server.engine.runtime.attention.kernels.advance_kernel import advance
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout
-from server.engine.runtime.attention.kernels.key_parts import Room
+from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, layout
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
 
 rng = np.random.default_rng(0)
 BLOCK, ROOM = 16, Room(66, 66)
@@ -60,8 +60,8 @@ import numpy as np
 import torch
 from server.engine.runtime.attention.kernels.accept_kernel import MOST_SEQUENCES, accept
 from server.engine.runtime.attention.kernels.advance_kernel import advance
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout
-from server.engine.runtime.attention.kernels.key_parts import Room
+from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, layout
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
 
 rng = np.random.default_rng(1)
 BLOCK, ROOM = 16, Room(66, 66)
@@ -116,9 +116,9 @@ import numpy as np
 import torch
 import tests.engine.test_graph_inputs as inputs
 from server.engine.runtime.attention.kernels.advance_kernel import advance
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout
-from server.engine.runtime.attention.kernels.key_parts import Room
-from server.engine.runtime.drafting_ahead import guesses_ahead
+from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, layout
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
+from server.engine.runtime.speculation.draft_model_ahead import guesses_ahead
 from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.transfers.host_results import Posted
 from server.engine.scheduling.block_tables import BlockTables

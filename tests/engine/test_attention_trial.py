@@ -11,8 +11,8 @@ import types
 import torch
 from nf4_kernels.cuda import decode_attention as kernel
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.kernels.decode import DecodeAttention
-from server.engine.runtime.attention.kernels.decode_trial import disagreement
+from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
+from server.engine.runtime.attention.kernels.decode.trial import disagreement
 from server.engine.runtime.attention.kernels.kv_cache import Kind
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend

@@ -14,9 +14,9 @@ from nf4_kernels.cuda import decode_attention as kernel
 from nf4_kernels.cuda.decode_attention import MOST_PARTS, Instance, can_attend, decode_attention, instance_for
 from nf4_kernels.reference import untile_activations
 from server.engine.runtime.attention.base import AttentionOptions
-from server.engine.runtime.attention.kernels.compiled_kernel import Rooms
-from server.engine.runtime.attention.kernels.decode import DecodeAttention, Layouts
-from server.engine.runtime.attention.kernels.key_parts import Room, split_keys
+from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention, Layouts
+from server.engine.runtime.attention.kernels.decode.compiled_kernel import Rooms
+from server.engine.runtime.attention.kernels.decode.key_parts import Room, split_keys
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Span, Spans

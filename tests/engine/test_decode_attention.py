@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, Layouts, item_places, layout
+from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, Layouts, item_places, layout
+from server.engine.runtime.attention.kernels.decode.key_parts import SMALLEST_PART, Room, split_keys
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
-from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART, Room, split_keys
 from server.engine.runtime.batch import Spans
 from server.engine.scheduling.block_tables import BlockTables
 

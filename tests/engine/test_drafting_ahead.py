@@ -14,11 +14,11 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.drafting import DraftModel
-from server.engine.runtime.drafting_ahead import _Tables
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.sampling.inverse_cdf import sampling_table
-from server.engine.runtime.verification import SequenceAhead
+from server.engine.runtime.speculation.draft_model import DraftModel
+from server.engine.runtime.speculation.draft_model_ahead import _Tables
+from server.engine.runtime.speculation.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.guessing import AheadDraftModel, LaunchingRunner

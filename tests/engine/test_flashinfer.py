@@ -14,7 +14,7 @@ from server.engine.runtime.attention import flashinfer
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.attention.factory import long_chunks_kernels
 from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
-from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend

@@ -14,11 +14,11 @@ import torch
 
 from server.engine.runtime.attention.base import PLANS_AHEAD, GraphBackend, HostLayout
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.drafting import DraftGraphs, DraftModel
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs, _Graph
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool
 from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.speculation.draft_model import DraftGraphs, DraftModel
 from server.engine.runtime.transfers.host_results import Posted, _Turn
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.sequence import PLACEHOLDER

@@ -12,7 +12,7 @@ from server.config import EngineConfig, KVCacheDtype
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.factory import check_cache_dtype
 from server.engine.runtime.attention.kernels import chunk_items
-from server.engine.runtime.attention.kernels.key_parts import Room, split_keys
+from server.engine.runtime.attention.kernels.decode.key_parts import Room, split_keys
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache, bytes_per_token, stored_dtype
 from server.engine.start import load_runner
 

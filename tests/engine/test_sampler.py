@@ -17,7 +17,7 @@ from server.engine.runtime.sampling.inverse_cdf import uniform, uniforms
 from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import is_greedy, sample
-from server.engine.runtime.verification import SequenceAhead
+from server.engine.runtime.speculation.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from tests.engine.factories import make_sequence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from server.engine.runtime.attention.kernels.decode import tokens_before
+from server.engine.runtime.attention.kernels.decode.attention import tokens_before
 from tests.engine.interpreted import run_interpreted
 
 # Sequences with cached keys and new tokens, whose keys and values the cache does not have; the same in float64. What nothing
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.advance_kernel import advance
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout
-from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
+from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, layout
+from server.engine.runtime.attention.kernels.decode.triton_kernel import Partials, attend_newest
 from server.engine.runtime.attention.kernels.instances import Shared
-from server.engine.runtime.attention.kernels.key_parts import Room
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
 from server.engine.runtime.trials import relative_error
 

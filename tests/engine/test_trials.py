@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from server.engine.runtime.attention.base import AttentionOptions, DecodeForm
-from server.engine.runtime.attention.kernels.decode_trial import compile_forms
+from server.engine.runtime.attention.kernels.decode.trial import compile_forms
 from server.engine.runtime.attention.kernels.kv_cache import Kind
 from server.engine.runtime.trials import failure, side_by_side
 

@@ -16,7 +16,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from server.config import EngineConfig
 from server.engine.runtime import runner as runner_module
 from server.engine.runtime.batch import Batch, batch_of, check_batch
-from server.engine.runtime.drafting import LaunchedGuesses
 from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.graphs import captured_layers
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
@@ -27,6 +26,7 @@ from server.engine.runtime.model.projections import NF4Linear
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
+from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
 from server.engine.runtime.step_input import StepInput, step_input
 from server.engine.runtime.transfers.host_results import HostResults
 from server.engine.scheduling.block_tables import BlockTables

@@ -89,9 +89,9 @@ import math
 import numpy as np
 import torch
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.kernels.decode import FIELDS, HEADER, layout
-from server.engine.runtime.attention.kernels.key_parts import Room
-from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
+from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, layout
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
+from server.engine.runtime.attention.kernels.decode.triton_kernel import Partials, attend_newest
 from server.engine.runtime.attention.kernels.kv_cache import LayerCache
 from server.engine.runtime.trials import relative_error
 

@@ -13,7 +13,6 @@ import torch
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, batch_of, check_batch
-from server.engine.runtime.drafting import DraftModel
 from server.engine.runtime.followers import Followers, followed
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
@@ -21,7 +20,6 @@ from server.engine.runtime.graphs.invariant import run_in_groups
 from server.engine.runtime.graphs.mixed import MixedGraphs
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.verify import VerifyGraphs
-from server.engine.runtime.launched_guesses import LaunchedGuesses
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
 from server.engine.runtime.model.expanded import expanded_bytes
@@ -33,8 +31,10 @@ from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
 from server.engine.runtime.sampling.sampler import Sampled, is_greedy, is_sampled_from_raw_logits, sample
+from server.engine.runtime.speculation.draft_model import DraftModel
+from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
+from server.engine.runtime.speculation.verification import sampled_sequences
 from server.engine.runtime.step_input import StepInput, step_input
-from server.engine.runtime.verification import sampled_sequences
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 

@@ -30,7 +30,7 @@ _ASKED_EVERY = 32
 
 
 class DraftModel(Protocol):
-    """The second model; see server.engine.runtime.drafting."""
+    """The second model; see server.engine.runtime.speculation.draft_model."""
 
     @property
     def longest(self) -> int:
@@ -55,7 +55,7 @@ class DraftModel(Protocol):
         ...
 
     def guess_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> Drafted | None:
-        """Guess behind a step with guesses that runs, or give None: see server.engine.runtime.drafting."""
+        """Guess behind a step with guesses that runs, or give None: see server.engine.runtime.speculation.draft_model."""
         ...
 
 

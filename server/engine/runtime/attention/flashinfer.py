@@ -24,9 +24,9 @@ from server.engine.runtime.attention.flashinfer_graphs import (
     partial_bytes,
     workspace,
 )
-from server.engine.runtime.attention.kernels.compiled_kernel import can_attend
-from server.engine.runtime.attention.kernels.decode import DecodeAttention
-from server.engine.runtime.attention.kernels.decode_trial import compile_forms, disagreement
+from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
+from server.engine.runtime.attention.kernels.decode.compiled_kernel import can_attend
+from server.engine.runtime.attention.kernels.decode.trial import compile_forms, disagreement
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.page_tables import Padding, PageTables, page_tables

@@ -13,7 +13,7 @@ import torch
 
 from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, HostLayout, LayerShape
 from server.engine.runtime.attention.kernels import chunk_items
-from server.engine.runtime.attention.kernels.decode import DecodeAttention
+from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding

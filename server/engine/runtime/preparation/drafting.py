@@ -8,7 +8,6 @@ from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import GraphBackend
-from server.engine.runtime.drafting import DraftGraphs, DraftModel
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.pool import GraphPool
 from server.engine.runtime.graphs.verify import SIZES
@@ -25,6 +24,7 @@ from server.engine.runtime.preparation.step_costs import draft_times
 from server.engine.runtime.preparation.trial_steps import TrialSteps
 from server.engine.runtime.runner import StepGraphs
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
+from server.engine.runtime.speculation.draft_model import DraftGraphs, DraftModel
 
 
 class DraftPreparation:

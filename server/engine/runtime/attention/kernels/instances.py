@@ -65,7 +65,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class DecodeInstance:
-    """The constants of one compiled decode_kernel._attend."""
+    """The constants of one compiled decode.triton_kernel._attend."""
 
     cache: CacheShape
     group: int

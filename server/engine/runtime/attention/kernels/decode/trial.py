@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from server.engine.runtime.attention.base import AttentionBackend, DecodeForm
-from server.engine.runtime.attention.kernels.decode import TRIAL_SEQUENCES, DecodeAttention
-from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART
+from server.engine.runtime.attention.kernels.decode.attention import TRIAL_SEQUENCES, DecodeAttention
+from server.engine.runtime.attention.kernels.decode.key_parts import SMALLEST_PART
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch, Span, Spans

@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from nf4_kernels.cuda.decode_attention import Workspace
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
-from server.engine.runtime.attention.kernels.decode_sums import both, finish
+from server.engine.runtime.attention.kernels.decode.sums import both, finish
 from server.engine.runtime.attention.kernels.instances import DecodeInstance, Shared
 from server.engine.runtime.attention.kernels.key_tiles import (
     LOG2_E,

@@ -18,16 +18,16 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.batch import Batch, batch_of
-from server.engine.runtime.drafting_ahead import guesses_ahead
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
-from server.engine.runtime.launched_guesses import LaunchedGuesses
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table, sampling_table
+from server.engine.runtime.speculation.draft_model_ahead import guesses_ahead
+from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
+from server.engine.runtime.speculation.verification import SequenceAhead
 from server.engine.runtime.step_input import StepInput
 from server.engine.runtime.trials import first_line, summary
-from server.engine.runtime.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from server.engine.scheduling.step import Drafted, Running, Step
 

@@ -17,17 +17,17 @@ import torch
 from nf4_kernels.cuda import decode_attention as kernel
 from nf4_kernels.cuda.decode_attention import Instance, Layout
 from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions, HostLayout, result_shape
-from server.engine.runtime.attention.kernels.compiled_kernel import Rooms
+from server.engine.runtime.attention.kernels.decode.compiled_kernel import Rooms
+from server.engine.runtime.attention.kernels.decode.key_parts import SMALLEST_PART, Numbers, Room, split_keys
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.attention.kernels.instances import Shared
-from server.engine.runtime.attention.kernels.key_parts import SMALLEST_PART, Numbers, Room, split_keys
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Spans
 
 HEADER = 8
 FIELDS = 8
-# Sequences of decode_trial's steps, and KV blocks that each may have.
+# Sequences of the trial's steps, and KV blocks that each may have.
 TRIAL_SEQUENCES, TRIAL_BLOCKS = 3, 2 * SMALLEST_PART + 3
 
 
@@ -163,7 +163,7 @@ class DecodeAttention:
         """
         # Triton is not installed without CUDA.
         from server.engine.runtime.attention.kernels.advance_kernel import advance
-        from server.engine.runtime.attention.kernels.decode_kernel import Partials, attend_newest
+        from server.engine.runtime.attention.kernels.decode.triton_kernel import Partials, attend_newest
 
         self._attend: Callable[..., torch.Tensor] = attend_newest
         self._advance: Callable[..., None] = advance
@@ -262,7 +262,7 @@ class DecodeAttention:
         out: torch.Tensor | None = None,
         shared: Shared = Shared.NO,
     ) -> torch.Tensor:
-        """Write the step's keys and values into a layer's cache and attend, see decode_kernel.attend_newest().
+        """Write the step's keys and values into a layer's cache and attend, see triton_kernel.attend_newest().
 
         sequences: what plan_singles() was told; None after plan().
         """

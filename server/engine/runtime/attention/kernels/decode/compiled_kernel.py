@@ -6,7 +6,7 @@ import torch
 
 from nf4_kernels.cuda import decode_attention as kernel
 from nf4_kernels.cuda.decode_attention import Instance
-from server.engine.runtime.attention.kernels.key_parts import Room
+from server.engine.runtime.attention.kernels.decode.key_parts import Room
 from server.engine.runtime.attention.kernels.kv_cache import Kind
 
 

@@ -17,7 +17,6 @@ from server.engine.runtime.batch import Batch, batch_of, to_device
 from server.engine.runtime.graphs.async_step import AsyncStep
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
-from server.engine.runtime.launched_guesses import LaunchedGuesses
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.inverse_cdf import (
     sample_by_table,
@@ -25,6 +24,7 @@ from server.engine.runtime.sampling.inverse_cdf import (
     sampling_table,
     uniforms,
 )
+from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
 from server.engine.runtime.step_input import StepInput
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 

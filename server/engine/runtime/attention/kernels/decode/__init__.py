@@ -1,0 +1,1 @@
+"""Attention of decode steps: how keys are divided, its Triton and its compiled kernel, and their trial."""
