@@ -27,10 +27,10 @@ from bench.machine import cores, cpu_name, versions
 from nf4_kernels.timing import KernelTimes
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.runtime.attention.flashinfer.page_tables import page_tables
 from server.engine.runtime.attention.kernels.decode.attention import Layouts
 from server.engine.runtime.attention.kernels.decode.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
-from server.engine.runtime.attention.page_tables import page_tables
 from server.engine.runtime.batch import Batch, batch_of
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge

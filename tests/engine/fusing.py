@@ -16,7 +16,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch.fx import Graph, GraphModule
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTARY
+from server.engine.runtime.attention.calls import ATTEND, ATTEND_ROTARY
 from server.engine.runtime.compile.passes.fusion import FusedOperations
 from server.engine.runtime.compile.passes.matching import HasLaunch
 from server.engine.runtime.compile.passes.tiled_inputs import TileOf

@@ -13,7 +13,7 @@ from bench.e2e.fidelity import make_exact
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.attention.flashinfer import FlashInferBackend
+from server.engine.runtime.attention.flashinfer.backend import FlashInferBackend
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, SamplingParams
 

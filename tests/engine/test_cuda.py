@@ -13,7 +13,7 @@ import torch
 
 from nf4_kernels import cuda
 from server.config import EngineConfig
-from server.engine.runtime.attention import flashinfer
+from server.engine.runtime.attention.flashinfer import backend as flashinfer
 from server.engine.runtime.preparation import graph_capture
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.greedy_answers import NEAR_TIE, VOCABULARY, check_answers, small

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nf4_kernels.reference import untile_activations
-from server.engine.runtime.attention import flashinfer
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.attention.factory import long_chunks_kernels
-from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
+from server.engine.runtime.attention.flashinfer import backend as flashinfer
+from server.engine.runtime.attention.flashinfer.backend import LONG_CHUNKS, FlashInferBackend
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding

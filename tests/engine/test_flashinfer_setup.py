@@ -13,8 +13,8 @@ import torch
 
 from nf4_kernels import build
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.compiler import missing_compiler, prepare_compiler, toolkit
 from server.engine.runtime.attention.factory import create_backend, flashinfer_error, try_layers
+from server.engine.runtime.attention.flashinfer.compiler import missing_compiler, prepare_compiler, toolkit
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.trials import summary

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nf4_kernels import ops
-from server.engine.runtime.attention.base import IMPLEMENTATION, DecodeForm, attending
+from server.engine.runtime.attention.calls import IMPLEMENTATION, attending
+from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.graphs.fused_launches import (
     FusedLaunches,
     count_fused,

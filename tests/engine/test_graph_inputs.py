@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.base import PLANS_AHEAD, GraphBackend, HostLayout
+from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, GraphBackend, HostLayout
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs, _Graph

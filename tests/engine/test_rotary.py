@@ -12,13 +12,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
 from nf4_kernels.reference import tile_activations
-from server.engine.runtime.attention.base import (
-    ATTEND_ROTARY,
-    IMPLEMENTATION,
-    AttentionBackend,
-    AttentionOptions,
-    attending,
-)
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
+from server.engine.runtime.attention.calls import ATTEND_ROTARY, IMPLEMENTATION, attending
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.compile.passes.fusion import FusedOperations

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.runtime.attention.base import HostLayout
+from server.engine.runtime.attention.graph_backend import HostLayout
 from server.engine.runtime.transfers import kernels_in_use
 from server.engine.runtime.transfers.host_results import HostResults
 from server.engine.runtime.transfers.kernels_in_use import has_step_kernels, use_step_kernels

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from server.engine.runtime.attention.base import IMPLEMENTATION, attending
+from server.engine.runtime.attention.calls import IMPLEMENTATION, attending
 from server.engine.runtime.compile.passes.fusion import FusedOperations
 from server.engine.runtime.model.projections import NF4Linear
 from tests.engine.fusing import BF16, close, compiled, fusing, nf4

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions, DecodeForm
+from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.attention.kernels.decode.trial import compile_forms
 from server.engine.runtime.attention.kernels.kv_cache import Kind
 from server.engine.runtime.trials import failure, side_by_side

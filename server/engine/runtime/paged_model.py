@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from nf4_kernels.cuda.device_clock import DeviceClock
-from server.engine.runtime.attention.base import AttentionBackend, attending
+from server.engine.runtime.attention.base import AttentionBackend
+from server.engine.runtime.attention.calls import attending
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.model.image_inputs import image_inputs, positions_by_axis
 from server.engine.runtime.model.image_tower import ImageTower

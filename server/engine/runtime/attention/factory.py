@@ -11,13 +11,8 @@ from collections.abc import Iterable
 import torch
 
 from server.config import KVCacheDtype, default_cache_dir
-from server.engine.runtime.attention.base import (
-    AttentionBackend,
-    AttentionOptions,
-    LayerShape,
-    UnsupportedModelError,
-)
-from server.engine.runtime.attention.compiler import missing_compiler, prepare_compiler
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape, UnsupportedModelError
+from server.engine.runtime.attention.flashinfer.compiler import missing_compiler, prepare_compiler
 from server.engine.runtime.attention.kernels.kv_cache import stored_dtype
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend, paged_cpu_error
 from server.engine.runtime.attention.sdpa import SdpaBackend
@@ -54,7 +49,7 @@ def create_backend(
         logger.warning("attention runs on torch's SDPA, slower than our own: %s", reason)
         return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
     if flashinfer_error(tuple(shapes), tuple(options), block_size, dtype, device) is None:
-        from server.engine.runtime.attention.flashinfer import FlashInferBackend
+        from server.engine.runtime.attention.flashinfer.backend import FlashInferBackend
 
         chunks = long_chunks_kernels(tuple(shapes), tuple(options), block_size, dtype, device)
         return FlashInferBackend(shapes, options, num_blocks, block_size, dtype, device, chunks)
@@ -100,7 +95,7 @@ def long_chunks_kernels(
 
     Raises torch.OutOfMemoryError and torch.AcceleratorError, which are not FlashInfer's.
     """
-    from server.engine.runtime.attention.flashinfer import is_plain
+    from server.engine.runtime.attention.flashinfer.backend import is_plain
 
     plain = [(shape, option) for shape, option in zip(shapes, options, strict=True) if is_plain(option)]
     if not plain or torch.cuda.get_device_capability(device) != (9, 0):
@@ -192,7 +187,7 @@ def _try_flashinfer(
     device: torch.device,
     long_chunks: str | None = None,
 ) -> None:
-    from server.engine.runtime.attention.flashinfer import LONG_CHUNKS, FlashInferBackend
+    from server.engine.runtime.attention.flashinfer.backend import LONG_CHUNKS, FlashInferBackend
 
     tokens = LONG_CHUNKS if long_chunks else 1
     backend = FlashInferBackend(shapes, options, -(-tokens // block_size), block_size, dtype, device, long_chunks)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, HostLayout, LayerShape
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape
+from server.engine.runtime.attention.graph_backend import DecodeForm, GraphBackend, HostLayout
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.instances import Shared

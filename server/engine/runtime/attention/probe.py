@@ -10,15 +10,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from server.checkpoint.classes import ATTENTION_KINDS
-from server.engine.runtime.attention.base import (
-    IMPLEMENTATION,
-    PROBED_IMPLEMENTATION,
-    AttentionBackend,
-    AttentionOptions,
-    LayerShape,
-    UnsupportedModelError,
-    attending,
-)
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape, UnsupportedModelError
+from server.engine.runtime.attention.calls import IMPLEMENTATION, PROBED_IMPLEMENTATION, attending
 from server.engine.runtime.attention.masks import FARTHEST, MaskReader, UnknownMaskError
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.limits import own_limit

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
-from server.engine.runtime.attention.base import GraphBackend, attending
+from server.engine.runtime.attention.calls import attending
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.compile.kept_layers import KeptLayers
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before

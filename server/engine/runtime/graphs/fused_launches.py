@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from nf4_kernels import ops
-from server.engine.runtime.attention.base import ATTEND_ROTARY, DecodeForm
+from server.engine.runtime.attention.calls import ATTEND_ROTARY
+from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.compile.passes.matching import bound_arguments
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.exchanged import ReducedLinear

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
-from server.engine.runtime.attention.base import GraphBackend, attending
+from server.engine.runtime.attention.calls import attending
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.batch import Batch, Span, Spans, to_device
 from server.engine.runtime.graphs.decode import WARM_UPS
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned

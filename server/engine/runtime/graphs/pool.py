@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.attention.base import PLANS_AHEAD, HostLayout
+from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, HostLayout
 from server.engine.runtime.exchange import is_alone
 from server.engine.runtime.transfers.kernels_in_use import has_step_kernels
 from server.engine.scheduling.sequence import PLACEHOLDER

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from server.engine.runtime.attention.base import is_attending
+from server.engine.runtime.attention.calls import is_attending
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.compile.compiled_layer import CompiledLayer
 from server.engine.runtime.graphs.recording import Recording, RecordingError

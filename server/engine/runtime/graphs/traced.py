@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
-from server.engine.runtime.attention.base import attending
+from server.engine.runtime.attention.calls import attending
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.graphs.recorded import RecordedLayers

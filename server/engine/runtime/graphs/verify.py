@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nf4_kernels.cuda.device_clock import DeviceClock
-from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups

@@ -13,7 +13,7 @@ from nf4_kernels.cuda import load_error, start_clock
 from server.checkpoint.base import Progress
 from server.checkpoint.sharding.sharded import ShardedModel
 from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
-from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import least
 from server.engine.runtime.followers import Followers
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits

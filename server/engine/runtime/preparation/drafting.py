@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
-from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.pool import GraphPool
 from server.engine.runtime.graphs.verify import SIZES

@@ -11,7 +11,7 @@ import torch
 
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
-from server.engine.runtime.attention.base import GraphBackend
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import agreed
 from server.engine.runtime.graphs.decode import ROTARY_FROM, DecodeGraphs, ladder
 from server.engine.runtime.graphs.fused_launches import decode_forms, possible_launches, report_fused

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from server.engine.runtime.attention.base import HostLayout
+from server.engine.runtime.attention.graph_backend import HostLayout
 from server.engine.runtime.trials import failure
 from server.engine.scheduling.sequence import PLACEHOLDER
 

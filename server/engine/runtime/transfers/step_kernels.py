@@ -10,7 +10,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from server.engine.runtime.attention.base import HostLayout
+from server.engine.runtime.attention.graph_backend import HostLayout
 
 _NUMBERS = 1024
 

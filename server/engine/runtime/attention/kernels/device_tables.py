@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from server.engine.runtime.attention.base import PLANS_AHEAD
+from server.engine.runtime.attention.graph_backend import PLANS_AHEAD
 from server.engine.runtime.batch import Spans, to_device
 from server.engine.scheduling.block_tables import BlockTables
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server.engine.runtime.attention.base import ATTEND, ATTEND_ROTARY
+from server.engine.runtime.attention.calls import ATTEND, ATTEND_ROTARY
 from server.engine.runtime.compile.passes.matching import Norm, argument, erase_unused, norm_of, operands, with_value
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from nf4_kernels.reference import tiles_shape
-from server.engine.runtime.attention.base import ATTEND_ROTARY
+from server.engine.runtime.attention.calls import ATTEND_ROTARY
 from server.engine.runtime.compile.passes.gates import GATED
 from server.engine.runtime.compile.passes.matching import (
     VIEWS,

@@ -16,7 +16,8 @@ import torch
 
 from nf4_kernels.cuda import decode_attention as kernel
 from nf4_kernels.cuda.decode_attention import Instance, Layout
-from server.engine.runtime.attention.base import PLANS_AHEAD, AttentionOptions, HostLayout, result_shape
+from server.engine.runtime.attention.base import AttentionOptions, result_shape
+from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, HostLayout
 from server.engine.runtime.attention.kernels.decode.compiled_kernel import Rooms
 from server.engine.runtime.attention.kernels.decode.key_parts import SMALLEST_PART, Numbers, Room, split_keys
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables

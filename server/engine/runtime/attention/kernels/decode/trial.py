@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionBackend, DecodeForm
+from server.engine.runtime.attention.base import AttentionBackend
+from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.attention.kernels.decode.attention import TRIAL_SEQUENCES, DecodeAttention
 from server.engine.runtime.attention.kernels.decode.key_parts import SMALLEST_PART
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache

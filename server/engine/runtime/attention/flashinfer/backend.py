@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from server.engine.runtime.attention.base import AttentionOptions, DecodeForm, GraphBackend, HostLayout, LayerShape
-from server.engine.runtime.attention.flashinfer_graphs import (
+from server.engine.runtime.attention.base import AttentionOptions, LayerShape
+from server.engine.runtime.attention.flashinfer.graphs import (
     LONGEST,
     QUERIES_PER_BLOCK,
     DecodeWrappers,
@@ -24,12 +24,13 @@ from server.engine.runtime.attention.flashinfer_graphs import (
     partial_bytes,
     workspace,
 )
+from server.engine.runtime.attention.flashinfer.page_tables import Padding, PageTables, page_tables
+from server.engine.runtime.attention.graph_backend import DecodeForm, GraphBackend, HostLayout
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.decode.compiled_kernel import can_attend
 from server.engine.runtime.attention.kernels.decode.trial import compile_forms, disagreement
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
-from server.engine.runtime.attention.page_tables import Padding, PageTables, page_tables
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.whole_images import ImageQueries, attend_again, image_queries
 from server.engine.runtime.batch import Batch, Spans

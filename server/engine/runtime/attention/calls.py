@@ -1,0 +1,140 @@
+"""How transformers' model code, compiled or not, reaches the attention backend in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from server.engine.runtime.attention.base import (
+    AttentionBackend,
+    AttentionOptions,
+    UnsupportedModelError,
+    result_shape,
+)
+from server.engine.runtime.attention.rotary import RotaryEmbedding
+
+IMPLEMENTATION = "nf4_paged"
+"""The name under which transformers knows our attention function."""
+PROBED_IMPLEMENTATION = "nf4_paged_probed"
+"""The same, for a model whose masks are looked at."""
+
+
+class _Active:
+    """The backend of the forward pass that is running; the engine runs one at a time."""
+
+    backend: AttentionBackend | None = None
+
+
+@contextmanager
+def attending(backend: AttentionBackend) -> Iterator[None]:
+    """Make transformers' model code attend through backend while entered."""
+    previous, _Active.backend = _Active.backend, backend
+    try:
+        yield
+    finally:
+        _Active.backend = previous
+
+
+def is_attending(backend: AttentionBackend) -> bool:
+    """Whether a forward pass runs that attends through this backend."""
+    return _Active.backend is backend
+
+
+@torch.library.custom_op("nf4_server::attend", mutates_args=())
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    assert _Active.backend is not None
+    return _Active.backend.attend_next(query, key, value)
+
+
+@torch.library.custom_op("nf4_server::attend_rotary", mutates_args=())
+def _attend_rotary(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    tile: int = 0,
+) -> torch.Tensor:
+    assert _Active.backend is not None
+    norms = None if query_norm is None or key_norm is None else (query_norm, key_norm)
+    rotary = RotaryEmbedding(cos, sin, norms, eps, offset)
+    return _Active.backend.attend_rotary_next(query, key, value, rotary, tile)
+
+
+@_attend.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@_attend_rotary.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    tile: int = 0,
+) -> torch.Tensor:
+    return query.new_empty(result_shape(query.shape[0], query.shape[1], value.shape[2], tile))
+
+
+# The nodes of inductor's graphs that call these operations have them as targets.
+ATTEND, ATTEND_ROTARY = torch.ops.nf4_server.attend.default, torch.ops.nf4_server.attend_rotary.default
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function registered with transformers: query [1, heads, T, dim] to [1, T, heads, dim]."""
+    if torch.compiler.is_compiling():
+        # The layer's index stays out of the compiled code, so that one compilation serves all layers.
+        rows = (t[0].transpose(0, 1) for t in (query, key, value))
+        return torch.ops.nf4_server.attend(*rows).unsqueeze(0), None
+    backend = _Active.backend
+    if backend is None:
+        raise RuntimeError("the model was called outside attending()")
+    for name in ("position_bias", "head_mask", "cache"):
+        if others.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} uses {name}, which the paged attention does not have")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to later tokens, too, and so cannot generate here"
+        )
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is")
+    if attention_mask is not None:
+        backend.see_mask(layer, type(module).__name__, attention_mask)
+    if s_aux is not None:
+        backend.see_sinks(layer, s_aux)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scaling, backend.windows.get(layer, sliding_window), softcap, s_aux is not None)
+    # Batch 1 always: all tokens of a forward pass are one row.
+    out = backend.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), options)
+    return out.unsqueeze(0), None
+
+
+# No mask function of the first name is registered, and so transformers builds no masks.
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+AttentionInterface.register(PROBED_IMPLEMENTATION, _paged_attention)

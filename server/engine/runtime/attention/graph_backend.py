@@ -1,0 +1,130 @@
+"""The interface of attention backends whose steps can be captured in CUDA graphs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from server.engine.runtime.attention.base import AttentionBackend
+from server.engine.runtime.batch import Spans
+
+PLANS_AHEAD = 4
+"""Steps of graphs that may be laid out before the copies of the first of these layouts to the device are over."""
+
+
+@dataclass(frozen=True)
+class DecodeForm:
+    """What a decode graph asks of a launch that attends; a kernel is compiled for each form."""
+
+    rotary: bool
+    """Whether the launch computes rotary embeddings."""
+    norms: bool
+    """Whether it normalises queries and keys in front of them."""
+    tile: int
+    """Tokens of a tile of the result; 0: the result is not tiled."""
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """A decode step's layout in pinned memory, and where it goes on the device."""
+
+    numbers: torch.Tensor
+    """int32, on the device: pinned's first `count` numbers go there."""
+    pinned: torch.Tensor
+    count: int
+    tables: torch.Tensor
+    """int32, on the device: block tables."""
+    new: torch.Tensor
+    """int64 [2, any], pinned: in its first `changed` columns places in the flat tables, and the blocks that go there."""
+    changed: int
+    forget: Callable[[], None] = lambda: None
+    """To be called where it could not be written: what is new in the tables counts as written."""
+
+    def write(self) -> None:
+        """Copy it to the device."""
+        self.numbers[: self.count].copy_(self.pinned[: self.count], non_blocking=True)
+        if self.changed:
+            # A row at a time, since copies of what is not contiguous would wait for the device.
+            places, blocks = (row[: self.changed].to(self.tables.device, non_blocking=True) for row in self.new)
+            self.tables.view(-1).index_copy_(0, places, blocks.int())
+
+
+class GraphBackend(AttentionBackend):
+    """A backend whose forward passes can be captured in CUDA graphs.
+
+    A graph's kernels read where a step's keys are from memory of the backend's own. plan_decode_graph() and
+    plan_mixed_graph() write a step's layout there, once before the capture and then before every replay. While a graph
+    is captured, begin_decode_graph() or begin_mixed_graph() takes the place of begin().
+    """
+
+    scratch_block: int
+    """A KV block of no sequence: padding writes its keys and values there."""
+    longest_in_mixed_graph: int
+    """Tokens that a sequence of a mixed step may have for it to run as a graph."""
+
+    @property
+    @abstractmethod
+    def applies_rotary(self) -> bool:
+        """Whether decode graphs compute norms and rotary embeddings in the launch that attends."""
+
+    @abstractmethod
+    def set_up_graphs(
+        self, max_model_len: int, max_num_seqs: int, split_keys: bool, forms: Collection[DecodeForm] = ()
+    ) -> None:
+        """Prepare for graphs of up to max_num_seqs sequences of up to max_model_len tokens; call before any plan.
+
+        forms: those that decode graphs are likely to ask for, so that their kernels can be compiled side by side.
+        split_keys: whether a sequence's keys may be divided among thread blocks, which depends on how many and how long
+        the step's sequences are and so changes the order of sums.
+        """
+
+    @abstractmethod
+    def plan_decode_graph(self, spans: Spans, size: int, shared: bool = False) -> None:
+        """Lay out a step of one-token sequences for the graph of size sequences; those beyond spans are padding.
+
+        shared: as the graph was captured. Where it is, spans may be tokens of one sequence, one after another, side by side
+        and in the same row of the block tables. The copies to the device of the plan that is PLANS_AHEAD plans old must be
+        over.
+        """
+
+    def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout | None:
+        """Do as plan_decode_graph() does, but leave it to the caller to write the layout to the device, at once.
+
+        None: plan_decode_graph() has done it.
+        """
+        self.plan_decode_graph(spans, size, shared)
+        return None
+
+    def advance_decode_graph(
+        self, inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None
+    ) -> bool:
+        """Lay out the step behind the one that has been laid out last, in which the host plays no part but to launch.
+
+        The first len(tokens) sequences go on by one token each, or by as many as shifts says, int64 on the device. tokens:
+        int64, their newest ones; inputs: int64 [3, size], the graph's ids, positions and slots, which are advanced, too.
+        The host's block tables must have room for them, and must have had it at the last plan. False, with nothing done,
+        where only plan_decode_graph() can do so.
+        """
+        return False
+
+    @abstractmethod
+    def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
+        """Capture the decode graph of len(slots) sequences; slots is the buffer that the graph will read.
+
+        shared: its tokens may be of one sequence, one after another; each attends to those in front of it.
+        """
+
+    @abstractmethod
+    def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> Any:
+        """Lay out a step for the graph of `size` tokens and `sequences` sequences; returns begin_mixed_graph()'s plan.
+
+        The first plan of a size must have size tokens. No sequence may be longer than longest_in_mixed_graph.
+        """
+
+    @abstractmethod
+    def begin_mixed_graph(self, slots: torch.Tensor, plan: Any) -> None:
+        """Capture the mixed graph that plan was made for; slots is the buffer that the graph will read."""
