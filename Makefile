@@ -103,7 +103,7 @@ test-routers: $(VENV)/.dev kernels model ## SGLang's router over two servers
 	$(BIN)/python -m pytest tests/deploy/sglang_router.py
 
 test-speculation: $(VENV)/.dev kernels model ## 500 random requests for each source of guesses have the same answers with speculation and without (REQUESTS=)
-	SPECULATION_REQUESTS=$(or $(REQUESTS),500) $(BIN)/python -m pytest -m slow tests/engine/test_speculation.py --timeout 3000
+	SPECULATION_REQUESTS=$(or $(REQUESTS),500) $(BIN)/python -m pytest -m slow tests/engine/speculation/test_speculation.py --timeout 3000
 
 fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)
 	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/test_schemathesis.py
@@ -146,10 +146,10 @@ dashboards-check: $(VENV)/.dev kernels model ## ask every panel's query of a Pro
 	$(BIN)/python -m dashboards.check $(PROMETHEUS)
 
 page-vendor: ## fetch the chat page's libraries from npm, as server/api/static/vendor/pins.json names them
-	$(PYTHON) -m tests.api.vendored
+	$(PYTHON) -m tests.api.pages.vendored
 
 page-screenshots: $(VENV)/.dev kernels model ## take the chat page's pictures in docs/ anew (needs Chromium)
-	$(BIN)/python -m tests.api.screenshots
+	$(BIN)/python -m tests.api.pages.screenshots
 
 deploy-check: $(VENV)/.dev $(HELM) ## helm lint, and every object of the Helm chart against Kubernetes' schemas
 	$(BIN)/python -m pytest tests/deploy

@@ -2,9 +2,9 @@
 
 Six layers of a shape with random weights and caches of their own run in a CUDA graph, as in an engine: the GEMMs with norms,
 residuals and gate, each bringing the next one's weight into L2, and decode attention with a rotary embedding. A launch that
-is quicker alone may be slower behind others, so forms of the attention are compared here (their outputs are in
-tests/engine/test_compiled_attention.py). Writes bench/results/layer-DEVICE.json: microseconds of a layer, medians of 15
-replays, by the number of sequences and the tokens behind each; the Triton kernel comes first and last.
+is quicker alone may be slower behind others, so forms of the attention are compared here; their outputs are in
+tests/engine/attention/test_compiled_attention.py. Writes bench/results/layer-DEVICE.json: microseconds of a layer, medians
+of 15 replays, by the number of sequences and the tokens behind each; the Triton kernel comes first and last.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, start_server
 
 if TYPE_CHECKING:
-    from tests.api.browser import Page
+    from tests.api.pages.browser import Page
 
 MODEL = "smollm2-135m-instruct"
 
@@ -88,8 +88,8 @@ def server_url(server: RunningServer) -> str:
 
 @pytest.fixture(scope="session")
 def pages(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the server whose pages the browser looks at: see tests/api/page_server.py."""
-    from tests.api.page_server import serve_pages, write_words_model
+    """Address of the server whose pages the browser looks at: see tests/api/pages/page_server.py."""
+    from tests.api.pages.page_server import serve_pages, write_words_model
 
     folder = tmp_path_factory.mktemp("pages")
     write_words_model(folder / "words", embedded_folder)
@@ -101,7 +101,7 @@ def pages(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def debugger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a browser's DevTools; tests with it are skipped where there is no Chromium."""
     pytest.importorskip("websockets.asyncio.client")
-    from tests.api.browser import BROWSER, start_browser
+    from tests.api.pages.browser import BROWSER, start_browser
 
     if BROWSER is None:
         pytest.skip("no Chromium in the machine")
@@ -112,7 +112,7 @@ def debugger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 async def page(debugger: str, pages: str) -> AsyncIterator[Page]:
     """The chat page, in a fresh profile with short answers."""
-    from tests.api.browser import chat_page
+    from tests.api.pages.browser import chat_page
 
     async with chat_page(debugger, pages) as opened:
         yield opened

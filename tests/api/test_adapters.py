@@ -135,7 +135,7 @@ def test_load_and_unload_while_a_stream_runs(http: httpx.Client, adapters: Path)
     assert (answer(http, "again"), answer(http, MODEL), answer(http, FIXED)) == (alone, base, fixed)
 
 
-@pytest.mark.slow  # tests/engine/test_lora.py has such batches
+@pytest.mark.slow  # tests/engine/model/test_lora.py has such batches
 def test_two_adapters_and_the_base_in_one_batch(http: httpx.Client, adapters: Path) -> None:
     assert load(http, "two", adapters / "two").status_code == 200
     names = [MODEL, FIXED, "two"]

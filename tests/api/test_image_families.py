@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor, P
 from tests.api.image_models import KINDS, Kind, encoded, image_part, picture, write_image_model
 from tests.checkpoint.layouts import reference_model
 from tests.conftest import RunningServer, start_server
-from tests.engine.image_prompts import NEW_TOKENS, Answer, Picture, Prompt, expected
+from tests.engine.model.image_prompts import NEW_TOKENS, Answer, Picture, Prompt, expected
 
 MODEL = "shown"
 OTHERS = [

@@ -164,7 +164,7 @@ def test_logprobs_are_the_references_whatever_the_sampling(http: httpx.Client, r
         assert best == pytest.approx(expected[place].topk(20).values.tolist(), abs=1e-2)
 
 
-@pytest.mark.slow  # tests/engine/test_sampler.py has the distributions
+@pytest.mark.slow  # tests/engine/sampling/test_sampler.py has the distributions
 def test_samplers_draw_from_the_distributions_they_say(http: httpx.Client, reference: Reference) -> None:
     """First tokens of 256 answers, each sampler's frequencies against the reference's probabilities."""
     ids = reference.tokenizer("My favourite animal is")["input_ids"]

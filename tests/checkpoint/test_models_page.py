@@ -13,8 +13,8 @@ from tests.checkpoint import test_tokenizer_files as tokenizers
 from tests.checkpoint.families import REFUSED, SERVED
 from tests.checkpoint.multimodal import CLASSES
 from tests.checkpoint.test_classes import HYBRIDS
-from tests.engine import test_image_prompts, test_lora, test_lora_kinds, test_moe
-from tests.engine.test_lora_kinds import KINDS
+from tests.engine.model import test_image_prompts, test_lora, test_lora_kinds, test_moe
+from tests.engine.model.test_lora_kinds import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 ROW = re.compile(r"^\| (?P<what>[^|]+) \| (?P<answer>works|text only|refused)", re.MULTILINE)

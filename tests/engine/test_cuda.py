@@ -17,7 +17,7 @@ from server.engine.runtime.attention.flashinfer import backend as flashinfer
 from server.engine.runtime.preparation import graph_capture
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.greedy_answers import NEAR_TIE, VOCABULARY, check_answers, small
-from tests.nf4_kernels.cuda_weights import HOPPER
+from tests.nf4_kernels.cuda.cuda_weights import HOPPER
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,7 @@ from server.images.decoding import ImageError
 from server.images.processor import ImageProcessor
 from tests.api.image_models import KINDS, picture, write_image_model
 from tests.checkpoint.layouts import CPU, silent
-from tests.engine.image_prompts import Picture, Prompt
+from tests.engine.model.image_prompts import Picture, Prompt
 
 SIZES = [(40, 30), (28, 28), (100, 20), (15, 90), (200, 170)]
 NEED_PACKAGES = {"mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"}

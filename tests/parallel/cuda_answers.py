@@ -13,8 +13,8 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.parallel.start import load_ranks
 from tests.engine.factories import fix_costs, make_request, run_together
-from tests.engine.guessing import CHEAP
-from tests.engine.test_hidden_states import embedding_of, state
+from tests.engine.model.test_hidden_states import embedding_of, state
+from tests.engine.speculation.guessing import CHEAP
 
 # Decode alone, mixed steps in graphs, and prompts that are too long for those.
 PROMPTS = (5, 40, 200, 700, 1500, 17)

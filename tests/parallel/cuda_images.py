@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.engine.test_images_cuda import check_images
+from tests.engine.model.test_images_cuda import check_images
 
 
 def main() -> None:

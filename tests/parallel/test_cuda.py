@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, RepetitionPen
 
 from bench.e2e.fidelity import Scored, compare
 from server.checkpoint.loading import load_model
-from tests.engine.guessing import draft_model, repeating_model
 from tests.engine.models import tiny_model
+from tests.engine.speculation.guessing import draft_model, repeating_model
 from tests.parallel.cuda_answers import KINDS, TOKENS, prompts
 
 pytestmark = [

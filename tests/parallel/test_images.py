@@ -18,8 +18,8 @@ from server.engine.runtime import exchange
 from tests.checkpoint.layouts import CPU, config_of, random_model, save_nf4, silent
 from tests.checkpoint.multimodal import divisible
 from tests.engine.factories import run_together
-from tests.engine.image_prompts import Answer, Prompt, answers
-from tests.engine.test_image_prompts import PICTURES, SETTINGS, text
+from tests.engine.model.image_prompts import Answer, Prompt, answers
+from tests.engine.model.test_image_prompts import PICTURES, SETTINGS, text
 
 # Positions by axis.
 QUICK = ("qwen2_5_vl",)

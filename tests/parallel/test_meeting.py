@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nf4_kernels.cuda_weights import ON_GPU
+from tests.nf4_kernels.cuda.cuda_weights import ON_GPU
 
 pytestmark = [*ON_GPU, pytest.mark.timeout(240)]
 

@@ -16,7 +16,7 @@ from server.engine.runtime import exchange
 from server.types import EngineStats, RequestOutput
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.engine.factories import fix_costs
-from tests.engine.guessing import (
+from tests.engine.speculation.guessing import (
     CHEAP,
     VOCABULARY,
     close,

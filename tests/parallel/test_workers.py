@@ -27,8 +27,8 @@ from server.engine.runtime.model.projections import replace_projections, weight_
 from server.types import GenerateRequest, LoadAdapter, RequestOutput
 from tests.adapters import ALL_PROJECTIONS, save_adapter
 from tests.engine.factories import make_request, run_together
+from tests.engine.model.test_hidden_states import embedding_of, state
 from tests.engine.models import tiny_model
-from tests.engine.test_hidden_states import embedding_of, state
 from tests.parallel.test_families import SIZES
 
 CPU = torch.device("cpu")

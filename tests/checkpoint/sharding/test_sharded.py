@@ -32,7 +32,7 @@ from server.checkpoint.sharding.slices import cut_linear
 from server.engine.runtime.model.projections import NF4Linear
 from tests.checkpoint.layouts import change_json, change_tensors, save_nf4
 from tests.engine.models import tiny_model
-from tests.nf4_kernels.cuda_weights import gpu
+from tests.nf4_kernels.cuda.cuda_weights import gpu
 from tests.nf4_kernels.weights import quantized
 
 CPU = torch.device("cpu")

@@ -1,0 +1,232 @@
+"""Attention beside the reference in float32: FlashInfer's, of one-token sequences and chunks in one step, and our own, of
+decode steps; shuffled blocks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from nf4_kernels.reference import untile_activations
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
+from server.engine.runtime.attention.factory import long_chunks_kernels
+from server.engine.runtime.attention.flashinfer import backend as flashinfer
+from server.engine.runtime.attention.flashinfer.backend import LONG_CHUNKS, FlashInferBackend
+from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
+from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
+from server.engine.runtime.attention.rotary import RotaryEmbedding
+from server.engine.runtime.attention.sdpa import SdpaBackend
+from server.engine.runtime.batch import Batch, Span, Spans
+from tests.engine.compile.complex_rotary import rotated
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DEVICE = torch.device("cuda", 0)
+BLOCK = 16
+SHAPES = [LayerShape(2, 128, 128, 8)] * 4
+OPTIONS = [
+    AttentionOptions(128**-0.5),
+    AttentionOptions(0.1, window=64),
+    AttentionOptions(0.1, window=64, sinks=True),
+    AttentionOptions(128**-0.5, sinks=True),
+]
+
+
+def make_batch(pieces: list[tuple[int, int]], tables: list[tuple[int, ...]]) -> Batch:
+    """A step in which sequence i computes tokens [start, end) = pieces[i]; those of one token first."""
+    spans, slots, row = [], [], 0
+    for (start, end), table in zip(pieces, tables, strict=True):
+        spans.append(Span(row, start, end - start, table[: -(-end // BLOCK)]))
+        slots += [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, end)]
+        row += end - start
+    numbers = torch.tensor(slots, device=DEVICE)
+    singles = sum(span.length == 1 for span in spans)
+    return Batch(numbers, numbers, numbers, numbers, Spans.of(spans), singles)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ([699, 40, 100, 0, 3], [700, 41, 400, 513, 8]),
+        ([0, 1000], [700, 1300]),
+        ([15, 16, 17], [16, 17, 18]),
+        ([5, 0], [6, LONG_CHUNKS - 1]),
+        ([5, 0], [6, LONG_CHUNKS]),
+    ],
+)
+def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int]) -> None:
+    """earlier, now: tokens of each sequence before and after the step."""
+    torch.manual_seed(0)
+    blocks = list(range(200))
+    random.Random(1).shuffle(blocks)
+    free = iter(blocks)
+    tables = [tuple(itertools.islice(free, -(-end // BLOCK))) for end in now]
+    kernels = long_chunks_kernels(tuple(SHAPES), tuple(OPTIONS), BLOCK, torch.bfloat16, DEVICE)
+    assert kernels == ("fa3" if torch.cuda.get_device_capability() == (9, 0) else None)
+    tested = FlashInferBackend(SHAPES, OPTIONS, len(blocks), BLOCK, torch.bfloat16, DEVICE, kernels)
+    reference = SdpaBackend(SHAPES, len(blocks), BLOCK, torch.float32, DEVICE)
+    tested.sinks = reference.sinks = {layer: torch.randn(8, device=DEVICE) * 3 for layer in (2, 3)}
+    before = [i for i, end in enumerate(earlier) if end > 0]
+    # The tokens before, as a step of their own, and then the step.
+    for pieces, sequences in (
+        ([(0, earlier[i]) for i in before], before),
+        (list(zip(earlier, now, strict=True)), range(len(now))),
+    ):
+        batch = make_batch(pieces, [tables[i] for i in sequences])
+        rows = batch.slots.shape[0]
+        for backend in (tested, reference):
+            backend.begin(batch)
+        for layer, options in enumerate(OPTIONS):
+            query, key, value = (
+                torch.randn(rows, heads, 128, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 2, 2)
+            )
+            found = attend(tested, layer, query, key, value, options)
+            expected = attend(reference, layer, query.float(), key.float(), value.float(), options)
+            assert (found - expected).abs().max() < 0.03, f"layer {layer}"
+
+
+CAPPED = AttentionOptions(0.2, window=300, softcap=3.0)
+PLAIN = AttentionOptions(0.09)
+SINKS = AttentionOptions(0.125, window=128, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype", "lengths"),
+    [
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [1]),
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [255]),
+        (LayerShape(8, 128, 128, 32), PLAIN, torch.bfloat16, [9000]),
+        (LayerShape(8, 128, 128, 64), CAPPED, torch.bfloat16, [6000, 1, 300, 301, 299]),
+        (LayerShape(3, 64, 64, 9), PLAIN, torch.bfloat16, [*range(1, 140, 5), 1024, 80, 81, 64, 65, 3000]),
+        (LayerShape(2, 256, 256, 10), CAPPED, torch.float16, [17, 1000, 16]),
+        (LayerShape(1, 128, 128, 48), PLAIN, torch.float16, [700, 20]),
+        (LayerShape(16, 128, 128, 16), AttentionOptions(0.1, window=1), torch.bfloat16, [500, 3]),
+        (LayerShape(8, 64, 64, 64), SINKS, torch.bfloat16, [1, 300, 9000, 128, 129]),
+        (LayerShape(8, 64, 64, 64), AttentionOptions(0.125, sinks=True), torch.bfloat16, [1, 300, 9000]),
+    ],
+)
+def test_a_decode_step_attends_as_the_reference(
+    shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int]
+) -> None:
+    check_decode(shape, options, dtype, lengths, None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype", "lengths", "norms", "offset"),
+    [
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [255, 1, 9000], True, 0.0),
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [64], False, 0.0),
+        (LayerShape(16, 128, 128, 32), CAPPED, torch.bfloat16, [301, 65, 2], True, 1.0),
+        (LayerShape(3, 64, 64, 36), PLAIN, torch.float16, [*range(1, 140, 5), 3000], False, 0.0),
+        (LayerShape(8, 128, 128, 64), PLAIN, torch.bfloat16, [*range(1, 290, 8), 5000], True, 0.0),
+        (LayerShape(2, 256, 256, 10), CAPPED, torch.float16, [17, 1000, 16], True, 1.0),
+    ],
+)
+def test_a_decode_step_normalises_and_rotates(
+    shape: LayerShape, options: AttentionOptions, dtype: torch.dtype, lengths: list[int], norms: bool, offset: float
+) -> None:
+    """Tiled, too: sequences of one part and of several, in one tile and in several."""
+    angles = torch.randn(len(lengths), shape.key_dim // 2, device=DEVICE).repeat(1, 2)
+    weights = torch.rand(2, shape.key_dim, device=DEVICE).add(0.5 - offset).to(dtype).unbind()
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    check_decode(
+        shape, options, dtype, lengths, RotaryEmbedding(cos, sin, weights if norms else None, 0.1, offset), (16, 32)
+    )
+
+
+def check_decode(
+    shape: LayerShape,
+    options: AttentionOptions,
+    dtype: torch.dtype,
+    lengths: list[int],
+    rotary: RotaryEmbedding | None,
+    tiles: tuple[int, ...] = (),
+) -> None:
+    spans, used = shuffled(lengths)
+    kinds = [Kind(shape.heads, shape.kv_heads, shape.key_dim, o) for o in (AttentionOptions(1.0, window=77), options)]
+    decode = DecodeAttention(kinds, len(lengths), max(len(s.blocks) for s in spans), 0, DEVICE)
+    reference = SdpaBackend([shape], used, BLOCK, torch.float32, DEVICE)
+    sinks = torch.randn(shape.heads, device=DEVICE) * 3 if options.sinks else None
+    reference.sinks = {} if sinks is None else {0: sinks}
+    # What is not yet written is not a number, here and in memory that the kernel uses for itself.
+    cache = torch.full((used, 2, BLOCK, shape.kv_heads, shape.key_dim), torch.nan, dtype=dtype, device=DEVICE)
+    partials = decode._partials
+    for buffer in (partials.sums, partials.weights):
+        buffer.fill_(torch.nan)
+    for span in spans:
+        for place in range(span.start):
+            cache[span.blocks[place // BLOCK], :, place % BLOCK].normal_()
+    reference._keys[0].copy_(cache[:, 0].nan_to_num())
+    reference._values[0].copy_(cache[:, 1].nan_to_num())
+    count = len(lengths)
+    # They have different strides, as views of a projection's output.
+    heads = shape.heads + 2 * shape.kv_heads
+    rows = torch.randn(count, heads, shape.key_dim, device=DEVICE).to(dtype)
+    query, key, value = rows.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+    slots = torch.tensor([s.blocks[-1] * BLOCK + s.start % BLOCK for s in spans], device=DEVICE)
+    reference.begin(Batch(slots, slots, slots, slots, Spans.of(spans), count))
+    turned = (query, key) if rotary is None else [rotated(x, rotary, i) for i, x in enumerate((query, key))]
+    expected = reference.attend(0, turned[0].float(), turned[1].float(), value.float(), options)
+    decode.plan(Spans.of(spans), count)
+    found = decode.attend(LayerCache(cache, None), query, key, value, options, rotary, sinks=sinks)
+    assert (found - expected).abs().max() < (0.03 if dtype is torch.bfloat16 else 0.005)
+    keys, values = cache.transpose(1, 2).flatten(0, 1)[slots].unbind(1)
+    assert torch.equal(values, value)
+    # Rounded once.
+    torch.testing.assert_close(keys.double(), turned[1].double(), atol=1e-6, rtol=torch.finfo(dtype).eps / 1.99)
+    assert not partials.arrived.any()
+    for _ in range(20):
+        assert torch.equal(
+            decode.attend(LayerCache(cache, None), query, key, value, options, rotary, sinks=sinks), found
+        )
+    width = shape.heads * shape.key_dim
+    for tile in tiles:
+        # Freed at once: the next tensor of its size lies there.
+        torch.full((-(-count // tile), width // 64, tile, 64), torch.nan, dtype=dtype, device=DEVICE)
+        tiled = decode.attend(LayerCache(cache, None), query, key, value, options, rotary, tile, sinks)
+        assert torch.equal(untile_activations(tiled, count, width), found.flatten(1))
+
+
+def shuffled(lengths: list[int]) -> tuple[list[Span], int]:
+    """Decode steps of sequences of these lengths in shuffled KV blocks, and the number of blocks."""
+    counts = [-(-length // BLOCK) for length in lengths]
+    blocks = list(range(sum(counts)))
+    random.Random(2).shuffle(blocks)
+    free = iter(blocks)
+    return [
+        Span(row, length - 1, 1, tuple(itertools.islice(free, count)))
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
+    ], len(blocks)
+
+
+def test_a_decode_kernel_that_differs_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes, options = SHAPES[:2], OPTIONS[:2]
+    backend = FlashInferBackend(shapes, options, 40, BLOCK, torch.bfloat16, DEVICE)
+    backend.set_up_graphs(640, 4, split_keys=True)
+    assert backend._decode is not None
+    backend = FlashInferBackend(shapes, options, 40, BLOCK, torch.bfloat16, DEVICE)
+    monkeypatch.setattr(flashinfer, "disagreement", lambda *_: "outputs are off by 1.0")
+    backend.set_up_graphs(640, 4, split_keys=True)
+    assert backend._decode is None
+    assert "decode steps attend by FlashInfer's kernels, more slowly" in caplog.text
+    backend.plan_decode_graph(Spans.of([Span(0, 5, 1, (0,))]), 4)
+    backend.begin_decode_graph(torch.zeros(4, dtype=torch.int64, device=DEVICE))
+    assert backend._parts
+
+
+def attend(
+    backend: AttentionBackend,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    return backend.attend(layer, query, key, value, options).float()

@@ -1,0 +1,324 @@
+"""Graphs of steps that check guesses, as far as they can be made without a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from server.config import EngineConfig
+from server.engine.runtime import runner as runner_module
+from server.engine.runtime.batch import Batch, batch_of, check_batch
+from server.engine.runtime.exchange import ExchangeError
+from server.engine.runtime.graphs import captured_layers
+from server.engine.runtime.graphs.async_step import AsyncStep, Launch
+from server.engine.runtime.graphs.captured_layers import compiled_layers
+from server.engine.runtime.graphs.invariant import in_groups
+from server.engine.runtime.graphs.verify import VerifyGraphs
+from server.engine.runtime.model.projections import NF4Linear
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.runner import ModelRunner, StepGraphs
+from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
+from server.engine.runtime.step_input import StepInput, step_input
+from server.engine.runtime.transfers.host_results import HostResults
+from server.engine.scheduling.block_tables import BlockTables
+from server.engine.scheduling.prompt_images import PromptImages
+from server.engine.scheduling.sequence import PLACEHOLDER
+from server.engine.scheduling.step import Chunk, Step
+from tests.engine.compile.test_fusion import nf4_model
+from tests.engine.factories import make_sequence
+from tests.engine.models import tiny_model
+
+
+def test_graphs_that_check_guesses_have_an_option_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option is what keeps their layers' code apart, which the slow test below shows."""
+    asked: list[object] = []
+
+    def noted(forward: Callable[..., object], **options: object) -> Callable[..., object]:
+        asked.append(options.get("options"))
+        return forward
+
+    monkeypatch.setattr(torch, "compile", noted)
+    for shared in (False, True):
+        with compiled_layers(tiny_model("llama", num_hidden_layers=1), 8, True, shared):
+            pass
+    # A layer, the rotary embedding and the last norm each time.
+    assert asked == [None] * 3 + [{"epilogue_fusion": config.epilogue_fusion}, None, None]
+
+
+def test_layers_of_expanded_weights_are_compiled_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None leaves it to torch, which makes such code for the second size. Ranks' sums are fused for known sizes only."""
+    asked: list[object] = []
+
+    def noted(forward: Callable[..., object], **options: object) -> Callable[..., object]:
+        asked.append(options["dynamic"])
+        return forward
+
+    monkeypatch.setattr(torch, "compile", noted)
+    model = nf4_model("llama")
+    few, many = NF4Linear.EXPANDED_FROM - 1, NF4Linear.EXPANDED_FROM
+    for size, expands, alone, dynamic in (
+        (many, False, True, False),
+        (few, True, True, False),
+        (many, True, True, None),
+        (many, True, False, False),
+    ):
+        for module in model.modules():
+            if isinstance(module, NF4Linear):
+                module.expanded = module.packed if expands else None
+        monkeypatch.setattr(captured_layers, "is_alone", lambda alone=alone: alone)
+        asked.clear()
+        with compiled_layers(model, size, applies_rotary=True):
+            pass
+        # The layer comes first; the modules around the layers are always compiled for any number.
+        assert asked == [dynamic, True, True]
+
+
+@pytest.mark.slow
+def test_layers_are_compiled_apart_from_those_of_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the same number of tokens; decode graphs may leave the rotary embedding to the attention, these may not."""
+    found: list[bool] = []
+
+    class Noted(CustomGraphPass):
+        def __init__(self, applies_rotary: bool) -> None:
+            self._applies_rotary = applies_rotary
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            found.append(self._applies_rotary)
+
+        def uuid(self) -> None:
+            return None
+
+    @contextmanager
+    def noting(applies_rotary: bool) -> Iterator[None]:
+        with config.patch(post_grad_custom_pre_pass=Noted(applies_rotary)):
+            yield
+
+    monkeypatch.setattr(captured_layers, "fused_operations", noting)
+    # Other tests may have compiled the rotary embedding and the norm in this process.
+    torch._dynamo.reset()
+    model = tiny_model("llama", num_hidden_layers=1)
+    ids = torch.arange(3, 11)[None]
+    with torch.inference_mode(), config.patch(force_disable_caches=True):
+        expected = model(input_ids=ids, use_cache=False).logits
+        for applies_rotary, shared in ((True, False), (False, True), (True, False), (False, True)):
+            with compiled_layers(model, 8, applies_rotary, shared):
+                torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
+    # The rotary embedding and the last norm are the same in both.
+    assert found == [True] * 3 + [False]
+
+
+class UncapturedGraphs(VerifyGraphs):
+    """Takes steps of up to 4 tokens, as graphs of 2 and 4 do, and runs the model itself; sampled counts the steps."""
+
+    def __init__(self, paged: PagedModel) -> None:
+        self._paged = paged
+        self._graphs = dict.fromkeys((2, 4))  # type: ignore[assignment]
+        self._largest = 4
+        self.sampled = 0
+
+    def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
+        assert launch.table() is None
+        self.sampled += 1
+        if newest is not None:
+            given = newest if launch.source is None else newest[launch.source]
+            torch.where(batch.ids == PLACEHOLDER, given, batch.ids, out=batch.ids)
+        best, tokens = self._paged.run(batch).float().max(-1)
+        return AsyncStep(step, HostResults().post(best, tokens))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_batch_of_a_check_is_a_steps_batch_in_tokens(seed: int) -> None:
+    chance = random.Random(seed)
+    size, count = chance.choice((4, 16)), chance.choice((1, 2, 7))
+    tables, chunks, guesses = BlockTables(8, 60), [], {}
+    for number in range(count):
+        sequence = make_sequence(chance.randrange(1, 150), request_id=f"r{number}")
+        more = chance.randrange(8) if number else 5
+        blocks = chance.sample(range(1000), (len(sequence.tokens) + more - 1) // size + chance.choice((1, 3)))
+        sequence.tables, sequence.row = tables, tables.take(blocks)
+        sequence.adapter = chance.choice((None, 3))
+        if chance.random() < 0.3:
+            sequence.images = cast(PromptImages, SimpleNamespace(offset=-chance.randrange(9)))
+        chunks.append(Chunk(sequence, len(sequence.tokens) - 1, 1, True))
+        if more:
+            guesses[sequence.request_id] = [chance.randrange(50) for _ in range(more)]
+    # Those without guesses come first, as in the engine's steps.
+    step = Step(sorted(chunks, key=lambda chunk: chunk.sequence.request_id in guesses), guesses=guesses)
+    found = check_batch(step, size)
+    with_images = [chunk.sequence.images for chunk in step.chunks]
+    for chunk in step.chunks:
+        chunk.sequence.images = None
+    _, expected = next(in_groups(batch_of(step_input(step), size), size, 64))
+    offsets = [0 if images is None else images.offset for images in with_images]
+    lengths = [1 + len(guesses.get(chunk.sequence.request_id, ())) for chunk in step.chunks]
+    moved = expected.positions + torch.tensor(offsets).repeat_interleave(torch.tensor(lengths))
+    for name, own in (("ids", expected.ids), ("positions", moved), ("slots", expected.slots)):
+        assert getattr(found, name).tolist() == own.tolist(), name
+    for name in ("rows", "starts", "lengths", "counts"):
+        assert getattr(found.spans, name).tolist() == getattr(expected.spans, name).tolist(), name
+    assert found.spans.adapters == expected.spans.adapters
+    assert found.num_single == len(found.spans) == found.sampled_rows.shape[0] == found.num_tokens
+
+
+@pytest.mark.parametrize(("guesses", "fits"), [([7, 8], True), ([7, 8, 9], True), ([7, 8, 9, 10], False)])
+def test_a_step_with_guesses_makes_one_batch(guesses: list[int], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a step of more tokens than the largest graph, which the model's own code computes."""
+    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
+    plain = build_runner(tiny_model("llama"), config)
+    graphs = UncapturedGraphs(plain._paged)
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs))
+    sequence = make_sequence(6)
+    sequence.tables = BlockTables(1, 8)
+    sequence.row = sequence.tables.take([0, 1, 2])
+    plain.execute(Step([Chunk(sequence, 0, 5, False)]))
+    step = Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: guesses})
+    expected = plain.execute(step)
+    batches: list[int] = []
+
+    def counted(given: StepInput, block_size: int) -> Batch:
+        batches.append(len(given.ids))
+        return batch_of(given, block_size)
+
+    def counted_check(given: Step, block_size: int) -> Batch:
+        batches.append(given.num_tokens)
+        return check_batch(given, block_size)
+
+    monkeypatch.setattr(runner_module, "batch_of", counted)
+    monkeypatch.setattr(runner_module, "check_batch", counted_check)
+    assert runner.execute(step) == expected
+    assert batches == [1 + len(guesses)]
+    assert graphs.sampled == fits
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_guesses_that_only_the_device_knows_are_those_of_their_sequences(fits: bool) -> None:
+    """Of three sequences the first has no guess, the second one, the third two, or three, which no graph can check."""
+    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
+    plain = build_runner(tiny_model("llama"), config)
+    graphs = UncapturedGraphs(plain._paged)
+    graphs._largest = 6
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs))
+    tables = BlockTables(3, 8)
+    sequences = [make_sequence(length, request_id=f"r{length}") for length in (4, 5, 6)]
+    for number, sequence in enumerate(sequences):
+        sequence.tables, sequence.row = tables, tables.take([3 * number, 3 * number + 1, 3 * number + 2])
+        plain.execute(Step([Chunk(sequence, 0, len(sequence.tokens) - 1, False)]))
+    chunks = [Chunk(sequence, len(sequence.tokens) - 1, 1, True) for sequence in sequences]
+    guesses = {"r5": [7], "r6": [8, 9] if fits else [8, 9, 10]}
+    expected = plain.execute(Step(chunks, guesses=guesses))
+    columns = [torch.tensor(column) for column in ([8, 7], [9], [10])[: len(guesses["r6"])]]
+    unknown = {name: [PLACEHOLDER] * len(own) for name, own in guesses.items()}
+    step = Step(chunks, guesses=unknown, drafted=LaunchedGuesses([sequences[2], sequences[1]], columns))
+    graphs._graphs = dict.fromkeys((2, 4, 6))  # type: ignore[assignment]
+    graphs._graphs = graphs._graphs if fits else dict.fromkeys((2, 4))  # type: ignore[assignment]
+    launched = runner.launch_check(step)
+    assert (launched is not None) == fits
+    found = runner.execute(step) if launched is None else launched.read()
+    assert found == expected
+    step.read_guesses()
+    assert graphs.sampled == fits
+    assert step.guesses == guesses
+    assert step.drafted is None
+
+
+class OtherRank:
+    """What followers do: compute the columns of each step with graphs of their own."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.is_waited_for = False
+        self.ids: list[list[int]] = []
+
+    def compute(self, given: StepInput) -> None:
+        assert not self.is_waited_for
+        self.ids.append(given.ids)
+        self._runner.follow(given, None)
+
+    def decode(self, given: StepInput, launch: Launch) -> None:
+        raise AssertionError("no step is launched ahead")
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.is_waited_for = True
+        yield
+        self.is_waited_for = False
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("fits", [True, False])
+def test_other_ranks_check_guesses_by_the_same_graphs(
+    drafted: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that only this rank's device knows: they are read before the others get the step."""
+    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
+    plain = build_runner(tiny_model("llama"), config)
+    graphs, others = UncapturedGraphs(plain._paged), UncapturedGraphs(plain._paged)
+    other = OtherRank(ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=others)))
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), followers=other)
+    replayed: list[int] = []
+    monkeypatch.setattr(
+        UncapturedGraphs, "run", lambda own, batch: (replayed.append(batch.num_tokens), own._paged.run(batch))[1]
+    )
+    sequence = make_sequence(6)
+    sequence.tables = BlockTables(1, 8)
+    sequence.row = sequence.tables.take([0, 1, 2])
+    plain.execute(Step([Chunk(sequence, 0, 5, False)]))
+    guesses = [7, 8, 9] if fits else [7, 8, 9, 10]
+    chunk = Chunk(sequence, 5, 1, True)
+    expected = plain.execute(Step([chunk], guesses={sequence.request_id: guesses}))
+    step = Step([chunk], guesses={sequence.request_id: guesses})
+    if drafted:
+        step.guesses = {sequence.request_id: [PLACEHOLDER] * len(guesses)}
+        step.drafted = LaunchedGuesses([sequence], [torch.tensor([guess]) for guess in guesses])
+    assert runner.execute(step) == expected
+    assert other.ids == [[sequence.tokens[5], *guesses]]
+    assert graphs.sampled == fits
+    # The other rank samples nothing.
+    assert others.sampled == 0
+    assert replayed == ([4] if fits else [])
+    assert not other.is_waited_for
+
+
+def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
+    plain = build_runner(tiny_model("llama"), config)
+    graphs = UncapturedGraphs(plain._paged)
+    runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), followers=OtherRank(plain))
+    sequence = make_sequence(6)
+    sequence.tables = BlockTables(1, 8)
+    sequence.row = sequence.tables.take([0, 1, 2])
+
+    def broken(*_: object) -> AsyncStep:
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(graphs, "run_async", broken)
+    with pytest.raises(ExchangeError, match="rank 0 failed in a step: RuntimeError: no graph"):
+        runner.execute(Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: [7]}))
+
+
+@pytest.mark.parametrize(("layers", "behind"), [(1, []), (6, [1]), (35, [1, 6]), (65, [2, 11])])
+def test_a_step_that_is_waited_for_is_cut_behind_its_first_layers(
+    layers: int, behind: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
+    model = tiny_model("llama", num_hidden_layers=layers)
+    done: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: done.append(index))
+    cuts: list[list[int]] = []
+    ids = torch.arange(3, 8)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits
+        done.clear()
+        with compiled_layers(model, 5, False, True, lambda: cuts.append(list(done))):
+            assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
+    assert cuts == [list(range(count)) for count in behind]

@@ -1,0 +1,184 @@
+"""Prompts with images through the engine: tokens equal to transformers' own generate()."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from server.checkpoint.loading import load_model
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.runner import ModelRunner
+from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
+from tests.checkpoint.multimodal import CLASSES
+from tests.engine.model.image_prompts import Picture, Prompt, answers, expected
+
+CONFIG = EngineConfig(device="cpu", kv_cache_bytes=2**22, enforce_eager=True, block_size=4, max_num_batched_tokens=32)
+TOKEN, BREAK, END = 120, 121, 122
+
+
+def pixels(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def llava(seed: int) -> Picture:
+    return Picture({"pixel_values": pixels(seed, 1, 3, 28, 28)}, [TOKEN] * 4)
+
+
+def llava_next(seed: int) -> Picture:
+    """An image of 56 x 28 in two tiles and as a whole, whose features have a newline behind each row."""
+    sizes = torch.tensor([[56, 28]])
+    return Picture({"pixel_values": pixels(seed, 1, 3, 3, 28, 28), "image_sizes": sizes}, [TOKEN] * (4 + 4 * 3))
+
+
+def mistral3(seed: int) -> Picture:
+    """An image of 56 x 84: rows of patches that are merged by two, with a token behind each."""
+    sizes = torch.tensor([[56, 84]])
+    rows = [TOKEN] * 3 + [BREAK] + [TOKEN] * 3 + [END]
+    return Picture({"pixel_values": pixels(seed, 1, 3, 56, 84), "image_sizes": sizes}, rows)
+
+
+def qwen(seed: int) -> Picture:
+    """An image of 4 x 6 patches, of which each 2 x 2 are a token; the next one is of 8 x 4."""
+    grid = [4, 6] if seed % 2 else [8, 4]
+    patches = pixels(seed, grid[0] * grid[1], 3 * 2 * 14 * 14)
+    tensors = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, *grid]])}
+    return Picture(tensors, [122] + [TOKEN] * (grid[0] * grid[1] // 4) + [123])
+
+
+def gemma3(seed: int) -> Picture:
+    return Picture({"pixel_values": pixels(seed, 1, 3, 28, 28)}, [123] + [TOKEN] * 4 + [124])
+
+
+def idefics3(seed: int) -> Picture:
+    """An image of 56 x 28 in two tiles and as a whole, the second tile's right half of padding."""
+    mask = torch.ones(1, 3, 28, 28, dtype=torch.bool)
+    mask[0, 1, :, 14:] = False
+    rows = [BREAK, 110, TOKEN, BREAK, 111, TOKEN, 112, BREAK, 113, TOKEN, BREAK]
+    tensors = {"pixel_values": pixels(seed, 1, 3, 3, 28, 28), "pixel_attention_mask": mask}
+    return Picture(tensors, rows, TOKEN)
+
+
+PICTURES: dict[str, Callable[[int], Picture]] = {
+    "llava": llava,
+    "llava_next": llava_next,
+    "mistral3": mistral3,
+    "gemma3": gemma3,
+    "idefics3": idefics3,
+    "smolvlm": idefics3,
+    "qwen2_vl": qwen,
+    "qwen2_5_vl": qwen,
+    "qwen3_vl": qwen,
+}
+SETTINGS: dict[str, dict[str, object]] = {
+    "llava": {"image_token_index": TOKEN},
+    "llava_next": {"image_token_index": TOKEN, "image_grid_pinpoints": [[56, 28], [28, 56]]},
+    "mistral3": {"image_token_index": TOKEN},
+    "gemma3": {"image_token_index": TOKEN},
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as the engine has it, and as transformers has it."""
+
+    name: str
+    runner: ModelRunner
+    reference: PreTrainedModel
+
+    def picture(self, seed: int) -> Picture:
+        return PICTURES[self.name](seed)
+
+    def engine(self, **changes: object) -> Engine:
+        return Engine(self.runner, CONFIG.model_copy(update=changes))
+
+    def check(self, engine: Engine, *prompts: Prompt) -> None:
+        """The engine answers to prompts that are sent at once as transformers does to each alone."""
+        for prompt, found in zip(prompts, answers(engine, *prompts), strict=True):
+            wanted = expected(self.reference, prompt)
+            assert found.same_as(wanted), (prompt.ids, found, wanted)
+
+
+@pytest.fixture(scope="module", params=PICTURES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    config = config_of(name, **{**CLASSES[name], **SETTINGS.get(name, {})})
+    save_nf4(random_model(config), folder / "model")
+    model = load_model(folder / "model", CPU, torch.float32, silent, towers=True)
+    return Served(name, build_runner(model, CONFIG), reference_model(folder / "model", folder / "reference"))
+
+
+def text(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 118), k=count)
+
+
+def test_one_image(served: Served) -> None:
+    prompt = Prompt([[3, 17, 42], served.picture(1), [9, 11]])
+    served.check(served.engine(), prompt)
+    # It matters which one it is.
+    other = Prompt([[3, 17, 42], served.picture(3), [9, 11]])
+    assert not expected(served.reference, other).same_as(expected(served.reference, prompt))
+
+
+def test_several_images_and_text_in_one_batch(served: Served) -> None:
+    prompts = [
+        Prompt([text(1, 5), served.picture(1), text(2, 3), served.picture(2), text(3, 4)]),
+        Prompt([text(4, 9)]),
+        Prompt([served.picture(3), text(5, 30)]),  # longer than a step
+        Prompt([text(6, 27), served.picture(4), text(7, 2)]),  # the step would end within the image
+        Prompt([text(8, 3), served.picture(1)]),  # the image is the end
+        Prompt([text(9, 40)]),
+    ]
+    served.check(served.engine(), *prompts)
+
+
+def test_equal_prompts_share_their_prefix_and_different_images_do_not(served: Served) -> None:
+    engine = served.engine()
+    first = Prompt([text(1, 6), served.picture(1), text(2, 9)])
+    served.check(engine, first)
+    hits = engine.stats().prefix_cache_hits
+    longer = Prompt([text(1, 6), served.picture(1), text(2, 9), served.picture(3), text(3, 3)])
+    served.check(engine, longer)
+    shared = engine.stats().prefix_cache_hits - hits
+    assert shared == len(first.ids) // 4 * 4
+    # The same text about another image of the same size: nothing from the image's first block on is shared.
+    served.check(engine, Prompt([text(1, 6), served.picture(3), text(2, 9)]))
+    place = first.images[0].start
+    assert engine.stats().prefix_cache_hits - hits - shared == place // 4 * 4
+
+
+def test_a_prefix_that_ends_within_an_image(served: Served) -> None:
+    """The rest of the image is computed with what the cache has of it."""
+    engine = served.engine()
+    for count in range(1, 5):
+        served.check(engine, Prompt([text(1, count), served.picture(1)]), Prompt([text(2, 3)]))
+        served.check(engine, Prompt([text(1, count), served.picture(1)]))
+
+
+def test_the_tower_runs_once_an_image(served: Served) -> None:
+    tower = served.runner.tower
+    assert tower is not None
+    begun = tower.runs
+    engine = served.engine(enable_prefix_caching=False)
+    picture = served.picture(77)
+    prompts = [Prompt([text(i, 20 + i), picture, text(50 + i, 5)]) for i in range(4)]
+    served.check(engine, *prompts)
+    assert tower.runs - begun == 1
+
+
+def test_preempted_sequences_compute_their_images_again(served: Served) -> None:
+    engine = served.engine(enable_prefix_caching=False)
+    # Prompts fill whole blocks, so that every sequence needs two more for its answer, of which each gets one.
+    pictures = {i: served.picture(i) for i in (1, 3, 5)}
+    prompts = [Prompt([text(i, 12 + -(14 + len(p.tokens)) % 4), p, text(i, 2)]) for i, p in pictures.items()]
+    engine._blocks._free = deque(range(sum(-(-len(prompt.ids) // 4) for prompt in prompts) + 3))
+    served.check(engine, *prompts)
+    assert engine.stats().preemptions > 0

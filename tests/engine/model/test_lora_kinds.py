@@ -1,0 +1,327 @@
+"""Adapters that are more than two factors beside a projection: the engine's tokens are PEFT's, in mixed batches."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.loading import load_model
+from server.checkpoint.lora import read_adapter
+from server.config import EngineConfig, LoraModule
+from server.engine.core import Engine
+from server.engine.runtime.model.lora import adding_masked
+from server.engine.runtime.preparation.assembly import build_runner
+from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
+from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
+from tests.checkpoint.multimodal import CLASSES
+from tests.checkpoint.test_layouts import LLAMA
+from tests.engine.model.test_lora import PROMPTS, expected, finish, start
+from tests.engine.models import tiny_model
+
+ATTENTION = ["q_proj", "v_proj", "o_proj"]
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "DoRA": ("llama", {}, {"use_dora": True, "target_modules": ALL_PROJECTIONS}),
+    "DoRA beside biases": ("qwen2", {}, {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}),
+    "rank-stabilized DoRA": ("llama", {}, {"use_dora": True, "use_rslora": True, "target_modules": ["k_proj"]}),
+    "biases of all": ("qwen2", {}, {"bias": "all", "target_modules": ["q_proj"]}),
+    "biases of adapted": ("qwen2", {}, {"bias": "lora_only", "target_modules": ATTENTION}),
+    "biases of the adapter": ("llama", {}, {"lora_bias": True, "target_modules": ATTENTION}),
+    "whole output layer": ("llama", {}, {"modules_to_save": ["lm_head"], "target_modules": ATTENTION}),
+    "whole embedding": ("llama", {}, {"modules_to_save": ["embed_tokens"], "target_modules": ATTENTION}),
+    "both whole": ("llama", {}, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ATTENTION}),
+    "both whole, tied": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ATTENTION},
+    ),
+    "output layer": ("llama", {}, {"target_modules": ["lm_head", *ATTENTION]}),
+    "embedding": ("llama", {}, {"target_modules": ["embed_tokens", *ATTENTION]}),
+    "both, tied": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["embed_tokens", "lm_head", *ATTENTION]},
+    ),
+    "tokens": ("llama", {}, {"trainable_token_indices": [5, 9, 60], "target_modules": ATTENTION}),
+    "tokens, tied": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"trainable_token_indices": {"embed_tokens": [5, 9, 60]}, "target_modules": ATTENTION},
+    ),
+    "DoRA of both": ("llama", {}, {"use_dora": True, "target_modules": ["lm_head", "embed_tokens", "v_proj"]}),
+    "DoRA, tied": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"use_dora": True, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    ),
+    "DoRA of a scaled embedding": ("gemma3_text", {}, {"use_dora": True, "target_modules": ["embed_tokens", "o_proj"]}),
+    "scaled embedding": ("gemma3_text", {}, {"target_modules": ["embed_tokens", *ATTENTION]}),
+    "whole scaled embedding": ("gemma3_text", {}, {"modules_to_save": ["embed_tokens"], "target_modules": ATTENTION}),
+    "a fused base": ("phi3", {}, {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+}
+
+
+def config_with(folder: Path, *names: str, **options: Any) -> EngineConfig:
+    modules = tuple(LoraModule(name=name, path=folder / name) for name in names)
+    settings = {"device": "cpu", "kv_cache_bytes": 2**22, "enforce_eager": True, "max_num_batched_tokens": 32}
+    return EngineConfig(lora_modules=modules, **{**settings, **options})
+
+
+def check(family: str, overrides: dict[str, Any], folder: Path, **options: Any) -> None:
+    """The adapter a in folder, another one, and the base, together in one batch, as PEFT computes each alone."""
+    save_adapter(tiny_model(family, **overrides), folder / "plain", 1, 0.3, r=3, target_modules=["o_proj"])
+    config = config_with(folder, "a", "plain", **options)
+    engine = Engine(build_runner(tiny_model(family, **overrides), config), config)
+    wanted = {}
+    for name in (None, "a", "plain"):
+        model = tiny_model(family, **overrides)
+        oracle = model if name is None else with_adapter(model, folder / name)
+        wanted |= {f"{name} {i}": expected(oracle, prompt) for i, prompt in enumerate(PROMPTS)}
+    for i, prompt in enumerate(PROMPTS):
+        for name in (None, "a", "plain"):
+            start(engine, f"{name} {i}", prompt, name)
+    assert finish(engine) == wanted
+    assert any(wanted[f"a {i}"] != wanted[f"None {i}"] for i in range(len(PROMPTS)))
+
+
+def compare(found: list[int], oracle: torch.nn.Module, prompt: list[int]) -> None:
+    """found are the oracle's greedy tokens, up to a near tie: NF4 GEMMs in fixed point differ by 1e-5 of the norm."""
+    with torch.inference_mode():
+        scores = oracle(input_ids=torch.tensor([prompt + found[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    best, second = scores.topk(2).values.unbind(-1)
+    ties = (best - second < 1e-3).nonzero()
+    length = int(ties[0]) if len(ties) else len(found)
+    assert length > 2
+    assert found[:length] == scores.argmax(-1)[:length].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_adapters_equal_peft(kind: str, tmp_path: Path) -> None:
+    family, overrides, options = KINDS[kind]
+    save_adapter(tiny_model(family, **overrides), tmp_path / "a", 0, 0.3, r=4, lora_alpha=8, **options)
+    check(family, overrides, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "skipped", "options"),
+    [
+        ("llama", ["lm_head"], {"use_dora": True, "target_modules": ALL_PROJECTIONS}),
+        ("llama in fp4", ["lm_head"], {"use_dora": True, "target_modules": ALL_PROJECTIONS}),
+        # An output layer in NF4, and one that the CPU has in bfloat16.
+        ("llama", ["nothing"], {"target_modules": ["lm_head", "embed_tokens", "v_proj"]}),
+        ("llama", ["lm_head"], {"target_modules": ["lm_head", "q_proj"]}),
+        ("gpt2", ["lm_head"], {"target_modules": ["c_attn", "c_fc"]}),
+    ],
+)
+def test_beside_nf4(model_type: str, skipped: list[str], options: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**LLAMA, "hidden_size": 64, "n_inner": 128, "intermediate_size": 128}
+    model_type, _, table = model_type.partition(" in ")
+    quantization = {"llm_int8_skip_modules": skipped, "bnb_4bit_quant_type": table or "nf4"}
+    folder = save_nf4(random_model(config_of(model_type, **settings)), tmp_path / "m", **quantization)
+    base = reference_model(folder, tmp_path / "reference")
+    options = {"fan_in_fan_out": model_type == "gpt2", **options}
+    save_adapter(base, tmp_path / "a", 0, 0.3, r=4, **options)
+    config = config_with(tmp_path, "a")
+    model = load_model(folder, CPU, torch.float32, silent)
+    engine = Engine(build_runner(model, config), config)
+    for i, prompt in enumerate(PROMPTS):
+        start(engine, f"a {i}", prompt, "a")
+        start(engine, f"None {i}", prompt, None)
+    found = finish(engine)
+    for i, prompt in enumerate(PROMPTS):
+        compare(found[f"None {i}"], base, prompt)
+    adapted = with_adapter(base, tmp_path / "a")
+    for i, prompt in enumerate(PROMPTS):
+        compare(found[f"a {i}"], adapted, prompt)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model.", "language_model.model."])
+def test_on_a_multimodal_base(prefix: str, tmp_path: Path) -> None:
+    """With the tower's layers among its targets, which text does not go through, and in the names of other classes."""
+    folder = save_nf4(random_model(config_of("gemma3", **CLASSES["gemma3"])), tmp_path / "m")
+    base = reference_model(folder, tmp_path / "reference")
+    save_adapter(base, tmp_path / "a", 0, 0.3, r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    assert any("vision_tower" in name for name in _weights(tmp_path / "a"))
+    wanted = [expected(with_adapter(base, tmp_path / "a"), prompt) for prompt in PROMPTS]
+    _rename(tmp_path / "a", (r"base_model\.model\.model\.language_model\.", f"base_model.model.{prefix}"))
+    config = config_with(tmp_path, "a")
+    engine = Engine(build_runner(load_model(folder, CPU, torch.float32, silent), config), config)
+    for i, prompt in enumerate(PROMPTS):
+        start(engine, str(i), prompt, "a")
+    assert list(finish(engine).values()) == wanted
+
+
+@pytest.mark.slow
+def test_dora_in_compiled_layers(tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, r=4, use_dora=True, target_modules=ALL_PROJECTIONS)
+    check("llama", {}, tmp_path, enforce_eager=False)
+
+
+def _rename(folder: Path, *changes: tuple[str, str]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for old, new in changes:
+        tensors = {re.sub(old, new, name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.layers.", "language_model.model.layers.", "layers."])
+def test_names_of_other_classes(prefix: str, tmp_path: Path) -> None:
+    """Adapters of a multimodal class on its text's class; the other way is the same rule."""
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, r=4, target_modules=ALL_PROJECTIONS)
+    config = config_with(tmp_path, "a")
+    wanted = [expected(with_adapter(tiny_model("llama"), tmp_path / "a"), prompt) for prompt in PROMPTS]
+    _rename(tmp_path / "a", (r"model\.model\.layers\.", f"model.{prefix}"))
+    tower = "base_model.model.model.vision_tower.layers.0.self_attn.q_proj.lora_"
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    tensors |= {f"{tower}A.weight": torch.ones(4, 8), f"{tower}B.weight": torch.ones(8, 4)}
+    save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
+    engine = Engine(build_runner(tiny_model("llama"), config), config)
+    for i, prompt in enumerate(PROMPTS):
+        start(engine, str(i), prompt, "a")
+    assert list(finish(engine).values()) == wanted
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_parts_of_a_fused_projection(tmp_path: Path) -> None:
+    """An adapter of q, k and v, gate and up on a base that has each as one: as PEFT with the joined factors."""
+    model = tiny_model("phi3")
+    save_adapter(model, tmp_path / "a", 0, 0.3, r=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"])
+    parts = {
+        "qkv_proj": (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)),
+        "gate_up_proj": (("gate_proj", 96), ("up_proj", 96)),
+    }
+    split = {}
+    for name, tensor in _weights(tmp_path / "a").items():
+        fused = next((one for one in parts if one in name), None)
+        if fused is None:
+            split[name] = tensor
+            continue
+        rows = iter(tensor.split([size for _, size in parts[fused]])) if "lora_B" in name else None
+        for part, _ in parts[fused]:
+            split[name.replace(fused, part)] = (tensor if rows is None else next(rows)).clone()
+    wanted = [expected(with_adapter(tiny_model("phi3"), tmp_path / "a"), prompt) for prompt in PROMPTS]
+    save_file(split, tmp_path / "a" / "adapter_model.safetensors")
+    config = config_with(tmp_path, "a")
+    engine = Engine(build_runner(tiny_model("phi3"), config), config)
+    for i, prompt in enumerate(PROMPTS):
+        start(engine, str(i), prompt, "a")
+    assert list(finish(engine).values()) == wanted
+
+
+def test_a_fused_projection_on_a_base_that_has_its_parts(tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, r=4, target_modules=["q_proj", "k_proj", "v_proj"])
+    tensors, fused = _weights(tmp_path / "a"), {}
+    for layer in range(3):
+        start_ = f"base_model.model.model.layers.{layer}.self_attn."
+        a = tensors[f"{start_}q_proj.lora_A.weight"]
+        b = [tensors[f"{start_}{part}_proj.lora_B.weight"] for part in "qkv"]
+        for part in "qkv":
+            tensors[f"{start_}{part}_proj.lora_A.weight"] = a.clone()
+        fused |= {f"{start_}qkv_proj.lora_A.weight": a.clone(), f"{start_}qkv_proj.lora_B.weight": torch.cat(b)}
+    save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
+    wanted = [expected(with_adapter(tiny_model("llama"), tmp_path / "a"), prompt) for prompt in PROMPTS]
+    save_file(fused, tmp_path / "a" / "adapter_model.safetensors")
+    config = config_with(tmp_path, "a")
+    engine = Engine(build_runner(tiny_model("llama"), config), config)
+    for i, prompt in enumerate(PROMPTS):
+        start(engine, str(i), prompt, "a")
+    assert list(finish(engine).values()) == wanted
+
+
+def test_what_graphs_run_equals_what_steps_run(tmp_path: Path) -> None:
+    """Masked work, which is always the same, on the CPU."""
+    options = {"use_dora": True, "modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ALL_PROJECTIONS}
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, r=4, **options)
+    save_adapter(tiny_model("llama"), tmp_path / "b", 1, 0.3, r=2, target_modules=["o_proj"])
+    config = config_with(tmp_path, "a", "b")
+    model = tiny_model("llama")
+    build_runner(model, config)
+    model.get_decoder().set_attn_implementation("sdpa")
+    others = torch.tensor([[False, True], [True, False], [True, True]])
+    ids = torch.tensor([[5], [5], [5]])
+    oracles = [with_adapter(tiny_model("llama"), tmp_path / "a"), with_adapter(tiny_model("llama"), tmp_path / "b")]
+    with torch.inference_mode():
+        for row, oracle in enumerate([*oracles, tiny_model("llama")]):
+            with adding_masked(others[row : row + 1]):
+                found = model(input_ids=ids[row : row + 1], use_cache=False).logits[0]
+            torch.testing.assert_close(found, oracle(input_ids=ids[row : row + 1]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"modules_to_save": ["input_layernorm"]}, "a whole input_layernorm (modules_to_save) is not served"),
+        ({"modules_to_save": ["q_proj"], "target_modules": ["v_proj"]}, "a whole q_proj (modules_to_save)"),
+        ({"modules_to_save": ["norm"]}, "a whole norm (modules_to_save) is not served"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(options: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, **{"r": 4, "target_modules": ["v_proj"], **options})
+    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
+
+
+def test_a_bias_of_the_output_layer_is_refused(tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["lm_head"])
+    bias = {"base_model.model.lm_head.bias": torch.ones(128)}
+    save_file(_weights(tmp_path / "a") | bias, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="a trained bias of lm_head is not served"):
+        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
+
+
+def test_magnitudes_that_do_not_fit(tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["embed_tokens"], use_dora=True)
+    weights = _weights(tmp_path / "a")
+    name = next(name for name in weights if "embed_tokens.lora_magnitude_vector" in name)
+    assert weights[name].numel() == 64
+    save_file(weights | {name: torch.ones(128)}, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="embed_tokens has 128 magnitudes, it must have 64"):
+        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"base_model.model.lm_head.weight": torch.ones(130, 64)}, "a vocabulary of another size is not served"),
+        ({"base_model.model.lm_head.weight": torch.full((128, 64), float("nan"))}, "not finite"),
+    ],
+)
+def test_output_layers_that_do_not_fit(change: dict[str, torch.Tensor], complaint: str, tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["v_proj"], modules_to_save=["lm_head"])
+    save_file(_weights(tmp_path / "a") | change, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=complaint):
+        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
+
+
+def test_tokens_that_the_configuration_does_not_name(tmp_path: Path) -> None:
+    save_adapter(tiny_model("llama"), tmp_path / "a", 0, r=2, target_modules=["v_proj"], trainable_token_indices=[5, 9])
+    config = tmp_path / "a" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"trainable_token_indices": [5]}))
+    with pytest.raises(CheckpointError, match="has 2 trained tokens, trainable_token_indices names 1"):
+        build_runner(tiny_model("llama"), config_with(tmp_path, "a"))
+
+
+def test_room_is_made_at_the_start(tmp_path: Path) -> None:
+    """What comes at run time and needs room that no adapter at the start needed is refused."""
+    kinds = {"dora": {"use_dora": True}, "head": {"modules_to_save": ["lm_head"]}}
+    for name, options in kinds.items():
+        save_adapter(tiny_model("llama"), tmp_path / name, 0, 0.3, r=2, target_modules=["v_proj"], **options)
+    config = config_with(tmp_path, allow_runtime_lora=True, max_loras=2)
+    registry = build_runner(tiny_model("llama"), config).adapters
+    assert registry is not None
+
+    for name in kinds:
+        with pytest.raises(
+            CheckpointError, match=r"room that is made at the start: name an adapter .* in engine\.lora_modules"
+        ):
+            registry.put(name, read_adapter(tmp_path / name, torch.float32))

@@ -1,0 +1,294 @@
+"""Speculation changes no answer: random requests with all options mixed, cancels and preemptions, on and off.
+
+The slow tests have 500 requests for each source of guesses, or SPECULATION_REQUESTS (`make test-speculation`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.config import LoraModule
+from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.step import Step
+from tests.adapters import ALL_PROJECTIONS, save_adapter
+from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.speculation.guessing import (
+    GRAMMAR,
+    WAVE,
+    AheadDraftModel,
+    LaunchingRunner,
+    close,
+    is_at_a_boundary,
+    joined,
+    make_engine,
+    repeating_model,
+    run_wave,
+    sampled_on_a_gpu,
+    some_requests,
+)
+
+# Requests of each of the three kinds of engines.
+FEW, MANY = 20, int(os.environ.get("SPECULATION_REQUESTS", "500")) // 3
+METHODS: dict[str, dict[str, Any]] = {
+    "lookup": {"speculation": "lookup"},
+    "shared": {"speculation": "lookup", "speculation_shared_store": 2**20},
+    "draft": {"speculation": "draft"},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return repeating_model()
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> LoraModule:
+    folder = tmp_path_factory.mktemp("adapters") / "a"
+    save_adapter(model, folder, 0, 0.3, r=4, target_modules=ALL_PROJECTIONS)
+    return LoraModule(name="a", path=folder)
+
+
+# 41 blocks hold two or so of the sequences, so many are preempted.
+KINDS: dict[str, tuple[type[ModelRunner], int]] = {
+    "wide": (ModelRunner, 240), "tight": (ModelRunner, 41), "async": (LaunchingRunner, 41),
+}  # fmt: skip
+LONG = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "count"),
+    [
+        *((kind, method, FEW) for kind in KINDS for method in METHODS if method != "shared" or kind == "async"),
+        *(pytest.param(kind, method, MANY, marks=LONG) for kind in KINDS for method in METHODS),
+    ],
+)
+def test_answers_are_the_same_with_and_without(
+    kind: str,
+    method: str,
+    count: int,
+    model: Any,
+    adapter: LoraModule,
+    embedded_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner_type, blocks = KINDS[kind]
+    chance = random.Random(f"{runner_type.__name__} {blocks}")
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, runner_type, blocks, **METHODS[method])
+    others: list[list[int]] = []
+    checked = 0
+    for wave in range(-(-count // WAVE)):
+        requests = some_requests(chance, wave, others)
+        expected, _ = run_wave(plain, requests, None)
+        got, cancelled = run_wave(guessing, requests, chance)
+        for request in requests:
+            name = request.request_id
+            wanted = joined(expected[name])
+            assert wanted.finish_reason in ("stop", "length"), wanted.error
+            others.append(request.prompt_token_ids + wanted.new_token_ids)
+            if name in cancelled and not (got[name] and got[name][-1].finish_reason):
+                begun = tokens(got[name])
+                assert begun == wanted.new_token_ids[: len(begun)], request
+                continue
+            found = joined(got[name])
+            if is_at_a_boundary(model, adapter, request, found.new_token_ids, wanted.new_token_ids):
+                print(f"{name}: another token at a boundary of the distribution: {request}")
+                continue
+            assert found.new_token_ids == wanted.new_token_ids, request
+            assert (found.finish_reason, found.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id), request
+            assert close(found.logprobs, wanted.logprobs), request
+            assert close(found.prompt_logprobs, wanted.prompt_logprobs), request
+            checked += 1
+        assert guessing.stats().kv_blocks_used == 0
+    stats = guessing.stats()
+    # A step that fails is computed again without guesses, which would hide it.
+    assert "trying each alone" not in caplog.text
+    assert checked > 0.7 * count
+    assert sum(stats.accepted_by_place) > (count // 4 if (kind, method) == ("async", "draft") else count)
+    assert (stats.shared_store_bytes or 0) > 0 or method != "shared"
+    assert stats.draft_tokens > sum(stats.accepted_by_place)
+    assert (stats.preemptions > 0) == (blocks < 240)
+    runner = guessing._runner
+    if isinstance(runner, LaunchingRunner):
+        assert runner.launched + runner.launched_guesses > count // 2
+        assert runner.launched_guesses > count // 10
+
+
+@pytest.mark.parametrize("method", ["lookup", "draft"])
+def test_steps_with_guesses_that_are_read_after_the_next_message(
+    method: str, model: Any, adapter: LoraModule, embedded_folder: Path
+) -> None:
+    """As on a GPU a step with guesses is launched, and requests come and go before its tokens are read."""
+    chance = random.Random(method)
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, LaunchingRunner, 60, **METHODS[method])
+    unfinished = 0
+    for wave in range(3):
+        requests = [sampled_on_a_gpu(request) for request in some_requests(chance, wave, [])]
+        expected, _ = run_wave(plain, requests, None)
+        got, cancelled = run_wave(guessing, requests, chance)
+        for request in requests:
+            wanted, found = joined(expected[request.request_id]), got[request.request_id]
+            if not (found and found[-1].finish_reason):
+                assert request.request_id in cancelled
+                assert tokens(found) == wanted.new_token_ids[: len(tokens(found))]
+                unfinished += 1
+            elif not is_at_a_boundary(model, adapter, request, tokens(found), wanted.new_token_ids):
+                whole = joined(found)
+                assert whole.new_token_ids == wanted.new_token_ids, request
+                assert (whole.finish_reason, whole.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
+        assert guessing.stats().kv_blocks_used == 0
+    stats, runner = guessing.stats(), guessing._runner
+    assert isinstance(runner, LaunchingRunner)
+    assert runner.launched_guesses > 15
+    if isinstance(runner.draft_model, AheadDraftModel):
+        assert runner.draft_model.used > 10
+    assert 0 < unfinished < 30
+    assert stats.preemptions > 0
+    assert stats.draft_tokens > sum(stats.accepted_by_place) > 20
+
+
+def test_a_step_brings_several_tokens_and_says_how_guesses_fared(
+    model: Any, adapter: LoraModule, embedded_folder: Path
+) -> None:
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    # With this bias nothing else comes.
+    request = make_request([5, 6, 7] * 5, max_tokens=40, logit_bias={9: 100.0}, ignore_eos=True)
+    (expected,) = run_together(plain, request).values()
+    (outputs,) = run_together(guessing, request).values()
+    assert tokens(outputs) == tokens(expected) == [9] * 40
+    assert len(expected) == 40
+    assert len(outputs) < 15
+    assert [output.finish_reason for output in outputs] == [*[None] * (len(outputs) - 1), "length"]
+    timings, stats = outputs[-1].timings, guessing.stats()
+    assert timings is not None
+    assert timings.draft_tokens == stats.draft_tokens > 0
+    assert timings.accepted_tokens == sum(stats.accepted_by_place) == 40 - len(outputs)
+    alone = make_request([5, 6, 7] * 5, max_tokens=40, logit_bias={9: 100.0}, ignore_eos=True, speculation=False)
+    assert len(next(iter(run_together(guessing, alone).values()))) == 40
+    assert guessing.stats().draft_tokens == stats.draft_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("method", ["lookup", "draft"])
+def test_guesses_under_a_grammar(
+    method: str,
+    temperature: float,
+    model: Any,
+    adapter: LoraModule,
+    embedded_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Guesses go on as the grammar has it, or are cut where it refuses them; the answer is the one without guesses."""
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, speculation=method)
+    checked: list[tuple[int, int]] = []
+    execute = guessing._runner.execute
+
+    def seen(step: Step) -> list[Sampled]:
+        for chunk in step.chunks:
+            constraint, guesses = chunk.sequence.constraint, step.guesses.get(chunk.sequence.request_id)
+            if constraint is not None and guesses:
+                checked.append((len(guesses), constraint.permitted(guesses)))
+        return execute(step)
+
+    guessing._runner.execute = seen  # type: ignore[method-assign]
+    # The letters a, b and c come again and again.
+    bias = dict.fromkeys((81, 82, 83), 20.0)
+    requests = [
+        make_request([5, 6, 7] * 5, max_tokens=40, temperature=temperature, seed=seed, grammar=GRAMMAR, logit_bias=bias)
+        for seed in range(6)
+    ]
+    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    for request in requests:
+        wanted, got = joined(expected[request.request_id]), joined(found[request.request_id])
+        assert got.new_token_ids == wanted.new_token_ids
+        assert (got.finish_reason, got.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
+    stats = guessing.stats()
+    assert "trying each alone" not in caplog.text
+    # The draft model knows nothing of the bias and of the grammar. One of its guesses that is refused is checked, too.
+    refused = 0 if method == "lookup" else 1
+    assert sum(stats.accepted_by_place) > 30 or refused
+    assert checked
+    assert all(permitted <= count <= permitted + refused for count, permitted in checked)
+
+
+def test_grammars_that_refuse_all_guesses_of_some_sequences(
+    model: Any, adapter: LoraModule, embedded_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step in which only some of the sequences that were to have guesses keep any is computed as it is."""
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    # What followed before is mostly refused.
+    order = "".join("(abc){4}(acb){4}" for _ in range(3))
+    grammar = json.dumps({"grammars": [{"lark_grammar": f"start: /{order}/"}]})
+    requests = [
+        make_request([5, 6, 7 + i] * 5, max_tokens=60, ignore_eos=True, **({"grammar": grammar} if i > 1 else {}))
+        for i in range(6)
+    ]
+    lengths: set[tuple[bool, ...]] = set()
+    execute = guessing._runner.execute
+
+    def seen(step: Step) -> list[Sampled]:
+        if step.guesses:
+            lengths.add(tuple(chunk.sequence.request_id in step.guesses for chunk in step.chunks))
+        return execute(step)
+
+    guessing._runner.execute = seen  # type: ignore[method-assign]
+    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    for request in requests:
+        name = request.request_id
+        assert tokens(found[name]) == tokens(expected[name])
+        assert joined(found[name]).finish_reason == joined(expected[name]).finish_reason
+    assert "trying each alone" not in caplog.text
+    assert any(len(set(some)) == 2 for some in lengths)
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [{"repetition_penalty": 0.9}, {"presence_penalty": -2.0, "frequency_penalty": 0.02}, {"repetition_penalty": 1.1}],
+)
+def test_guesses_under_penalties(
+    penalties: dict[str, float], model: Any, adapter: LoraModule, embedded_folder: Path
+) -> None:
+    """Each place is sampled with the penalties of the guesses in front of it."""
+    plain = make_engine(model, adapter, embedded_folder)
+    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    requests = [
+        make_request([5, 6, 7 + seed] * 5, max_tokens=60, temperature=t, seed=seed, ignore_eos=True, **penalties)
+        for seed in range(4)
+        for t in (0.0, 0.5)
+    ]
+    expected, found = run_together(plain, *requests), run_together(guessing, *requests)
+    for request in requests:
+        wanted, got = joined(expected[request.request_id]), joined(found[request.request_id])
+        if not is_at_a_boundary(model, adapter, request, got.new_token_ids, wanted.new_token_ids):
+            assert got.new_token_ids == wanted.new_token_ids
+    stats = guessing.stats()
+    assert sum(stats.accepted_by_place) > (100 if penalties.get("repetition_penalty", 1) < 1 else 10)
+
+
+def test_a_step_with_guesses_that_fails_is_tried_without_them(
+    model: Any, adapter: LoraModule, embedded_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request([5, 6, 7] * 5, max_tokens=20, logit_bias={9: 100.0}, ignore_eos=True)
+    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
+    execute = guessing._runner.execute
+
+    def faulty(step: Step) -> list[Sampled]:
+        if step.guesses:
+            raise RuntimeError("no memory for so many tokens")
+        return execute(step)
+
+    monkeypatch.setattr(guessing._runner, "execute", faulty)
+    (outputs,) = run_together(guessing, request).values()
+    assert tokens(outputs) == [9] * 20
+    assert outputs[-1].finish_reason == "length"
