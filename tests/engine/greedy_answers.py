@@ -30,15 +30,15 @@ SMALL = {
 TOKENS = 60
 
 
-def small(name: str, folder: Path, device: torch.device) -> Any:
-    """A small model of one of bench/models' families in bfloat16, with random weights, always the same."""
-    settings = json.loads((MODELS / name / "config.json").read_text()) | SMALL
+def small(name: str, folder: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Any:
+    """A small model of one of bench/models' families, with random weights, always the same; sizes: others than SMALL's."""
+    settings = json.loads((MODELS / name / "config.json").read_text()) | SMALL | sizes
     if settings.get("sliding_window"):
         settings["sliding_window"] = 64
     if "layer_types" in settings:
-        settings["layer_types"] = settings["layer_types"][: SMALL["num_hidden_layers"]]
+        settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
     (folder / "config.json").write_text(json.dumps(settings))
-    return dummy_model(folder, device, torch.bfloat16, lambda *_: None, seed=0)
+    return dummy_model(folder, device, dtype, lambda *_: None, seed=0)
 
 
 def check_answers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from server.checkpoint.dummy import dummy_model
 from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch
@@ -25,7 +23,7 @@ from server.engine.runtime.sampling.inverse_cdf import sample_by_inversion
 from server.engine.runtime.sampling.sampler import sample
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, make_sequence, run_together, tokens
-from tests.engine.greedy_answers import MODELS, SMALL, VOCABULARY
+from tests.engine.greedy_answers import VOCABULARY, small
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,9 +123,7 @@ def test_options_on_the_device_are_those_of_the_host() -> None:
 
 
 def make_engine(folder: Path, **changes: object) -> tuple[Engine, ModelRunner]:
-    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL
-    (folder / "config.json").write_text(json.dumps(settings))
-    model = dummy_model(folder, torch.device("cuda", 0), torch.bfloat16, lambda *_: None, seed=0)
+    model = small("qwen3-8b", folder, torch.device("cuda", 0))
     config = EngineConfig(
         device="cuda", max_num_seqs=8, max_num_batched_tokens=100, max_model_len=512, kv_cache_bytes=2**28
     ).model_copy(update=changes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from server.checkpoint.classes import leave_out_towers
-from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
@@ -22,7 +20,7 @@ from server.types import GenerateRequest, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.checkpoint.layouts import config_of
 from tests.checkpoint.multimodal import CLASSES
-from tests.engine.greedy_answers import MODELS, SMALL
+from tests.engine.greedy_answers import VOCABULARY, small
 from tests.engine.models import tiny_model
 
 pytestmark = [
@@ -81,11 +79,9 @@ def check_model(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 def check_adapters(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
     """The same with adapters of several kinds in one batch, against PEFT."""
-    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL | {"num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps(settings))
 
     def fresh() -> Any:
-        return dummy_model(folder, device, dtype, lambda *_: None, seed=0)
+        return small("qwen3-8b", folder, device, dtype, num_hidden_layers=2)
 
     for seed, (name, options) in enumerate(ADAPTERS.items()):
         save_adapter(fresh(), folder / name, seed, 0.05, **options)
@@ -96,7 +92,7 @@ def check_adapters(folder: Path, device: torch.device, dtype: torch.dtype) -> No
     )  # fmt: skip
     engine = Engine(build_runner(fresh(), config), config)
     names = [None, *ADAPTERS]
-    answers = answers_of(engine, settings["vocab_size"], names)
+    answers = answers_of(engine, VOCABULARY, names)
     for name in names:
         oracle = fresh() if name is None else with_adapter(fresh(), folder / name)
         for prompt, answer in answers[name]:

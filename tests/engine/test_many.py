@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest
 from tests.engine.factories import make_request
-from tests.engine.greedy_answers import MODELS, SMALL
+from tests.engine.greedy_answers import VOCABULARY, small
 from tests.engine.models import tiny_model
 
 COUNT = 200
@@ -109,18 +107,13 @@ def test_many_requests_get_what_each_gets_alone(count: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("invariant", [False, True])
 def test_many_requests_get_what_each_gets_alone_on_a_gpu(invariant: bool, tmp_path: Path) -> None:
-    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    device = torch.device("cuda", 0)
-    reference, model, other = (
-        dummy_model(tmp_path, device, torch.bfloat16, lambda *_: None, seed=0) for _ in range(3)
-    )  # fmt: skip
+    reference, model, other = (small("qwen3-8b", tmp_path, torch.device("cuda", 0)) for _ in range(3))
     block_bytes = 16 * 7 * 2 * 2 * 128 * 2
     config = EngineConfig(
         device="cuda", max_num_seqs=16, max_num_batched_tokens=128, max_model_len=256, kv_cache_bytes=24 * block_bytes,
         batch_invariant=invariant,
     )  # fmt: skip
-    requests = make_requests(settings["vocab_size"], longest=150, most_answers=60)
+    requests = make_requests(VOCABULARY, longest=150, most_answers=60)
     engines = []
     for weights, changes in ((model, {}), (other, {"enable_prefix_caching": False})):
         own = config.model_copy(update=changes)

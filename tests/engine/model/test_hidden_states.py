@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, RequestOutput, SamplingParams
 from tests.adapters import ALL_PROJECTIONS, save_adapter, with_adapter
 from tests.engine.factories import make_request, run_together, tokens
-from tests.engine.greedy_answers import MODELS, SMALL
+from tests.engine.greedy_answers import small
 from tests.engine.models import tiny_model
 
 CONFIG = EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32)
@@ -80,10 +78,8 @@ def test_an_adapter_changes_them_as_in_peft(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_states_on_a_gpu_beside_sequences_that_generate(tmp_path: Path) -> None:
-    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL
-    (tmp_path / "config.json").write_text(json.dumps(settings))
     device = torch.device("cuda", 0)
-    reference, model = (dummy_model(tmp_path, device, torch.bfloat16, lambda *_: None, seed=0) for _ in range(2))
+    reference, model = (small("qwen3-8b", tmp_path, device) for _ in range(2))
     config = EngineConfig(device="cuda", max_num_seqs=8, max_num_batched_tokens=128, max_model_len=512)
     engine = Engine(build_runner(model, config), config)
     prompts = [[7], list(range(100, 150)), list(range(200, 600))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch, Span, Spans
@@ -25,7 +23,7 @@ from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest
 from tests.engine.factories import make_request, run_together, tokens
-from tests.engine.greedy_answers import MODELS, SMALL
+from tests.engine.greedy_answers import small
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,11 +36,7 @@ CHEAP = StepCosts({n: 1 + n / 1000 for n in SIZES}, {n: 1 + n / 1000 for n in ra
 
 
 def runner_of(name: str, folder: Path, **options: Any) -> tuple[ModelRunner, EngineConfig]:
-    settings = json.loads((MODELS / name / "config.json").read_text()) | SMALL | {"vocab_size": VOCABULARY}
-    if "sliding_window" in settings:
-        settings["sliding_window"] = 64
-    (folder / "config.json").write_text(json.dumps(settings))
-    model = dummy_model(folder, torch.device("cuda", 0), torch.bfloat16, lambda *_: None, seed=0)
+    model = small(name, folder, torch.device("cuda", 0), vocab_size=VOCABULARY)
     config = EngineConfig(
         device="cuda", max_model_len=512, max_num_seqs=8, kv_cache_bytes=1 << 28, speculation="lookup",
         enable_prefix_caching=False, **options,
@@ -158,10 +152,7 @@ def test_with_batch_invariant_answers_are_equal(tmp_path: Path) -> None:
 
 def drafting_runner(folder: Path, **options: Any) -> tuple[ModelRunner, EngineConfig]:
     """A model of one shape, and a draft model that is the same but for its last layers, which it lacks."""
-    settings = json.loads((MODELS / "qwen3-8b" / "config.json").read_text()) | SMALL | {"vocab_size": VOCABULARY}
-    (folder / "config.json").write_text(json.dumps(settings))
-    device = torch.device("cuda", 0)
-    model, draft = (dummy_model(folder, device, torch.bfloat16, lambda *_: None, seed=0) for _ in range(2))
+    model, draft = (small("qwen3-8b", folder, torch.device("cuda", 0), vocab_size=VOCABULARY) for _ in range(2))
     draft.model.layers = draft.model.layers[:1]
     draft.config.num_hidden_layers = 1
     # Later layers of the model say little, so that both mostly agree.
