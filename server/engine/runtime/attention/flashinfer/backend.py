@@ -1,7 +1,7 @@
 """FlashInfer's paged attention for CUDA: a plan per step and kind of layer, a launch per layer.
 
 The one-token sequences of a step go to FlashInfer's FA2 kernels. Its chunks may go to the FA3 kernels, in a launch of
-their own. Decode graphs attend by our own kernel (decode.py).
+their own. Decode graphs attend by our own kernels (kernels/decode/).
 """
 
 from __future__ import annotations
