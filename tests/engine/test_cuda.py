@@ -16,7 +16,7 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.flashinfer import backend as flashinfer
 from server.engine.runtime.preparation import graph_capture
 from server.engine.runtime.preparation.assembly import build_runner
-from tests.engine.greedy_answers import NEAR_TIE, VOCABULARY, check_answers, small
+from tests.engine.greedy_answers import LIMITS, NEAR_TIE, VOCABULARY, check_answers, random_prompts, small
 from tests.nf4_kernels.cuda.cuda_weights import HOPPER
 
 pytestmark = [
@@ -30,13 +30,11 @@ pytestmark = [
 def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
     name: str, blocks: int | None, tmp_path: Path
 ) -> None:
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230)]
     bytes_per_block = 16 * 7 * 2 * 2 * 128 * 2
     preempted = check_answers(
         name,
         tmp_path,
-        prompts,
+        random_prompts(1),
         NEAR_TIE,
         max_num_seqs=8,
         max_num_batched_tokens=100,
@@ -47,17 +45,13 @@ def test_greedy_answers_are_the_best_tokens_of_transformers_own_forward(
 
 def test_nearly_all_tokens_of_many_answers_are_the_best(tmp_path: Path) -> None:
     """More than one answer can show: of one, rounding may take a few more tokens to the other side of near ties."""
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230) * 12]
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 100, "kv_cache_bytes": 2000 * 16 * 7 * 2 * 2 * 128 * 2}
-    check_answers("llama-3.3-70b", tmp_path, prompts, NEAR_TIE, 0.8, 0.975, **limits)
+    check_answers("llama-3.3-70b", tmp_path, random_prompts(12), NEAR_TIE, 0.8, 0.975, **LIMITS)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 def test_mixtures_of_experts_run_in_graphs(name: str, tmp_path: Path) -> None:
     """One token, few and many of them; where two experts are nearly as good, rounding decides which one a token gets."""
-    rng = random.Random(3)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230)]
+    prompts = random_prompts(1, seed=3)
     check_answers(
         name, tmp_path, prompts, 0.5, 0.75, max_num_seqs=8, max_num_batched_tokens=100, kv_cache_bytes=1 << 28
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,25 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.greedy_answers import NEAR_TIE, VOCABULARY, compare
+from tests.engine.greedy_answers import LIMITS, NEAR_TIE, check_behind, compare, random_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def behind(name: str, folder: Path, change: Callable[[Any], None]) -> torch.Tensor:
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 90, 150, 33, 1, 230) * 12]
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 100, "kv_cache_bytes": 2000 * 16 * 7 * 2 * 2 * 128 * 2}
-    return compare(name, folder, torch.device("cpu"), prompts, change, **limits)[0]
+    return compare(name, folder, torch.device("cpu"), random_prompts(12), change, **LIMITS)[0]
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.3-70b"])
 def test_of_a_right_engine(name: str, tmp_path: Path) -> None:
-    found = behind(name, tmp_path, lambda model: None)
-    best = (found == 0).float()
-    assert found.max() <= NEAR_TIE
-    assert best.mean(1).min() > 0.9
-    assert best.mean() > 0.975
+    check_behind(behind(name, tmp_path, lambda model: None), NEAR_TIE, 0.9, 0.975)
 
 
 def one_norm(model: Any) -> None:

@@ -9,7 +9,7 @@
 namespace nf4 {
 namespace attention {
 
-// What the host laid out for a thread block (server/engine/runtime/attention/kernels/decode.py, layout()).
+// What the host laid out for a thread block (server/engine/runtime/attention/kernels/decode/attention.py, layout()).
 struct Item {
   int row, begin, end, newest, first, parts, blocks, before;
 };
