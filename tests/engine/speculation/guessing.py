@@ -261,15 +261,15 @@ def joined(outputs: list[RequestOutput]) -> RequestOutput:
 
 @torch.inference_mode()
 def is_at_a_boundary(
-    model: Any, adapter: LoraModule, request: GenerateRequest, one: list[int], other: list[int]
+    engine: Engine, model: Any, adapter: LoraModule, request: GenerateRequest, one: list[int], other: list[int]
 ) -> bool:
     """Whether two answers part where the uniform number is as near to the boundary of both tokens as float32's rounding.
 
     The boundary is where one token's share of the distribution ends and the other's begins; these are two places where
     other tokens lie between, and both have to be as near. The distribution, of requests with a temperature and no filters,
-    is found here in float64. What float32 rounds is what transformers' logits in float32 are off on this machine: logits
-    that are off by e at most move the share F of all tokens below a boundary by 2 e F (1 - F) / temperature at most. Sums
-    of the probabilities themselves may be off by 1e-6.
+    is found here in float64. What float32 rounds is what the log-probabilities of an idle engine are off here: logits that
+    are off by e at most move the share F of all tokens below a boundary by 2 e F (1 - F) / temperature at most. Sums of the
+    probabilities themselves may be off by 1e-6.
     """
     sampling = request.sampling
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
@@ -280,9 +280,11 @@ def is_at_a_boundary(
     exact = copy.deepcopy(model)
     if request.adapter is not None:
         exact = PeftModel.from_pretrained(exact, adapter.path)
-    rounded = exact(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
     logits = exact.double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].clone()
-    off = (rounded - logits).abs().max().item()
+    # A repetition penalty multiplies logits, and what they are off, by itself or divides them.
+    off = _error(engine, ids, request.adapter, logits) * max(
+        sampling.repetition_penalty, 1 / sampling.repetition_penalty
+    )
     logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(torch.tensor([ids]), logits[None])[0]
     counts = torch.bincount(answer, minlength=len(logits))
     logits -= sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
@@ -300,3 +302,14 @@ def is_at_a_boundary(
         if abs(boundary - drawn) >= rounding:
             return False
     return True
+
+
+def _error(engine: Engine, ids: list[int], adapter: str | None, logits: torch.Tensor) -> float:
+    """What the engine's log-probabilities of the likeliest tokens behind ids are off at most; logits: the exact ones."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
+    (outputs,) = run_wave(engine, [GenerateRequest("error", ids, sampling, adapter)], None)[0].values()
+    (found,) = joined(outputs).logprobs or []
+    exact = torch.log_softmax(logits, -1)
+    error = max(abs(logprob - exact[token].item()) for token, logprob in found.top)
+    assert error < 1e-3, "the engine's log-probabilities are wrong, not rounded"
+    return error

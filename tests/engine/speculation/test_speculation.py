@@ -98,7 +98,7 @@ def test_answers_are_the_same_with_and_without(
                 assert begun == wanted.new_token_ids[: len(begun)], request
                 continue
             found = joined(got[name])
-            if is_at_a_boundary(model, adapter, request, found.new_token_ids, wanted.new_token_ids):
+            if is_at_a_boundary(plain, model, adapter, request, found.new_token_ids, wanted.new_token_ids):
                 print(f"{name}: another token at a boundary of the distribution: {request}")
                 continue
             assert found.new_token_ids == wanted.new_token_ids, request
@@ -140,7 +140,7 @@ def test_steps_with_guesses_that_are_read_after_the_next_message(
                 assert request.request_id in cancelled
                 assert tokens(found) == wanted.new_token_ids[: len(tokens(found))]
                 unfinished += 1
-            elif not is_at_a_boundary(model, adapter, request, tokens(found), wanted.new_token_ids):
+            elif not is_at_a_boundary(plain, model, adapter, request, tokens(found), wanted.new_token_ids):
                 whole = joined(found)
                 assert whole.new_token_ids == wanted.new_token_ids, request
                 assert (whole.finish_reason, whole.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
@@ -270,7 +270,7 @@ def test_guesses_under_penalties(
     expected, found = run_together(plain, *requests), run_together(guessing, *requests)
     for request in requests:
         wanted, got = joined(expected[request.request_id]), joined(found[request.request_id])
-        if not is_at_a_boundary(model, adapter, request, got.new_token_ids, wanted.new_token_ids):
+        if not is_at_a_boundary(plain, model, adapter, request, got.new_token_ids, wanted.new_token_ids):
             assert got.new_token_ids == wanted.new_token_ids
     stats = guessing.stats()
     assert sum(stats.accepted_by_place) > (100 if penalties.get("repetition_penalty", 1) < 1 else 10)
