@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--peers", type=_numbers, default=[], help="batch sizes to run transformers at, too")
     parser.add_argument("--peer-tokens", type=int, default=64)
     parser.add_argument("--http", type=_rates, default=[], help="requests per second to send to the real server, too")
+    parser.add_argument("--clients", type=int, help="of the real server's closed loop; default with --http: up to 32")
     parser.add_argument("--fidelity", action="store_true", help="compare log-probabilities with transformers', too")
     parser.add_argument("--batch-invariant", action="store_true", help="decode only, in rows of their own")
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
@@ -53,7 +54,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.peers and options.peer_tokens <= FIRST:
         parser.error(f"--peer-tokens must be more than {FIRST}: transformers is timed from its {FIRST}th token on")
-    if options.tensor_parallel and (options.peers or options.http or options.fidelity or len(options.models) > 1):
+    if options.http and options.clients is None:
+        options.clients = min(32, max(options.batches))
+    if options.tensor_parallel and (options.peers or options.clients or options.fidelity or len(options.models) > 1):
         parser.error("--tensor-parallel measures the engine alone, one model at a time")
     if ENVIRONMENT.keys() - os.environ:
         # The server starts its engine with these variables; C libraries and torch read them when they are loaded.

@@ -70,8 +70,7 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
     )
     print(json.dumps(rows[-1]), flush=True)
     direct = 0.0
-    if options.http:
-        clients = _clients(options)
+    if clients := options.clients:
         closed_loop(engine, clients, 2 * clients, vocabulary, seed=6)
         direct = closed_loop(engine, clients, 4 * clients, vocabulary, seed=7)
     scored = fidelity.score(engine, vocabulary, seed=5) if options.fidelity else []
@@ -81,7 +80,7 @@ def measure(name: str, options: argparse.Namespace, rows: list[Row]) -> None:
     _free()
     if options.peers or scored:
         _add_peers(name, rows, scored, options)
-    if options.http:
+    if options.clients:
         _add_served(name, rows, direct, options)
 
 
@@ -116,10 +115,6 @@ def _end(reason: str, _fatal: bool) -> None:
     os._exit(1)
 
 
-def _clients(options: argparse.Namespace) -> int:
-    return int(min(32, max(options.batches)))
-
-
 def _add_served(name: str, rows: list[Row], direct: float, options: argparse.Namespace) -> None:
     """Add rows of the real server: a closed loop beside the engine alone (direct), then the rates asked for."""
     settings = {
@@ -130,7 +125,7 @@ def _add_served(name: str, rows: list[Row], direct: float, options: argparse.Nam
         "kv_cache_bytes": options.kv_gib * 2**30,
         "enforce_eager": options.eager,
     }
-    clients = _clients(options)
+    clients = options.clients
     started = time.perf_counter()
     with served.serving(MODELS / name / "config.json", settings) as url:
         for row in rows:
