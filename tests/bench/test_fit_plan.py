@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from bench.kernels import fit_plan
-from nf4_kernels.plan.wgmma import WGMMA_COSTS, Wgmma, WgmmaCosts, wgmma_candidates, wgmma_cost
+from nf4_kernels.plan.wgmma import WGMMA_COSTS, WGMMA_INSTANCES, Wgmma, WgmmaCosts, wgmma_candidates, wgmma_cost
 
 SHAPES = [(8192, 8192), (25600, 5120), (5120, 25600), (6144, 4096), (1024, 8192), (28672, 8192), (4096, 14336)]
-TOKENS = (16, 17, 32, 48, 64, 90, 100, 128, 150, 180, 200, 256, 300, 384, 440, 512, 600, 750, 880, 1024)
+# Of each instance some for one to six of its tiles.
+TOKENS = sorted(
+    {tiles * tokens - 3 for tokens, _ in WGMMA_INSTANCES for tiles in range(1, 7) if tiles * tokens <= 1024}
+)
 MULTIPROCESSORS = 132
 
 

@@ -106,7 +106,7 @@ def test_the_reducing_block_of_a_split_tile_ends_last_where_all_would_end_togeth
 
 @pytest.mark.parametrize(
     ("m", "tokens"),
-    [(80, 96), (96, 96), (97, 128), (129, 160), (160, 160), (161, 192), (200, 224), (225, 256), (300, 160)],
+    [(48, 48), (80, 80), (97, 112), (129, 136), (160, 160), (161, 176), (200, 200), (225, 232), (241, 256), (300, 152)],
 )
 def test_large_weights_have_the_smallest_tiles_that_hold_the_tokens(m: int, tokens: int) -> None:
     for n, k in ((25600, 5120), (5120, 25600), (14336, 4096), (8192, 29568)):
@@ -123,7 +123,8 @@ def test_of_instances_with_as_many_tiles_the_smallest_is_a_candidate() -> None:
         for (groups, tiles), tokens in found.items():
             assert len(tokens) == 1
             whole = [size for size, of in WGMMA_INSTANCES if of == groups and -(-m // size) == tiles]
-            assert tokens == {whole[0]}, (m, groups, tiles)
+            # Tiles of fewer than 80 tokens are for two tiles at most.
+            assert tokens == {min(size for size in whole if tiles <= 2 or size >= 80)}, (m, groups, tiles)
 
 
 def test_a_thousand_tokens_of_many_k_go_tile_by_tile() -> None:

@@ -49,9 +49,10 @@ struct PartialSumRing {
   static constexpr bool kOfTokens = Traits::kTokens >= 128;
   static constexpr int kStages = kOfTokens ? Traits::kTokenStages : Traits::kStages;
   static constexpr int kStageBytes = kOfTokens ? Layout::kTokenBytes : Layout::kWeightBytes;
-  static constexpr int kFit = kStageBytes / (Traits::kGroups * 512);
-  static constexpr int kChunk = kFit < Traits::kSums ? kFit : Traits::kSums;  // sums of a thread in a stage
-  static_assert(Traits::kSums % kChunk == 0 && kChunk % 4 == 0, "a thread's sums are whole chunks of whole float4");
+  static constexpr int kFit = kStageBytes / (Traits::kGroups * 512) / 4;  // float4 of a thread's sums in a stage
+  static constexpr int kChunks = (Traits::kSums / 4 + kFit - 1) / kFit;
+  static constexpr int kChunk = (Traits::kSums / 4 + kChunks - 1) / kChunks * 4;  // sums; the last chunk may have fewer
+  static_assert(Traits::kSums % 4 == 0, "a thread's sums are whole float4");
   static constexpr int kOffset = kOfTokens ? Layout::kActivations : Layout::kWeights;
   __device__ static unsigned full(Layout layout, int stage) {
     return kOfTokens ? layout.tokens_full(stage) : layout.weights_full(stage);
@@ -92,7 +93,6 @@ __device__ __forceinline__ void load_partial_sums(const WgmmaArgs& args, int til
   using Partials = PartialSumRing<Traits>;
   int others = count_others(args, tile), first = TileScheduler::index() + 1;
   wait_for_partial_sums<Traits>(args, tile, others);
-  constexpr int kBytes = Partials::kChunk * 512;
   int loaded = 0;
   for (int other = first; other < first + others; ++other) {
     for (int at = 0; at < Traits::kSums; at += Partials::kChunk) {
@@ -100,12 +100,12 @@ __device__ __forceinline__ void load_partial_sums(const WgmmaArgs& args, int til
       bool again = Partials::kOfTokens && round > 0;
       barrier_wait(again ? Partials::reduced(layout, ring.stage) : Partials::empty(layout, ring.stage),
                    again ? (round - 1) & 1 : ring.parity ^ 1);
-      unsigned full = Partials::full(layout, ring.stage);
-      expect_bytes(full, Traits::kGroups * kBytes);
+      unsigned full = Partials::full(layout, ring.stage), bytes = min(Partials::kChunk, Traits::kSums - at) * 512;
+      expect_bytes(full, Traits::kGroups * bytes);
 #pragma unroll
       for (int group = 0; group < Traits::kGroups; ++group) {
         const float4* from = partial_sums<Traits>(args, other, group) + at / 4 * 128;
-        copy_bytes(Partials::place(layout, ring.stage) + group * kBytes, from, kBytes, full);
+        copy_bytes(Partials::place(layout, ring.stage) + group * Partials::kChunk * 512, from, bytes, full);
       }
       ring.advance();
     }
@@ -126,7 +126,7 @@ __device__ __forceinline__ void reduce_partial_sums(const WgmmaArgs& args, int t
           reinterpret_cast<const float4*>(shared + Partials::kOffset + ring.stage * Partials::kStageBytes) +
           threadIdx.x / 128 * (Partials::kChunk / 4) * 128 + threadIdx.x % 128;
 #pragma unroll
-      for (int i = 0; i < Partials::kChunk; i += 4) {
+      for (int i = 0; i < Partials::kChunk && at + i < Traits::kSums; i += 4) {
         float4 partial = from[i / 4 * 128];
         sum[at + i] += partial.x;
         sum[at + i + 1] += partial.y;

@@ -1,0 +1,3 @@
+// up_to_224.cu for launches in which a warpgroup times its decoding.
+#define NF4_TIMED true
+#include "up_to_224.cu"

@@ -1,6 +1,0 @@
-// The instances of linear_wgmma.cuh with up to 96 tokens a tile.
-#include "launch_instance.cuh"
-
-namespace nf4 {
-NF4_WGMMA_INSTANCES_UP_TO_96
-}  // namespace nf4

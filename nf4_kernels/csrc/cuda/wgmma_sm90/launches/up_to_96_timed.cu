@@ -1,3 +1,0 @@
-// up_to_96.cu for launches in which a warpgroup times its decoding.
-#define NF4_TIMED true
-#include "up_to_96.cu"
