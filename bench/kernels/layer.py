@@ -169,7 +169,7 @@ def main() -> int:
     if not decode_attention.can_attend(device, torch.bfloat16, BLOCK, shape.heads, shape.kv_heads, DIM):
         parser.error("it needs a Hopper GPU and nf4_kernels' CUDA library")
     layers = Layers(shape)
-    instances = sorted({instance for _, instance in decode_attention.INSTANCES}, key=lambda i: i.per_processor)
+    instances = sorted(decode_attention.INSTANCES, key=lambda instance: instance.per_processor)
     rows = []
     for sequences, length in options.points:
         rows.append({"model": options.model, **row_of(layers, sequences, length, instances)})

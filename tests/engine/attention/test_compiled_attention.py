@@ -23,7 +23,8 @@ from server.engine.runtime.batch import Span, Spans
 
 DEVICE = torch.device("cuda")
 BLOCK, DIM = 16, 128
-INSTANCES = [Instance(8, 2, 1), Instance(4, 2, 2), Instance(4, 2, 3), Instance(2, 3, 4), Instance(1, 3, 8)]
+FEW = [Instance(8, 2, 1), Instance(4, 2, 2), Instance(4, 2, 3), Instance(2, 3, 4), Instance(1, 3, 8)]
+MANY = [Instance(1, 3, 7), Instance(1, 3, 9), *(Instance(1, 2, blocks) for blocks in range(10, 14))]
 on_hopper = pytest.mark.skipif(
     not can_attend(DEVICE, torch.bfloat16, BLOCK, 8, 8, DIM) if torch.cuda.is_available() else True,
     reason="needs a Hopper GPU",
@@ -33,10 +34,29 @@ on_hopper = pytest.mark.skipif(
 def test_a_step_takes_the_form_by_its_thread_blocks() -> None:
     """On an H200 and with 8 key heads, and with 2, of which a multiprocessor has fewer."""
     assert [instance_for(n, 8, 132).per_processor for n in (1, 2, 16, 17, 33, 34, 49, 50, 82, 83, 512)] == [
-        *(2, 1, 1, 2, 2, 3, 3, 4, 4, 8, 8),
+        *(2, 1, 1, 2, 2, 3, 3, 4, 4, 8, 11),
     ]
     assert instance_for(64, 2, 132) == instance_for(16, 8, 132)
-    assert {instance_for(n, 8, 132) for n in range(1, 600)} == set(INSTANCES)
+    assert {instance_for(n, 8, 132) for n in range(1, 600)} == {*FEW, *MANY}
+    assert {(one.warps, one.stages) for one in kernel.INSTANCES} == {(one.warps, one.stages) for one in (*FEW, *MANY)}
+
+
+def test_hundreds_of_sequences_are_few_full_waves() -> None:
+    """With 8 key heads on an H200. The second number: the waves that these thread blocks make."""
+    expected = {
+        140: (9, 1),
+        150: (10, 1),
+        200: (13, 1),
+        215: (7, 2),
+        256: (8, 2),
+        300: (10, 2),
+        400: (13, 2),
+        512: (11, 3),
+    }
+    for sequences, (per_processor, waves) in expected.items():
+        form = instance_for(sequences, 8, 132)
+        assert (form.per_processor, math.ceil(sequences * 8 / (132 * form.per_processor))) == (per_processor, waves)
+        assert form.stages == (3 if per_processor <= 9 else 2)
 
 
 def test_the_room_goes_by_the_kernel_that_attends() -> None:
@@ -46,7 +66,7 @@ def test_the_room_goes_by_the_kernel_that_attends() -> None:
     assert rooms.instance(0, 16, True) is None
     assert rooms.of(16, False) == [Room(16, 17), Room(132, 132)]
     assert rooms.of(16, True) == [Room(66, 66), Room(132, 132)]
-    assert rooms.most_spare == 132
+    assert rooms.most_spare == 215
     assert all(room.spare <= rooms.most_spare for n in range(1, 300) for room in rooms.of(n, False))
     whole = Rooms(132, [8], [True], split=False)
     assert whole.of(16, False) == [Room(16, 0)]
@@ -109,7 +129,7 @@ def test_what_the_kernel_does_not_take_is_said(changed: dict[str, torch.Tensor],
     layout = kernel.Layout(nothing.int(), 0, 0, 1, nothing.int())
     workspace = kernel.Workspace(nothing, nothing, nothing.int())
     with pytest.raises(ValueError, match=message):
-        decode_attention(**given, out=nothing, layout=layout, workspace=workspace, instance=INSTANCES[0], scaling=1.0)
+        decode_attention(**given, out=nothing, layout=layout, workspace=workspace, instance=FEW[0], scaling=1.0)
 
 
 def steps(lengths: list[int], seed: int) -> tuple[list[Span], int]:
@@ -157,7 +177,7 @@ LENGTHS = [
 
 
 @on_hopper
-@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+@pytest.mark.parametrize("instance", [*FEW, *MANY[1::4]], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (64, 8), (28, 4), (16, 16), (6, 2)])
 def test_every_form_beside_float64(
     monkeypatch: pytest.MonkeyPatch, instance: Instance, heads: int, kv_heads: int

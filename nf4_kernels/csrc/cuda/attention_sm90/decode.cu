@@ -45,6 +45,7 @@ cudaError_t launch_instance(const Nf4DecodeAttention& args) {
   NF4_INSTANCE(4, 2);
   NF4_INSTANCE(2, 3);
   NF4_INSTANCE(1, 3);
+  NF4_INSTANCE(1, 2);
 #undef NF4_INSTANCE
   return cudaErrorInvalidValue;
 }

@@ -25,7 +25,7 @@ class Rooms:
         self._known: dict[tuple[int, bool, Instance | None], list[Room]] = {}
         self.form: Instance | None = None
         """The form that the compiled kernel has in any step; None: the one for the step's sequences."""
-        most = max(instance.per_processor for _, instance in kernel.INSTANCES)
+        most = max(instance.per_processor for instance in kernel.INSTANCES)
         largest = [self._room_by(heads, most) for heads, own in zip(kv_heads, compiled, strict=True) if own]
         self.most_spare = max(room.spare for room in [*self.of(1, True), *largest]) if split else 0
         """Room.spare of the step that has most."""
@@ -38,7 +38,7 @@ class Rooms:
 
     def forms(self, window: int) -> list[Instance | None]:
         """The forms by which a window's layers attend in some step; [None]: they attend by the Triton kernel."""
-        return [instance for _, instance in kernel.INSTANCES] if self._compiled[window] else [None]
+        return list(kernel.INSTANCES) if self._compiled[window] else [None]
 
     def of(self, sequences: int, shared: bool) -> list[Room]:
         """The rooms of a step of so many tokens, which may be of one sequence where shared."""
