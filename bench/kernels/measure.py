@@ -22,7 +22,9 @@ from bench.kernels.tree import Tree
 from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.format import block_scales
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TOKENS = (
+    1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 144, 160, 200, 240, 256, 300, 440, 512, 700, 900, 1024, 2048, 4096
+)  # fmt: skip
 # (N, K) of every projection: q, k and v, o, gate and up, down.
 MODELS = {
     "Qwen3-32B": {"q": (8192, 5120), "kv": (1024, 5120), "o": (5120, 8192), "up": (25600, 5120), "down": (5120, 25600)},

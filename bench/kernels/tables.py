@@ -39,6 +39,7 @@ LINEAR = {
     32: Target(floor=2.0, bf16=2),
     64: Target(floor=2.0, bf16=1.7),
     128: Target(floor=1.6, bf16=1.1),
+    **dict.fromkeys((96, 144, 160, 200, 240, 300, 440, 700, 900), Target(bf16=0.9)),
     **dict.fromkeys((256, 512), Target(bf16=0.95)),
     **dict.fromkeys((2048, 4096), Target(bnb=1.03, bf16=0.93)),
 }
