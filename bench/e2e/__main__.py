@@ -54,6 +54,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.peers and options.peer_tokens <= FIRST:
         parser.error(f"--peer-tokens must be more than {FIRST}: transformers is timed from its {FIRST}th token on")
+    if options.clients is not None and options.clients < 1:
+        parser.error(f"--clients must be at least 1, got {options.clients}")
     if options.http and options.clients is None:
         options.clients = min(32, max(options.batches))
     if options.tensor_parallel and (options.peers or options.clients or options.fidelity or len(options.models) > 1):

@@ -6,7 +6,7 @@ import pytest
 
 from bench.faults import drain, kills, overload
 
-# tests/api/test_lifecycle.py shows the same of one request each.
+# tests/api/operation/test_lifecycle.py shows the same of one request each.
 pytestmark = pytest.mark.slow
 
 

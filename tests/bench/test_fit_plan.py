@@ -46,7 +46,8 @@ def test_the_costs_that_launches_were_made_from_are_found(noise: float, allowed:
         for name, true in dataclasses.asdict(WGMMA_COSTS[instance]).items():
             # A k step is most of a launch, and known best.
             close = allowed / 10 if name == "step" else allowed
-            slack = 0.3 if noise and name in ("launch", "reduction_early", "reduction_late", "reduction_part") else 0.01
+            small = ("launch", "reduction_early", "reduction_late", "reduction_part", "wave")
+            slack = 0.3 if noise and name in small else 0.01
             assert getattr(fitted.costs, name) == pytest.approx(true, rel=close, abs=slack), (instance, name)
 
 

@@ -23,7 +23,7 @@ from nf4_kernels.plan import (
     shared_bytes,
 )
 from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, rows_candidates
-from nf4_kernels.plan.wgmma import wgmma_candidates
+from nf4_kernels.plan.wgmma import WGMMA_COSTS, wgmma_candidates
 
 SOURCES = build.ROOT / "csrc" / "cuda"
 SHAPES = (
@@ -113,6 +113,16 @@ def test_large_weights_have_the_smallest_tiles_that_hold_the_tokens(m: int, toke
         choice = plan(m, n, k, 90, 132)
         assert isinstance(choice, Wgmma)
         assert choice.tokens == tokens
+
+
+def test_a_launch_without_a_reduction_is_not_free() -> None:
+    """Weights of few k steps and rows, as small models and shards have them, whose tiles need not be split."""
+    for n, k in ((4096, 1024), (6144, 1024), (12288, 2048), (4096, 2048)):
+        for m in (40, 48, 64, 80, 112, 128):
+            choice = plan(m, n, k, 90, 132)
+            assert isinstance(choice, Wgmma)
+            assert choice.groups == 2, (m, n, k)
+    assert all(costs.launch > 0 for costs in WGMMA_COSTS.values())
 
 
 def test_of_instances_with_as_many_tiles_the_smallest_is_a_candidate() -> None:

@@ -4,7 +4,7 @@
 #include "traits.cuh"
 
 // NF4_INSTANCE(tokens of a tile, consumer warpgroups, stages of weights, stages of tokens, what is scaled, ping-pong); each
-// with its reason. nf4_kernels/plan/wgmma.py lists the same tokens and warpgroups, docs/adr/0007 the measurements.
+// with its reason. nf4_kernels/plan/wgmma.py lists the same tokens and warpgroups, docs/lab/gemm-129-1024.md the measurements.
 #define NF4_WGMMA_INSTANCES_UP_TO_32                                                                            \
   /* first stages are smaller than with three warpgroups: small weights start 1.7 us earlier */                 \
   NF4_INSTANCE(16, 2, 5, 5, kDoubleBufferedSums, false)                                                         \

@@ -12,8 +12,8 @@
 //   consume         A byte is two neighbouring k of a row, which is one A register. A table of 256 entries (in 32 copies,
 //                   one for each bank, so that no lookup conflicts) turns bytes into registers while the tensor cores are
 //                   busy with the 64 k before. The sums of each 64 k are multiplied by their scales in float32 as they are
-//                   added up. A tile of 256 tokens leaves no registers for such sums: its weights are scaled before they
-//                   are rounded, and the tensor cores add up all k.
+//                   added up. A tile of more than 128 tokens leaves no registers for such sums: its weights are scaled
+//                   before they are rounded, and the tensor cores add up all k.
 // Work is divided by stream-K or by split-K (scheduler.cuh). A split tile's partial sums go through the workspace, and the
 // thread block that has its first k step reduces them in the order of k (split_tiles.cuh): results do not depend on timing.
 //
