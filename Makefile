@@ -106,7 +106,7 @@ test-speculation: $(VENV)/.dev kernels model ## 500 random requests for each sou
 	SPECULATION_REQUESTS=$(or $(REQUESTS),500) $(BIN)/python -m pytest -m slow tests/engine/speculation/test_speculation.py --timeout 3000
 
 fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)
-	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/test_schemathesis.py
+	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/hostile/test_schemathesis.py
 
 check: $(VENV)/.dev ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

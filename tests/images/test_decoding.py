@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from server.images.decoding import ImageError, decode
-from tests.api.image_models import encoded, picture
+from tests.api.images.image_models import encoded, picture
 
 MOST = 10_000
 

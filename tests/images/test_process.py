@@ -14,7 +14,7 @@ from server.images import client
 from server.images.client import ImageProcess, ImageRefusedError, ImagesUnavailableError
 from server.images.messages import ImageJob
 from server.images.store import ImageStore
-from tests.api.image_models import encoded, picture, write_image_model
+from tests.api.images.image_models import encoded, picture, write_image_model
 
 MOST = 10_000
 

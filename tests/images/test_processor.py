@@ -17,7 +17,7 @@ from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.projections import replace_projections
 from server.images.decoding import ImageError
 from server.images.processor import ImageProcessor
-from tests.api.image_models import KINDS, picture, write_image_model
+from tests.api.images.image_models import KINDS, picture, write_image_model
 from tests.checkpoint.layouts import CPU, silent
 from tests.engine.model.image_prompts import Picture, Prompt
 

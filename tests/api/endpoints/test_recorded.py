@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-RECORDED = Path(__file__).parents[1] / "clients" / "recorded"
+RECORDED = Path(__file__).parents[2] / "clients" / "recorded"
 REQUESTS = [
     (client, i, request)
     for path in sorted(RECORDED.glob("*.json"))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, PngImagePlugin
 
-from tests.api.image_models import encoded, picture
+from tests.api.images.image_models import encoded, picture
 
 FORMS = ("PNG", "JPEG", "WEBP", "GIF")
 Chance = random.Random

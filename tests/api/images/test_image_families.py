@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor, PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.api.image_models import KINDS, Kind, encoded, image_part, picture, write_image_model
+from tests.api.images.image_models import KINDS, Kind, encoded, image_part, picture, write_image_model
 from tests.checkpoint.layouts import reference_model
 from tests.conftest import RunningServer, start_server
 from tests.engine.model.image_prompts import NEW_TOKENS, Answer, Picture, Prompt, expected

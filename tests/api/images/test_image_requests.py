@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, PreTrainedModel
 
-from tests.api.hostile_images import hostile_images
-from tests.api.image_models import encoded, image_part, picture, write_image_model
+from tests.api.images.hostile_images import hostile_images
+from tests.api.images.image_models import encoded, image_part, picture, write_image_model
 from tests.checkpoint.layouts import reference_model
 from tests.conftest import RunningServer, start_server
 

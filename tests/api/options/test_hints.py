@@ -82,7 +82,7 @@ def test_values_that_ask_for_nothing_are_not_named(long_context: httpx.Client, e
 
 
 def test_the_documentation_has_the_table() -> None:
-    documented = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    documented = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
     for hint in HINTS:
         assert f"| `{hint.path}` | {', '.join(hint.endpoints)} | {hint.reason} |" in documented, hint
     for kind in SERVER_TOOLS:

@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 from tests.api.conftest import MODEL, chat_body, user
-from tests.api.schemas import ALL
+from tests.api.options.schemas import ALL
 
 CHAT = "/v1/chat/completions"
 
