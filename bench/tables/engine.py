@@ -29,8 +29,8 @@ def headline() -> str:
         f" with AWQ-Marlin {_slashes(awq)}, in bf16 {_slashes(bf16)}. vLLM is faster in prefill, and with 512"
         " sequences.",
         f"**Kernels** on the same GPU: a linear layer of {one['N']} x {one['K']} takes {one['ours_us']:.0f} us for one"
-        f" token, with bitsandbytes {one['bnb_us']:.0f} and with bf16 cuBLAS {one['bf16_us']:.0f}. cuBLAS wins from 256"
-        f" tokens on: at 2048 it takes {many['bf16_us'] / many['ours_us']:.2f} of our time, bitsandbytes"
+        f" token, with bitsandbytes {one['bnb_us']:.0f} and with bf16 cuBLAS {one['bf16_us']:.0f}. From 144 to 300 tokens"
+        f" both take about as long; with 2048 cuBLAS takes {many['bf16_us'] / many['ours_us']:.2f} of our time, bitsandbytes"
         f" {many['bnb_us'] / many['ours_us']:.2f}.",
         f"**CPU**: the embedded model decodes {cpu['ours']:.0f} tokens per second on two cores, transformers"
         f" {cpu['transformers_bnb_nf4']:.0f} with bitsandbytes and {cpu['transformers_bf16']:.0f} in bf16.",
