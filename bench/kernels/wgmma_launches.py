@@ -25,7 +25,7 @@ from bench.kernels.measure import random_weight
 from bench.machine import current_commit, gpu_in_file_names, versions
 from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.cuda import launches
-from nf4_kernels.plan.wgmma import Wgmma, wgmma_candidates, wgmma_cost
+from nf4_kernels.plan.wgmma import Wgmma, tile_count, wgmma_candidates, wgmma_cost
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Those of small models and of shards have few k steps.
@@ -50,20 +50,18 @@ def likely(m: int, n: int, k: int, processors: int) -> list[Wgmma]:
         own = sorted((c for c in costs if (c.tokens, c.groups) == instance), key=lambda choice: costs[choice])
         if costs[own[0]] > SLOWER * least:
             continue
-        whole = [choice for choice in own if choice.grid > processors]
-        alone = [c for c in own if c.grid <= processors and -(-n // (c.groups * 64)) * -(-m // c.tokens) == c.grid]
+        whole = [choice for choice in own if choice.grid == tile_count(*instance, m, n)]
         split = [choice for choice in own if choice.first_split_steps]
         stream = [c for c in own if processors - 4 <= c.grid <= processors and not c.first_split_steps]
-        picked = dict.fromkeys([own[0], *alone[:1], *stream[:1], *whole[:1], *split[:1]])
+        picked = dict.fromkeys([own[0], *stream[:1], *whole[:1], *split[:1]])
         found += [choice for choice in picked if costs[choice] < 1.1 * SLOWER * least]
     return found
 
 
-def time_point(bench: Bench, weight: Weight, dense: torch.Tensor, m: int) -> list[dict[str, Any]]:
+def time_point(bench: Bench, weight: Weight, dense: torch.Tensor, m: int, processors: int) -> list[dict[str, Any]]:
     """A row for each launch of a GEMM of m tokens; times in microseconds."""
     n, k = weight.matrix
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
 
     def launch(choice: Wgmma) -> None:
         with mock.patch.object(launches, "_plan", return_value=choice):
@@ -91,6 +89,7 @@ def main() -> int:
     if reason := cuda.load_error():
         print(f"bench.kernels.wgmma_launches: no CUDA kernels: {reason}", file=sys.stderr)
         return 1
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
     draw, bench, rows = random.Random(options.seed), Bench(options.repeats), list[dict[str, Any]]()
     for n, k in SHAPES:
         weight = random_weight(n, k)
@@ -98,9 +97,8 @@ def main() -> int:
         bench.warm_up()
         for _ in range(options.points):
             # As many points from 50 to 100 tokens as from 500 to 1000.
-            rows += time_point(bench, weight, dense, int(FEWEST * (MOST / FEWEST) ** draw.random()))
+            rows += time_point(bench, weight, dense, int(FEWEST * (MOST / FEWEST) ** draw.random()), processors)
         print(f"{n} x {k}: {len(rows)} launches", flush=True)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
     state = {"device": gpu_in_file_names(), "commit": current_commit(), "versions": versions()}
     path = options.out or RESULTS / f"wgmma-launches-{gpu_in_file_names()}.json"
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)

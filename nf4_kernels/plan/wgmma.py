@@ -8,36 +8,14 @@ from dataclasses import dataclass
 
 from nf4_kernels.plan.limits import COUNTERS
 
-WGMMA_INSTANCES = (
-    (16, 2),
-    (16, 3),
-    (32, 2),
-    (32, 3),
-    (48, 2),
-    (64, 2),
-    (64, 3),
-    (80, 2),
-    (96, 2),
-    (112, 2),
-    (128, 2),
-    (136, 2),
-    (144, 2),
-    (152, 2),
-    (160, 2),
-    (176, 2),
-    (192, 2),
-    (200, 2),
-    (208, 2),
-    (216, 2),
-    (224, 2),
-    (232, 2),
-    (240, 2),
-    (256, 2),
-)
-"""(tokens of a tile, warpgroups): the instances of csrc/cuda/wgmma_sm90/instances.cuh; ordered by tokens."""
 WGMMA_TOKENS = range(9, 1025)
 K_STEP = 256
 """k of a step, the unit of work that stream-K hands out."""
+
+
+def tile_count(tokens: int, groups: int, m: int, n: int) -> int:
+    """Tiles of an instance (tokens of a tile, warpgroups) in a GEMM of m tokens and n weight rows."""
+    return -(-n // (groups * 64)) * -(-m // tokens)
 
 
 @dataclass(frozen=True)
@@ -54,7 +32,7 @@ class Wgmma:
         """Tiled activations and partial sums of split tiles: WgmmaSizes of csrc/cuda/wgmma_sm90/launch.cuh."""
         token_tiles, rows = -(-m // self.tokens), self.groups * 64
         tiled = token_tiles * self.tokens * -(-k // K_STEP) * K_STEP * 2
-        split = -(-n // rows) * token_tiles % self.grid != 0
+        split = tile_count(self.tokens, self.groups, m, n) % self.grid != 0
         return tiled + split * self.grid * rows * self.tokens * 4
 
     def __str__(self) -> str:
@@ -90,8 +68,8 @@ STAYING_BYTES = 16e6
 # Tiles of 16 and 32 tokens are fitted on an H200 to 13 to 19 shapes and 16 to 64 tokens, larger ones to 15 shapes with 40
 # random numbers of tokens from 33 to 1024 each (bench/results/wgmma-launches-nvidia-h200.json). Of the launches that were
 # measured there the costs choose ones that take 0.23 % longer than the best, in the mean of the points they are fitted to.
-# These launches do not say what (64, 3) takes without a reduction, since all of that instance's have one: its launch is that
-# of the fit before. What the 32-token tiles pay for a second token tile is what makes the mean of their errors there 0.
+# All launches of (64, 3) there have a reduction, so they do not tell what one without it takes: its launch cost is from
+# the fit before. step_more_tiles of the 32-token tiles is set so that their errors there are 0 in the mean.
 WGMMA_COSTS = {
     (16, 2): WgmmaCosts(5.43, 0.738, 0.0, 2.31, 4.01, 0.183),
     (16, 3): WgmmaCosts(7.08, 1.072, 0.0, 0.24, 2.55, 0.393),
@@ -118,6 +96,8 @@ WGMMA_COSTS = {
     (240, 2): WgmmaCosts(0.353, 3.013, 0.1273, 8.863, 10.09, 3.032, 0.01015, 1.331),
     (256, 2): WgmmaCosts(1.446, 3.106, 0.1578, 9.601, 12.8, 3.268, 0.01209, 1.301),
 }
+WGMMA_INSTANCES = tuple(WGMMA_COSTS)
+"""(tokens of a tile, warpgroups): the instances of csrc/cuda/wgmma_sm90/instances.cuh; ordered by tokens."""
 
 
 def wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Wgmma]:
@@ -128,8 +108,7 @@ def wgmma_candidates(m: int, n: int, k: int, multiprocessors: int) -> Iterator[W
     steps = -(-k // K_STEP)
     seen = set()
     for tokens, groups in WGMMA_INSTANCES:
-        token_tiles = -(-m // tokens)
-        tiles = -(-n // (groups * 64)) * token_tiles
+        token_tiles, tiles = -(-m // tokens), tile_count(tokens, groups, m, n)
         if tiles * groups > COUNTERS or (token_tiles, groups) in seen:
             continue
         if m > tokens * 2 and tokens < 80:
@@ -156,7 +135,7 @@ def wgmma_cost(wgmma: Wgmma, m: int, n: int, k: int, multiprocessors: int, costs
     """
     given = costs or WGMMA_COSTS[wgmma.tokens, wgmma.groups]
     token_tiles, steps = math.ceil(m / wgmma.tokens), math.ceil(k / K_STEP)
-    tiles = math.ceil(n / (wgmma.groups * 64)) * token_tiles
+    tiles = tile_count(wgmma.tokens, wgmma.groups, m, n)
     step = given.step + given.step_more_tiles * (token_tiles > 1 if wgmma.tokens > 128 else token_tiles - 1)
     if tiles == wgmma.grid and tiles > multiprocessors:
         waves = math.ceil(tiles / multiprocessors)
