@@ -11,11 +11,13 @@ import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from nf4_kernels import ops
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.compile.layers import compile_layers
 from server.engine.runtime.limits import EngineConfigError
+from server.engine.runtime.model import expanded
 from server.engine.runtime.model.expanded import copy_bytes, expand_weights, expanded_bytes
 from server.engine.runtime.model.projections import NF4Linear, replace_projections
 from server.engine.runtime.preparation import expansion
@@ -70,6 +72,51 @@ def test_copies_are_used_from_their_token_count_on(tokens: int, tmp_path: Path) 
     assert (by_copy - by_codes).norm() < 1e-4 * by_codes.norm()
     dynamic = torch.ops.nf4_server.expanded_linear(x, module.expanded, *module._weight())
     assert torch.equal(dynamic, module(x))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "by_codes"), [(MANY, 256, True), (256, 256, True), (257, 256, False), (MANY, FEW, False)]
+)
+def test_decode_graphs_of_large_weights_use_the_codes_for_more_tokens(
+    tokens: int, most: int, by_codes: bool, tmp_path: Path
+) -> None:
+    model = small_model(tmp_path, torch.device("cpu"), torch.float32)
+    replace_projections(model)
+    module = linears_of(model)[0][0]
+    x = torch.randn(1, tokens, module.in_features)
+    codes = module(x)
+    module.expand(torch.float32)
+    assert module.expanded is not None
+    module.expanded.mul_(2)  # so that it shows which of both a run takes
+    module.fused_up_to = most
+    assert module.uses_copy(tokens) is not by_codes
+    with NF4Linear.for_graph():
+        assert torch.equal(module(x), codes if by_codes else linear(x, module.expanded))
+    # A prompt of as many tokens is no decode graph.
+    assert torch.equal(module(x), linear(x, module.expanded))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large", "tile", "most"),
+    [
+        (torch.bfloat16, 512 * 256, 128, expanded.LARGE_UP_TO),
+        (torch.bfloat16, 512 * 256 * 2 + 1, 128, FEW),
+        (torch.bfloat16, 512 * 256, 0, FEW),
+        (torch.float16, 512 * 256, 128, FEW),
+    ],
+)
+def test_what_decode_graphs_multiply_by_the_codes(
+    dtype: torch.dtype, large: int, tile: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a layer has a large weight, in the dtype and on the devices whose launches are fused."""
+    model = small_model(tmp_path, torch.device("cpu"), dtype)
+    replace_projections(model)
+    layers = linears_of(model)
+    each = sum(copy_bytes(module, dtype) for module in layers[0])
+    monkeypatch.setattr(expanded, "LARGE", large)
+    monkeypatch.setattr(ops, "token_tile", lambda *_: tile)
+    expand_weights(model, each)
+    assert [{module.fused_up_to for module in layer} for layer in layers] == [{most}, {FEW}, {FEW}, {FEW}]
 
 
 def test_code_traced_for_any_number_of_tokens_decides_when_it_runs(tmp_path: Path) -> None:
@@ -143,11 +190,17 @@ def test_copies_that_cannot_be_used_or_do_not_fit_are_refused_by_name(monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_steps_with_copies_give_what_steps_by_codes_give(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("large", "decode_from"), [(expanded.LARGE, MANY), (1, 257)])
+def test_steps_with_copies_give_what_steps_by_codes_give(
+    large: int, decode_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Prompts of 300 tokens, and decode steps of 150 sequences: log-probabilities are those without copies.
 
-    The graph of 160 sequences runs code for any number of tokens, which the second largest size has compiled.
+    The graph of 160 sequences runs code for any number of tokens, which the second largest size has compiled. Of large
+    weights it is by the codes.
     """
+    monkeypatch.setattr(expanded, "LARGE", large)
+    caplog.set_level("INFO")
     scores, seconds, tokens = [], [], []
     for wanted in ("off", 1 << 30):
         config = EngineConfig(
@@ -171,6 +224,7 @@ def test_steps_with_copies_give_what_steps_by_codes_give(tmp_path: Path) -> None
         tokens.append(torch.tensor([one[0][0] for one in ordered]))
         scores.append(torch.tensor([one[0][1] for one in ordered]))
         seconds.append(torch.tensor([one[1][1] for one in ordered]))
+    assert f"prompts of {MANY} tokens and more use them, decode from {decode_from} on" in caplog.text
     assert (scores[0] - scores[1]).square().mean().sqrt() < 0.02
     # The second tokens' steps are those of graphs. They are the same steps where the first tokens are.
     same = tokens[0] == tokens[1]

@@ -74,7 +74,7 @@ def compiled_layers(
             if index < len(layers):
                 layers[index].forward = partial(_after, cut, layers[index].forward)
     try:
-        with dependent_launches(), small_kernels_by_rule(), fused_operations(applies_rotary):
+        with dependent_launches(), small_kernels_by_rule(), fused_operations(applies_rotary), NF4Linear.for_graph():
             yield
     finally:
         for module in (*layers, *outer):

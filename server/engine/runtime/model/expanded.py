@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nf4_kernels import ops
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.projections import NF4Linear
 
@@ -18,6 +20,13 @@ logger = logging.getLogger(__name__)
 AUTO_SHARE = 0.25
 # The same where the configuration says how large the KV cache is: what that takes is not counted, and steps get the rest.
 AUTO_SHARE_BESIDE_CACHE = 0.5
+
+# Decode graphs of up to LARGE_UP_TO tokens multiply by the codes all the same where a layer has a weight of LARGE elements
+# or more. cuBLAS's GEMMs of such weights run at the GPU's limit of power, and the NF4 launches compute norm, activation and
+# sum as well. With a largest weight of 142M elements this was 4 % faster at 136 tokens and 4 % slower at 256, and each graph
+# has to be compiled on its own (docs/lab/decode-512-sequences.md).
+LARGE = 3 << 26
+LARGE_UP_TO = 256
 
 
 def expand_weights(model: PreTrainedModel, budget: int) -> int:
@@ -33,17 +42,21 @@ def expand_weights(model: PreTrainedModel, budget: int) -> int:
         size = sum(copy_bytes(linear, model.dtype) for linear in linears)
         if taken + size > budget:
             break
+        fused_up_to = _most_fused(linears, model.dtype)
         for linear in linears:
             linear.expand(model.dtype)
+            linear.fused_up_to = fused_up_to
         taken, expanded = taken + size, expanded + bool(linears)
     if expanded:
         logger.info(
-            "weights of %d of %d decoder layers also in %s, %.2f GiB: steps of %d tokens and more use them",
+            "weights of %d of %d decoder layers also in %s, %.2f GiB:"
+            " prompts of %d tokens and more use them, decode from %d on",
             expanded,
             len(layers),
             str(model.dtype).removeprefix("torch."),
             taken / 2**30,
             NF4Linear.EXPANDED_FROM,
+            min(linear.fused_up_to for linear in expanded_linears(model)) + 1,
         )
     return taken
 
@@ -55,5 +68,22 @@ def copy_bytes(linear: NF4Linear, dtype: torch.dtype) -> int:
 
 def expanded_bytes(model: nn.Module) -> int:
     """Bytes of all copies that a model has."""
-    linears = (module for module in model.modules() if isinstance(module, NF4Linear))
-    return sum(linear.expanded.nbytes for linear in linears if linear.expanded is not None)
+    return sum(linear.expanded.nbytes for linear in expanded_linears(model) if linear.expanded is not None)
+
+
+def expanded_linears(model: nn.Module) -> list[NF4Linear]:
+    """The NF4 layers that have a copy."""
+    return [module for module in model.modules() if isinstance(module, NF4Linear) and module.expanded is not None]
+
+
+def _most_fused(linears: Sequence[NF4Linear], dtype: torch.dtype) -> int:
+    """The most tokens that decode graphs multiply by the codes of a layer's weights, which all have copies."""
+    large = any(linear.out_features * linear.in_features >= LARGE for linear in linears)
+    fuses = dtype is torch.bfloat16 and all(_tile(linear, dtype) for linear in linears)
+    return LARGE_UP_TO if large and fuses else NF4Linear.EXPANDED_FROM - 1
+
+
+def _tile(linear: NF4Linear, dtype: torch.dtype) -> int:
+    """The token tile of a layer's GEMM of LARGE_UP_TO tokens; 0 on devices whose GEMM of so many is not fused."""
+    shape, nested = [linear.out_features, linear.in_features], linear.absmax_8bit is not None
+    return ops.token_tile(linear.packed.device, dtype, LARGE_UP_TO, shape, linear.blocksize, nested)

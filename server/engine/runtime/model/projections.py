@@ -41,8 +41,14 @@ class NF4Linear(nn.Module):
     EXPANDED_FROM = 129
     """Tokens from which on the expanded weight is used: with fewer the NF4 kernels read a quarter of its bytes."""
 
+    fused_up_to: int
+    """The most tokens that decode graphs multiply by the codes, in launches with norm, activation and sum."""
+
     _for_any_tokens = False
     """Whether what is traced now runs with any number of tokens, see for_any_tokens()."""
+
+    _in_graph = False
+    """Whether what is traced now is a decode graph's, see for_graph()."""
 
     def __init__(self, layer: Linear4bit) -> None:
         super().__init__()
@@ -60,10 +66,11 @@ class NF4Linear(nn.Module):
         self.register_buffer("absmax_offset", state.offset if nested else None, persistent=False)
         self.register_buffer("bias", None if layer.bias is None else layer.bias.data, persistent=False)
         self.register_buffer("expanded", None, persistent=False)
+        self.fused_up_to = self.EXPANDED_FROM - 1
 
     def uses_copy(self, tokens: int) -> bool:
-        """Whether so many tokens are multiplied by the expanded weight, by cuBLAS."""
-        return self.expanded is not None and tokens >= self.EXPANDED_FROM
+        """Whether a decode graph of so many tokens multiplies by the expanded weight, by cuBLAS."""
+        return self.expanded is not None and tokens > self.fused_up_to
 
     def expand(self, dtype: torch.dtype) -> None:
         """Keep a dequantized copy of the weight in dtype beside the codes; it equals bitsandbytes' bit for bit."""
@@ -77,7 +84,7 @@ class NF4Linear(nn.Module):
             return out
         if NF4Linear._for_any_tokens:
             out = torch.ops.nf4_server.expanded_linear(x, self.expanded, *self._weight())
-        elif x.shape[:-1].numel() >= self.EXPANDED_FROM:
+        elif x.shape[:-1].numel() > (self.fused_up_to if NF4Linear._in_graph else self.EXPANDED_FROM - 1):
             out = torch.nn.functional.linear(x, self.expanded, self.bias)
         else:
             out = torch.ops.nf4.linear(x, *self._weight())
@@ -95,6 +102,16 @@ class NF4Linear(nn.Module):
             yield
         finally:
             NF4Linear._for_any_tokens = False
+
+    @staticmethod
+    @contextmanager
+    def for_graph() -> Iterator[None]:
+        """While entered, traced layers are a decode graph's, whose passes fuse launches: fused_up_to decides."""
+        NF4Linear._in_graph = True
+        try:
+            yield
+        finally:
+            NF4Linear._in_graph = False
 
     def _weight(self) -> tuple[Any, ...]:
         """The arguments of nf4::linear behind x."""
