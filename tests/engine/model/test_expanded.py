@@ -46,6 +46,13 @@ def linears_of(model: PreTrainedModel) -> list[list[NF4Linear]]:
     ]
 
 
+def first_linear(folder: Path) -> NF4Linear:
+    """A layer without a copy, in float32 on CPU."""
+    model = small_model(folder, torch.device("cpu"), torch.float32)
+    replace_projections(model)
+    return linears_of(model)[0][0]
+
+
 def test_whole_decoder_layers_are_expanded_as_far_as_the_bytes_go(tmp_path: Path) -> None:
     model = small_model(tmp_path, torch.device("cpu"), torch.bfloat16)
     replace_projections(model)
@@ -60,9 +67,7 @@ def test_whole_decoder_layers_are_expanded_as_far_as_the_bytes_go(tmp_path: Path
 
 @pytest.mark.parametrize("tokens", [1, FEW, MANY, 300])
 def test_copies_are_used_from_their_token_count_on(tokens: int, tmp_path: Path) -> None:
-    model = small_model(tmp_path, torch.device("cpu"), torch.float32)
-    replace_projections(model)
-    module = linears_of(model)[0][0]
+    module = first_linear(tmp_path)
     x = torch.randn(1, tokens, module.in_features)
     by_codes = module(x)
     module.expand(torch.float32)
@@ -80,9 +85,7 @@ def test_copies_are_used_from_their_token_count_on(tokens: int, tmp_path: Path) 
 def test_decode_graphs_of_large_weights_use_the_codes_for_more_tokens(
     tokens: int, most: int, by_codes: bool, tmp_path: Path
 ) -> None:
-    model = small_model(tmp_path, torch.device("cpu"), torch.float32)
-    replace_projections(model)
-    module = linears_of(model)[0][0]
+    module = first_linear(tmp_path)
     x = torch.randn(1, tokens, module.in_features)
     codes = module(x)
     module.expand(torch.float32)
@@ -121,9 +124,7 @@ def test_what_decode_graphs_multiply_by_the_codes(
 
 def test_code_traced_for_any_number_of_tokens_decides_when_it_runs(tmp_path: Path) -> None:
     """Traced with few tokens; where it decided while it is traced, many tokens would be another graph."""
-    model = small_model(tmp_path, torch.device("cpu"), torch.float32)
-    replace_projections(model)
-    module = linears_of(model)[0][0]
+    module = first_linear(tmp_path)
     module.expand(torch.float32)
     traced: list[torch.fx.GraphModule] = []
 
@@ -143,9 +144,7 @@ def test_code_traced_for_any_number_of_tokens_decides_when_it_runs(tmp_path: Pat
 @pytest.mark.slow
 def test_compiled_layers_decide_when_they_run(tmp_path: Path) -> None:
     """Compiled layers are traced with a few tokens, and no guard tells them apart from many."""
-    model = small_model(tmp_path, torch.device("cpu"), torch.float32)
-    replace_projections(model)
-    module = linears_of(model)[0][0]
+    module = first_linear(tmp_path)
     module.expand(torch.float32)
     assert module.expanded is not None
     module.expanded.mul_(2)  # so that it shows which of both a run takes

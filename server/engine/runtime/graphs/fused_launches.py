@@ -113,13 +113,13 @@ def possible_launches(model: PreTrainedModel, tokens: int, applies_rotary: bool)
             found.norms += _fuses(queries, tokens, _is_plain_norm(getattr(layer, "input_layernorm", None)))
         if gates is not None:
             normalised = _fuses(gates, tokens, _is_plain_norm(getattr(layer, mlp_norm, None)))
-            gated = gated_activation and ops.can_gate(*_question(gates, tokens), normalised)
+            gated = gated_activation and ops.can_gate(*gates.planned(tokens), normalised)
             found.norms += normalised
         found.gates += gated
         found.rotary += applies_rotary
         for gemm, tiles in ((gemm_of(attention, "o_proj"), applies_rotary), (gemm_of(mlp, "down_proj"), gated)):
             if gemm is not None:
-                found.residuals += not between and ops.can_fuse(*_question(gemm, tokens), False)
+                found.residuals += not between and ops.can_fuse(*gemm.planned(tokens), False)
                 found.tiled += tiles and _tile(gemm, tokens) > 0
     return found
 
@@ -179,18 +179,12 @@ def _may_fuse(gemm: NF4Linear, model: PreTrainedModel, tokens: int) -> bool:
 
 def _tile(gemm: NF4Linear, tokens: int) -> int:
     """The token tile in which the launch in front could write the input of a GEMM that may be fused; 0: it could not."""
-    return 0 if gemm.in_features % 256 else ops.token_tile(*_question(gemm, tokens))
+    return 0 if gemm.in_features % 256 else ops.token_tile(*gemm.planned(tokens))
 
 
 def _fuses(gemm: NF4Linear, tokens: int, plain_norm: bool) -> bool:
     """Whether a GEMM behind a norm has a launch with it."""
-    return plain_norm and ops.can_fuse(*_question(gemm, tokens), True)
-
-
-def _question(gemm: NF4Linear, tokens: int) -> tuple[torch.device, torch.dtype, int, list[int], int, bool]:
-    """The arguments of ops.can_fuse(), ops.can_gate() and ops.token_tile() for a GEMM in bfloat16."""
-    shape, nested = [gemm.out_features, gemm.in_features], gemm.absmax_8bit is not None
-    return gemm.packed.device, torch.bfloat16, tokens, shape, gemm.blocksize, nested
+    return plain_norm and ops.can_fuse(*gemm.planned(tokens), True)
 
 
 def _is_plain_norm(norm: nn.Module | None) -> bool:

@@ -79,11 +79,6 @@ def expanded_linears(model: nn.Module) -> list[NF4Linear]:
 def _most_fused(linears: Sequence[NF4Linear], dtype: torch.dtype) -> int:
     """The most tokens that decode graphs multiply by the codes of a layer's weights, which all have copies."""
     large = any(linear.out_features * linear.in_features >= LARGE for linear in linears)
-    fuses = dtype is torch.bfloat16 and all(_tile(linear, dtype) for linear in linears)
+    # 0 on devices whose GEMM of so many tokens is not fused.
+    fuses = dtype is torch.bfloat16 and all(ops.token_tile(*linear.planned(LARGE_UP_TO)) for linear in linears)
     return LARGE_UP_TO if large and fuses else NF4Linear.EXPANDED_FROM - 1
-
-
-def _tile(linear: NF4Linear, dtype: torch.dtype) -> int:
-    """The token tile of a layer's GEMM of LARGE_UP_TO tokens; 0 on devices whose GEMM of so many is not fused."""
-    shape, nested = [linear.out_features, linear.in_features], linear.absmax_8bit is not None
-    return ops.token_tile(linear.packed.device, dtype, LARGE_UP_TO, shape, linear.blocksize, nested)

@@ -72,6 +72,11 @@ class NF4Linear(nn.Module):
         """Whether a decode graph of so many tokens multiplies by the expanded weight, by cuBLAS."""
         return self.expanded is not None and tokens > self.fused_up_to
 
+    def planned(self, tokens: int) -> tuple[torch.device, torch.dtype, int, list[int], int, bool]:
+        """The arguments of ops.can_fuse(), ops.can_gate() and ops.token_tile() for a GEMM in bfloat16."""
+        shape, nested = [self.out_features, self.in_features], self.absmax_8bit is not None
+        return self.packed.device, torch.bfloat16, tokens, shape, self.blocksize, nested
+
     def expand(self, dtype: torch.dtype) -> None:
         """Keep a dequantized copy of the weight in dtype beside the codes; it equals bitsandbytes' bit for bit."""
         packed, shape, absmax, blocksize, _bias, *nested = self._weight()
@@ -82,9 +87,10 @@ class NF4Linear(nn.Module):
         if self.expanded is None:
             out: torch.Tensor = torch.ops.nf4.linear(x, *self._weight())
             return out
+        tokens = x.shape[:-1].numel()
         if NF4Linear._for_any_tokens:
             out = torch.ops.nf4_server.expanded_linear(x, self.expanded, *self._weight())
-        elif x.shape[:-1].numel() > (self.fused_up_to if NF4Linear._in_graph else self.EXPANDED_FROM - 1):
+        elif self.uses_copy(tokens) if NF4Linear._in_graph else tokens >= self.EXPANDED_FROM:
             out = torch.nn.functional.linear(x, self.expanded, self.bias)
         else:
             out = torch.ops.nf4.linear(x, *self._weight())
