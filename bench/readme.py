@@ -42,6 +42,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity": engine.fidelity,
     "cpu": engine.cpu,
     "several-gpus": parallel.several_gpus,
+    "four-gpus": parallel.four_gpus,
     "gpu-starts": parallel.gpu_starts,
     "exchange": parallel.exchange,
     "api-processes": api_processes,

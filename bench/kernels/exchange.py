@@ -1,8 +1,9 @@
 """Sums over the GPUs of this host, in CUDA graphs: NCCL's beside nf4_kernels.cuda.peers': python -m bench.kernels.exchange.
 
-One process for each GPU. Writes bench/results/exchange-<device>.json: microseconds of one sum of bfloat16 in a chain of 100,
-the slowest rank's, by bytes; with the residual, which NCCL's sum needs another launch for; ours in LL and, where there is
-NVLink, in LL128. NVLink multicast stays off.
+One process for each GPU. Writes bench/results/exchange-<device>.json, of more than two GPUs
+exchange-<number>-gpus-<device>.json: microseconds of one sum of bfloat16 in a chain of 100, the slowest rank's, by
+bytes; with the residual, which NCCL's sum needs another launch for; ours in LL and, where there is NVLink, in LL128.
+NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     device = gpu_in_file_names()
-    path = options.out or RESULTS / f"exchange-{device}.json"
+    gpus = "" if options.ranks == 2 else f"{options.ranks}-gpus-"
+    path = options.out or RESULTS / f"exchange-{gpus}{device}.json"
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.ranks, str(Path(folder) / "store"), str(path))
         spawn(_rank, arguments, nprocs=options.ranks)

@@ -36,6 +36,20 @@ def several_gpus() -> str:
     return f"{result['device']}, tokens per second.\n\n{table(heads, lines)}"
 
 
+def four_gpus() -> str:
+    """Decode and prefill of one, two and four GPUs of a host."""
+    result = load(f"tp-4-gpus-{DEVICE}.json")
+    lines = []
+    for row in (row for row in result["rows"] if row["tp"] == 4 and row["mode"] in ("decode", "prefill")):
+        alike = {other["tp"]: other["tok_s"] for other in result["rows"] if _place(other) == _place(row)}
+        shape = str(row["batch"]) if row["mode"] == "decode" else f"{row['batch']} x {row['length']}"
+        speeds = [f"{alike[gpus]:.0f}" for gpus in (1, 2, 4)]
+        times = [f"{alike[gpus] / alike[1]:.2f}" for gpus in (2, 4)]
+        lines.append([NAMES[row["model"]], row["mode"], shape, *speeds, *times, row["commit"]])
+    heads = ["model", "mode", "sequences", "one GPU", "two", "four", "two, times", "four, times", "commit"]
+    return f"{result['device']}, tokens per second.\n\n{table(heads, lines)}"
+
+
 def gpu_starts() -> str:
     """Memory of rank 0 and the seconds until the engine is ready, by model and number of GPUs."""
     lines = [

@@ -1,4 +1,4 @@
-"""Two GPUs beside one: the same tokens but for near-ties, log-probabilities that are no further from float32."""
+"""Several GPUs beside one: the same tokens but for near-ties, log-probabilities that are no further from float32."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
+FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -102,26 +103,31 @@ def alone(
 
 # Without peer access NCCL sums everything, through the host's memory.
 @pytest.mark.parametrize(
-    ("family", "steps", "reach"),
-    [*((*case, True) for case in CASES), (*CASES[1], False), *(("repeating", steps, True) for steps in SPECULATION)],
+    ("family", "steps", "reach", "gpus"),
+    [
+        *((*case, True, 2) for case in CASES),
+        (*CASES[1], False, 2),
+        *(("repeating", steps, True, 2) for steps in SPECULATION),
+        *(pytest.param(*case, True, 4, marks=FOUR_GPUS) for case in CASES[:3]),
+    ],
 )
-def test_two_gpus_answer_like_one(
-    family: str, steps: str, reach: bool, folders: dict[str, Path], alone: dict[str, Answers], tmp_path: Path
+def test_several_gpus_answer_like_one(
+    family: str, steps: str, reach: bool, gpus: int, folders: dict[str, Path], alone: dict[str, Answers], tmp_path: Path
 ) -> None:
-    one, file = alone[family], tmp_path / "two"
-    two = _answers(_answering(folders[family], 2, steps, file, NCCL_P2P_DISABLE=str(int(not reach))), file)
-    assert (two["accepted_guesses"] > 0) == (steps in SPECULATION)
+    one, file = alone[family], tmp_path / "several"
+    several = _answers(_answering(folders[family], gpus, steps, file, NCCL_P2P_DISABLE=str(int(not reach))), file)
+    assert (several["accepted_guesses"] > 0) == (steps in SPECULATION)
     for prompt, vector in one["embeddings"].items():
-        alike = torch.cosine_similarity(torch.tensor(vector), torch.tensor(two["embeddings"][prompt]), dim=0)
+        alike = torch.cosine_similarity(torch.tensor(vector), torch.tensor(several["embeddings"][prompt]), dim=0)
         assert float(alike) > 0.999, prompt
-    one, two = one["answers"], two["answers"]
-    assert not any(answer["errors"] for answer in two.values())
+    one, several = one["answers"], several["answers"]
+    assert not any(answer["errors"] for answer in several.values())
     model = load_model(folders[family], torch.device("cuda", 0), torch.bfloat16, lambda *_: None)
     vocabulary = model.config.vocab_size
     # The first comparison converts the model to float32.
-    errors = [compare(model, _scored(found, vocabulary))["ours_rms"] for found in (one, two)]
+    errors = [compare(model, _scored(found, vocabulary))["ours_rms"] for found in (one, several)]
     print(
-        f"{family}, {steps}: log-probabilities' error of one GPU {errors[0]:.5f}, of two {errors[1]:.5f}",
+        f"{family}, {steps}: log-probabilities' error of one GPU {errors[0]:.5f}, of {gpus} {errors[1]:.5f}",
         file=sys.stderr,
     )
     assert errors[1] <= 1.1 * errors[0]
@@ -129,7 +135,7 @@ def test_two_gpus_answer_like_one(
         # How improbable the sampled tokens may be, and how far rounding may move two tokens' logits.
         near = 20 * options["temperature"] + 8 * errors[0]
         shares = []
-        for found in (one, two):
+        for found in (one, several):
             distances = [
                 _behind(model, prompt, found[f"{kind} {len(prompt)}"]["tokens"], options.get("repetition_penalty", 1.0))
                 for prompt in prompts(kind, vocabulary)

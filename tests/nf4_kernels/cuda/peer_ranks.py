@@ -142,6 +142,8 @@ def meet(peers: PeerReducer, folder: Path) -> None:
 def main() -> None:
     rank, ranks, device = (int(argument) for argument in sys.argv[1:4])
     torch.cuda.set_device(device)
+    # Threads of all ranks' sums on the host would wait for one another.
+    torch.set_num_threads(1)
     # 128 bytes of a warp arrive together within a GPU, too; "unlike": a rank has it otherwise, and none may use LL128.
     unlike = sys.argv[5] == "unlike"
     peers = PeerReducer(torch.device("cuda", device), rank, ranks, ll128=not (unlike and rank == ranks - 1))

@@ -14,6 +14,7 @@ from tests.nf4_kernels.cuda.cuda_weights import DEVICE, ON_GPU
 
 pytestmark = [*ON_GPU, pytest.mark.timeout(240)]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 
 
 def run(folder: Path, ranks: int, gpus: int, what: str, leaving: int = 0) -> None:
@@ -46,10 +47,10 @@ def test_ranks_that_share_a_gpu(ranks: int, what: str, tmp_path: Path) -> None:
     run(tmp_path, ranks, 1, what)
 
 
-@TWO_GPUS
 @pytest.mark.parametrize("what", ["sums", "many", "graphs"])
-def test_ranks_with_a_gpu_each(what: str, tmp_path: Path) -> None:
-    run(tmp_path, 2, 2, what)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=TWO_GPUS), pytest.param(4, marks=FOUR_GPUS)])
+def test_ranks_with_a_gpu_each(ranks: int, what: str, tmp_path: Path) -> None:
+    run(tmp_path, ranks, ranks, what)
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO_GPUS)])
