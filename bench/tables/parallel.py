@@ -16,15 +16,14 @@ def several_gpus() -> str:
     """Decode and prefill of one GPU and of two in one run, and vLLM with AWQ on two."""
     result = load(f"tp-{DEVICE}.json")
     lines = []
-    for row in (row for row in result["rows"] if row.get("tp") == 2 and row["mode"] in ("decode", "prefill")):
+    for row in _speeds(result, gpus=2):
         one = next(other for other in result["rows"] if _place(other) == _place(row) and other["tp"] == 1)
         vllm = peer("H100", "vLLM", "AWQ", row["model"], row["batch"], row.get("length", PROMPT), row["tp"])
-        shape = str(row["batch"]) if row["mode"] == "decode" else f"{row['batch']} x {row['length']}"
         lines.append(
             [
                 NAMES[row["model"]],
                 row["mode"],
-                shape,
+                _shape(row),
                 f"{one['tok_s']:.0f}",
                 f"{row['tok_s']:.0f}",
                 f"{row['tok_s'] / one['tok_s']:.2f}",
@@ -40,12 +39,11 @@ def four_gpus() -> str:
     """Decode and prefill of one, two and four GPUs of a host."""
     result = load(f"tp-4-gpus-{DEVICE}.json")
     lines = []
-    for row in (row for row in result["rows"] if row["tp"] == 4 and row["mode"] in ("decode", "prefill")):
+    for row in _speeds(result, gpus=4):
         alike = {other["tp"]: other["tok_s"] for other in result["rows"] if _place(other) == _place(row)}
-        shape = str(row["batch"]) if row["mode"] == "decode" else f"{row['batch']} x {row['length']}"
         speeds = [f"{alike[gpus]:.0f}" for gpus in (1, 2, 4)]
         times = [f"{alike[gpus] / alike[1]:.2f}" for gpus in (2, 4)]
-        lines.append([NAMES[row["model"]], row["mode"], shape, *speeds, *times, row["commit"]])
+        lines.append([NAMES[row["model"]], row["mode"], _shape(row), *speeds, *times, row["commit"]])
     heads = ["model", "mode", "sequences", "one GPU", "two", "four", "two, times", "four, times", "commit"]
     return f"{result['device']}, tokens per second.\n\n{table(heads, lines)}"
 
@@ -74,6 +72,16 @@ def exchange() -> str:
     lines = [[str(row["kib"]), *(f"{row[name]:.1f}" if name in row else "" for name in _PROTOCOLS)] for row in rows]
     heads = ["KiB", "NCCL and an addition", "ours, LL", "ours, LL128"]
     return f"{result['device']}, {rows[0]['ranks']} GPUs, microseconds in a CUDA graph.\n\n{table(heads, lines)}"
+
+
+def _speeds(result: Result, gpus: int) -> list[Result]:
+    """The rows of decode and prefill on so many GPUs."""
+    return [row for row in result["rows"] if row.get("tp") == gpus and row["mode"] in ("decode", "prefill")]
+
+
+def _shape(row: Result) -> str:
+    """A row's sequences, with the length of prompts."""
+    return str(row["batch"]) if row["mode"] == "decode" else f"{row['batch']} x {row['length']}"
 
 
 def _place(row: Result) -> tuple[object, ...]:

@@ -31,11 +31,12 @@ _CHUNK = 16
 def most_bytes(ranks: int, ll128: bool) -> int:
     """The largest tensor that one launch sums over this many ranks, in bytes; what a rank sends grows with their number.
 
-    Launches would take LL128 of twice as many bytes with more than two ranks, but NCCL is faster (four H100).
+    With more than two ranks the kernel takes twice as many bytes in LL128, but NCCL is faster there (four H100).
     """
+    divisor = 1 if ranks <= 2 else 2 if ranks <= 4 else 4
     if ll128:
-        return LL128_BYTES // (1 if ranks <= 2 else 4 if ranks <= 4 else 8)
-    return LL_BYTES // (1 if ranks <= 2 else 2 if ranks <= 4 else 4)
+        return LL128_BYTES // (divisor if ranks <= 2 else 2 * divisor)
+    return LL_BYTES // divisor
 
 
 class PeerReducer:

@@ -6,11 +6,9 @@ import json
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -20,13 +18,11 @@ from safetensors.numpy import save_file
 from server.config import ConfigError
 from server.config.sources import load_config
 from tests.api.conftest import chat_body, metric, user
+from tests.api.operation.process_clients import CHAT, KEYS, Stream, client, one_each, processes, until
 from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, engine_pid, start_server
 
-KEYS = ("one", "two")
-CHAT = "/v1/chat/completions"
 LIMIT = 6
-LONG = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -45,86 +41,6 @@ def server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def http(server: RunningServer) -> Iterator[httpx.Client]:
     with client(server) as http:
         yield http
-
-
-def client(server: RunningServer, key: str = KEYS[0]) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=server.base_url, timeout=60, trust_env=False, headers=headers)
-
-
-def processes(server: RunningServer) -> list[int]:
-    """Ids of the processes that answer HTTP, the first one's first."""
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(int(c) for c in children if Path(f"/proc/{c}/comm").read_text().startswith("nf4-api-"))]
-
-
-def owner(server: RunningServer, http: httpx.Client) -> int:
-    """Id of the process that a client's one connection is with."""
-    assert http.get("/version").status_code == 200
-    (connection,) = http._transport._pool.connections  # type: ignore[attr-defined]
-    ours = connection._connection._network_stream.get_extra_info("client_addr")[1]
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        ports = [int(address.rpartition(":")[2], 16) for address in fields[1:3]]
-        if ports == [httpx.URL(server.base_url).port, ours]:
-            wanted = f"socket:[{fields[9]}]"
-            for pid in processes(server):
-                if any(_target(file) == wanted for file in Path(f"/proc/{pid}/fd").iterdir()):
-                    return pid
-    raise AssertionError("nobody has the connection")
-
-
-def _target(file: Path) -> str:
-    try:
-        return os.readlink(file)
-    except OSError:
-        return ""
-
-
-@contextmanager
-def one_each(server: RunningServer, key: str = KEYS[0]) -> Iterator[dict[int, httpx.Client]]:
-    """A client with a connection to each process, by the process' id."""
-    with ExitStack() as stack:
-        found: dict[int, httpx.Client] = {}
-        for _ in range(100):
-            http = client(server, key)
-            pid = owner(server, http)
-            if pid in found:
-                http.close()
-            else:
-                stack.callback(http.close)
-                found[pid] = http
-            if len(found) == 3:
-                break
-        assert sorted(found) == sorted(processes(server))
-        yield found
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
-class Stream:
-    """A stream that goes on until it is ended."""
-
-    def __init__(self, http: httpx.Client, **options: Any) -> None:
-        self._stack = ExitStack()
-        body = chat_body(**(LONG | options))
-        self.answer = self._stack.enter_context(http.stream("POST", CHAT, json=body))
-        self.status = self.answer.status_code
-        self.lines = (line for line in self.answer.iter_lines() if line)
-        if self.status == 200:
-            next(self.lines)
-
-    def rest(self) -> list[str]:
-        return list(self.lines)
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 def test_all_processes_answer_and_any_tells_of_all(server: RunningServer) -> None:

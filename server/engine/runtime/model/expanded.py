@@ -35,7 +35,8 @@ def expand_weights(model: PreTrainedModel, budget: int) -> int:
     A decoder layer gets the copies of all its NF4 layers or none, so that at most two kinds of decoder layers have to be
     compiled. Call before the model is compiled.
     """
-    taken = expanded = 0
+    taken = 0
+    fused: list[int] = []
     layers = decoder_layers(model)
     for layer in layers:
         linears = [module for module in layer.modules() if isinstance(module, NF4Linear)]
@@ -46,17 +47,19 @@ def expand_weights(model: PreTrainedModel, budget: int) -> int:
         for linear in linears:
             linear.expand(model.dtype)
             linear.fused_up_to = fused_up_to
-        taken, expanded = taken + size, expanded + bool(linears)
-    if expanded:
+        taken += size
+        if linears:
+            fused.append(fused_up_to)
+    if fused:
         logger.info(
             "weights of %d of %d decoder layers also in %s, %.2f GiB:"
             " prompts of %d tokens and more use them, decode from %d on",
-            expanded,
+            len(fused),
             len(layers),
             str(model.dtype).removeprefix("torch."),
             taken / 2**30,
             NF4Linear.EXPANDED_FROM,
-            min(linear.fused_up_to for linear in expanded_linears(model)) + 1,
+            min(fused) + 1,
         )
     return taken
 
@@ -68,12 +71,8 @@ def copy_bytes(linear: NF4Linear, dtype: torch.dtype) -> int:
 
 def expanded_bytes(model: nn.Module) -> int:
     """Bytes of all copies that a model has."""
-    return sum(linear.expanded.nbytes for linear in expanded_linears(model) if linear.expanded is not None)
-
-
-def expanded_linears(model: nn.Module) -> list[NF4Linear]:
-    """The NF4 layers that have a copy."""
-    return [module for module in model.modules() if isinstance(module, NF4Linear) and module.expanded is not None]
+    linears = (module for module in model.modules() if isinstance(module, NF4Linear))
+    return sum(linear.expanded.nbytes for linear in linears if linear.expanded is not None)
 
 
 def _most_fused(linears: Sequence[NF4Linear], dtype: torch.dtype) -> int:
