@@ -9,6 +9,9 @@ from collections.abc import Callable
 from server.text.calls.parser import CallDelta, call_id
 from server.text.holdback import split_at
 
+_KEY = re.compile(r"""([{,]\s*)([^\s{},:"\[\]][^{},:"]*?)\s*:""")
+"""A key, of any characters that do not divide objects, behind what divides them."""
+
 
 class MarkedToolParser:
     """Calls in a notation of their own, each between two marks, read when it is complete.
@@ -66,7 +69,7 @@ def read_gemma_call(body: str, quote: str) -> tuple[str, str] | None:
     written = ""
     for i, piece in enumerate(pieces):
         # Outside of strings, keys have no quotes.
-        written += json.dumps(piece) if i % 2 else re.sub(r"([{,]\s*)([A-Za-z_][\w.\-]*)\s*:", r'\1"\2":', piece)
+        written += json.dumps(piece) if i % 2 else _KEY.sub(lambda key: f"{key[1]}{json.dumps(key[2])}:", piece)
     try:
         arguments = json.loads(written)
     except ValueError:

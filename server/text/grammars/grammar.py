@@ -16,6 +16,8 @@ from server.text.grammars.regexes import mend_regexes
 # JSON on one line, with a space after a colon or a comma at most: where more is allowed, a small model gets lost in it.
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
+_COMMA = '","'
+
 SpecialId = Callable[[str], int | None]
 """Id of a special token by its text; None for one that is plain text to the tokenizer."""
 
@@ -52,28 +54,28 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
         token = special(text)
         return _quoted(text) if token is None else f"<[{token}]>"
 
-    repeat = f"{{1,{MAX_CALLS}}}" if several else ""
+    count = MAX_CALLS if several else 1
     match dialect.family:
         case "mistral" if dialect.named_mistral:
             calls = [
                 f"{mark('[TOOL_CALLS]')} {_quoted(f['name'])} {mark('[ARGS]')} {_inline(_parameters(f))}"
                 for f in functions
             ]
-            return _lark(f"start: call{repeat}\ncall: " + " | ".join(calls))
+            return _lark(f"start: {_repeated('call', count)}\ncall: " + " | ".join(calls))
         case "mistral":
             schema = {"type": "array", "minItems": 1, "maxItems": MAX_CALLS if several else 1}
             items = _call_schema(functions, "arguments")
             definitions = {key: items.pop(key) for key in ("$defs", "definitions") if key in items}
             return _lark(f"start: {mark('[TOOL_CALLS]')} {_inline({**schema, 'items': items, **definitions})}")
         case "gemma" | "gemma4":
-            return _lark(_gemma(dialect, functions, mark, repeat))
+            return _lark(_gemma(dialect, functions, mark, count))
         case "llama":
             return _lark(f"start: {_inline(_call_schema(functions, 'parameters'))}")
         case _:
             body = _inline(_call_schema(functions, "arguments"))
             opening, closing = mark("<tool_call>"), mark("</tool_call>")
-            more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else ""
-            return _lark(f'start: call{more}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {body}')
+            calls = _repeated("call", count, r'"\n"')
+            return _lark(f'start: {calls}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {body}')
 
 
 def either(first: str, second: str) -> str:
@@ -117,6 +119,11 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _repeated(item: str, most: int, separator: str = "") -> str:
+    """One to most items. A count of its own for each number of items: llguidance refuses {0,0}."""
+    return item if most == 1 else f"{item} ({separator} {item}){{0,{most - 1}}}"
+
+
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **close_objects(function.get("parameters") or {})}
 
@@ -143,27 +150,25 @@ def _call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict
     return {"anyOf": calls, **definitions} if len(calls) > 1 else {**calls[0], **definitions}
 
 
-def _gemma(dialect: Dialect, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], repeat: str) -> str:
+def _gemma(dialect: Dialect, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], count: int) -> str:
     """Gemma's notation is no JSON: names of functions and arguments are held to the schema, values to their syntax."""
     opening, closing, quote = dialect.marks[:3]
     calls = []
     for function in functions:
-        names = [str(name) for name in (function.get("parameters") or {}).get("properties") or ()]
-        if names:
-            key = "(" + " | ".join(_quoted(f"{name}:") for name in names) + ")"
-            body = f'"{{" ({key} value ("," {key} value){{0,{len(names) - 1}}})? "}}"'
-        else:
-            body = '"{}"'
-        calls.append(f"{_quoted('call:' + function['name'])} {body}")
+        properties = (function.get("parameters") or {}).get("properties")
+        names = list(properties) if isinstance(properties, dict) else []
+        key = " | ".join(_quoted(f"{name}:") for name in names)
+        arguments = f"({_repeated(f'({key}) value', len(names), _COMMA)})?" if names else ""
+        calls.append(f'{_quoted("call:" + function["name"])} "{{" {arguments} "}}"')
     return "\n".join(
         [
-            f"start: call{repeat}",
+            f"start: {_repeated('call', count)}",
             f"call: {mark(opening)} ({' | '.join(calls)}) {mark(closing)}",
             'value: string | NUMBER | "true" | "false" | "null" | list | object',
-            'list: "[" (value ("," value){0,63})? "]"',
-            'object: "{" (KEY value ("," KEY value){0,63})? "}"',
+            f'list: "[" ({_repeated("value", 64, _COMMA)})? "]"',
+            f'object: "{{" ({_repeated("KEY value", 64, _COMMA)})? "}}"',
             f"string: {mark(quote)} /[^<]*/ {mark(quote)}",
-            r"NUMBER: /-?[0-9]{1,18}(\.[0-9]{1,18})?/",
+            r"NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?/",
             "KEY: /[A-Za-z_][A-Za-z0-9_]{0,63}:/",
         ]
     )

@@ -1,0 +1,126 @@
+"""Grammars of forced calls: what a dialect writes passes, what it reads back is the call, for any number of things."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from server.text.dialect import Dialect
+from server.text.grammars.grammar import tools_grammar
+
+DIALECTS = {
+    "hermes": Dialect("hermes", None, None),
+    "llama": Dialect("llama", None, None),
+    "mistral": Dialect("mistral", None, None),
+    "named mistral": Dialect("mistral", None, None, named_mistral=True),
+    "gemma": Dialect("gemma", None, None),
+    "gemma4": Dialect("gemma4", None, None),
+}
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded_folder: Path) -> LLTokenizer:
+    return LLTokenizer((embedded_folder / "tokenizer.json").read_text())
+
+
+def tool(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name} | ({} if parameters is None else {"parameters": parameters})}
+
+
+def written(dialect: Dialect, calls: Calls) -> str:
+    """Calls as a model of this dialect writes them."""
+    match dialect.family:
+        case "gemma" | "gemma4":
+            start, end, quote = dialect.marks[:3]
+
+            def value(given: Any) -> str:
+                match given:
+                    case str():
+                        return f"{quote}{given}{quote}"
+                    case list():
+                        return "[" + ",".join(map(value, given)) + "]"
+                    case dict():
+                        return "{" + ",".join(f"{key}:{value(inner)}" for key, inner in given.items()) + "}"
+                return json.dumps(given)
+
+            return "".join(f"{start}call:{name}{value(given)}{end}" for name, given in calls)
+        case "mistral" if dialect.named_mistral:
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls)
+        case "mistral":
+            return "[TOOL_CALLS]" + json.dumps([{"name": name, "arguments": given} for name, given in calls])
+        case "llama":
+            return "".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
+    bodies = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+
+
+def takes(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
+    """Whether a text is one of the grammar's."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    whole = matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens)
+    return bool(whole and matcher.is_accepting())
+
+
+def read(dialect: Dialect, text: str) -> Calls:
+    """The calls that are read from an answer that is nothing else."""
+    parser = dialect.tool_parser()
+    content, deltas = parser.push(text)
+    rest, last = parser.finish()
+    assert content + rest == ""
+    calls: dict[int, list[str]] = {}
+    for delta in [*deltas, *last]:
+        calls.setdefault(delta.index, [delta.name or "", ""])[1] += delta.arguments
+    return [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("tools", [1, 2, 5])
+@pytest.mark.parametrize("parameters", [None, 0, 1, 2, 7])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_any_number_of_tools_and_parameters(
+    tokenizer: LLTokenizer, name: str, parameters: int | None, tools: int, several: bool
+) -> None:
+    dialect = DIALECTS[name]
+    given: dict[str, Any] = {f"p{i}": "x" if i % 2 else i * 10 for i in range(parameters or 0)}
+    schema = {"type": "object", "properties": {key: {"enum": [value]} for key, value in given.items()}}
+    offered = [tool(f"f{i}", None if parameters is None else schema) for i in range(tools)]
+    grammar = tools_grammar(dialect, offered, lambda _: None, several=several)
+    for i in range(tools):
+        text = written(dialect, [(f"f{i}", given)])
+        assert takes(tokenizer, grammar, text), text
+        assert read(dialect, text) == [(f"f{i}", given)]
+    assert not takes(tokenizer, grammar, written(dialect, [("other", given)]))
+    if given:  # and without some of them
+        assert takes(tokenizer, grammar, written(dialect, [("f0", {"p0": 0})]))
+        assert not takes(tokenizer, grammar, written(dialect, [("f0", {"other": 0})]))
+    if dialect.family == "llama":
+        return  # writes one call only
+    for count in (2, 3, 16, 17):
+        calls = [(f"f{i % tools}", given) for i in range(count)]
+        allowed = several and count <= 16
+        assert takes(tokenizer, grammar, written(dialect, calls)) == allowed
+        if allowed:
+            assert read(dialect, written(dialect, calls)) == calls
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma4"])
+def test_gemma_reads_what_its_grammar_allows(tokenizer: LLTokenizer, name: str) -> None:
+    dialect = DIALECTS[name]
+    names = ("$ref", "@type", "first name", "1st", "page[size]", "x-y.z", "größe", "back\\slash")
+    offered = [tool("f", {"type": "object", "properties": {key: {} for key in names}})]
+    grammar = tools_grammar(dialect, offered, lambda _: None, several=False)
+    for given in ({key: [i, {"k": "v, k: {1}"}] for i, key in enumerate(names)}, {"1st": [[-0.5, 2], [], {}]}):
+        text = written(dialect, [("f", given)])
+        assert takes(tokenizer, grammar, text), text
+        assert read(dialect, text) == [("f", given)]
+    number = written(dialect, [("f", {"1st": 7})])
+    assert takes(tokenizer, grammar, number)
+    assert not takes(tokenizer, grammar, number.replace("7", "007"))
