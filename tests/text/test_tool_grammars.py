@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from server.text.dialect import Dialect
-from server.text.grammars.grammar import tools_grammar
+from server.text.grammars.grammar import either, json_grammar, tools_grammar
 
 DIALECTS = {
     "hermes": Dialect("hermes", None, None),
@@ -124,3 +124,49 @@ def test_gemma_reads_what_its_grammar_allows(tokenizer: LLTokenizer, name: str) 
     number = written(dialect, [("f", {"1st": 7})])
     assert takes(tokenizer, grammar, number)
     assert not takes(tokenizer, grammar, number.replace("7", "007"))
+
+
+REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
+    "definitions": ({"properties": {"a": {"$ref": "#/definitions/I"}}, "definitions": {"I": {"enum": ["VALUE"]}}}, "VALUE"),
+    "$defs": ({"properties": {"a": {"$ref": "#/$defs/I"}}, "$defs": {"I": {"enum": ["VALUE"]}}}, "VALUE"),
+    "a definition of a definition": (
+        {"properties": {"a": {"$ref": "#/$defs/J"}},
+         "$defs": {"I": {"enum": ["VALUE"]}, "J": {"type": "array", "items": {"$ref": "#/$defs/I"}}}},
+        ["VALUE", "VALUE"],
+    ),
+    "a property": ({"properties": {"b": {"enum": ["VALUE"]}, "a": {"$ref": "#/properties/b"}}}, "VALUE"),
+    "escapes": ({"properties": {"a": {"$ref": "#/$defs/x~1y~0z%25"}}, "$defs": {"x/y~z%": {"enum": ["VALUE"]}}}, "VALUE"),
+    "the root": (
+        {"properties": {"a": {"anyOf": [{"enum": ["VALUE"]}, {"$ref": "#"}]}}, "additionalProperties": False},
+        {"a": {"a": "VALUE"}},
+    ),
+    "an anchor": ({"properties": {"a": {"$ref": "#item"}}, "$defs": {"I": {"$anchor": "item", "enum": ["VALUE"]}}}, "VALUE"),
+    "an id": (
+        {"$id": "https://example.com/f", "properties": {"a": {"$ref": "item"}},
+         "$defs": {"I": {"$id": "item", "$ref": "#/$defs/J", "$defs": {"J": {"enum": ["VALUE"]}}}}},
+        "VALUE",
+    ),
+    "its own id": (
+        {"$id": "https://example.com/f", "properties": {"a": {"$ref": "https://example.com/f#/$defs/I"}},
+         "$defs": {"I": {"enum": ["VALUE"]}}},
+        "VALUE",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "named mistral"])
+def test_a_schema_means_the_same_beside_others(tokenizer: LLTokenizer, name: str, kind: str) -> None:
+    """Schemas of several tools that name their parts alike, alone and with a form of the answer."""
+    dialect, (schema, value) = DIALECTS[name], REFERENCES[kind]
+
+    def filled(given: Any, text: str) -> Any:
+        return json.loads(json.dumps(given).replace("VALUE", text))
+
+    offered = [tool(f"f{i}", {"type": "object"} | filled(schema, f"v{i}")) for i in range(3)]
+    calls = tools_grammar(dialect, offered, lambda _: None, several=True)
+    for grammar in (calls, either(json_grammar(filled(schema, "form")), calls)):
+        for i in range(3):
+            for j in range(3):
+                text = written(dialect, [(f"f{i}", {"a": filled(value, f"v{j}")})])
+                assert takes(tokenizer, grammar, text) == (i == j), text

@@ -63,19 +63,16 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
             ]
             return _lark(f"start: {_repeated('call', count)}\ncall: " + " | ".join(calls))
         case "mistral":
-            schema = {"type": "array", "minItems": 1, "maxItems": MAX_CALLS if several else 1}
-            items = _call_schema(functions, "arguments")
-            definitions = {key: items.pop(key) for key in ("$defs", "definitions") if key in items}
-            return _lark(f"start: {mark('[TOOL_CALLS]')} {_inline({**schema, 'items': items, **definitions})}")
+            calls = _repeated("call", count, r'"," " "?')
+            return _lark(f'start: {mark("[TOOL_CALLS]")} "[" {calls} "]"\ncall: {_objects(functions, "arguments")}')
         case "gemma" | "gemma4":
             return _lark(_gemma(dialect, functions, mark, count))
         case "llama":
-            return _lark(f"start: {_inline(_call_schema(functions, 'parameters'))}")
+            return _lark(f"start: {_objects(functions, 'parameters')}")
         case _:
-            body = _inline(_call_schema(functions, "arguments"))
             opening, closing = mark("<tool_call>"), mark("</tool_call>")
-            calls = _repeated("call", count, r'"\n"')
-            return _lark(f'start: {calls}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {body}')
+            calls, objects = _repeated("call", count, r'"\n"'), _objects(functions, "arguments")
+            return _lark(f'start: {calls}\ncall: {opening} "\\n" object "\\n" {closing}\nobject: {objects}')
 
 
 def either(first: str, second: str) -> str:
@@ -128,26 +125,16 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **close_objects(function.get("parameters") or {})}
 
 
-def _call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
-    """A call of one of the functions. Definitions that schemas refer to from their root are moved along."""
-    definitions: dict[str, Any] = {}
+def _objects(functions: Sequence[Mapping[str, Any]], arguments: str) -> str:
+    """A call of one of the functions as a JSON object, within Lark text.
+
+    Each function's schema stays a document of its own, so that its $ref, $id and $anchor mean what they mean to the client.
+    """
     calls = []
     for function in functions:
-        parameters = _parameters(function)
-        for keyword in ("$defs", "definitions"):
-            if not isinstance(parameters.get(keyword), dict):
-                continue  # and what is no schema is refused when it is compiled
-            for name, definition in parameters.pop(keyword).items():
-                definitions.setdefault(keyword, {})[name] = definition
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function["name"]}, arguments: parameters},
-                "required": ["name", arguments],
-                "additionalProperties": False,
-            }
-        )
-    return {"anyOf": calls, **definitions} if len(calls) > 1 else {**calls[0], **definitions}
+        name, key = _quoted(json.dumps(function["name"]) + ","), _quoted(f'"{arguments}":')
+        calls.append(f'"{{\\"name\\":" " "? {name} " "? {key} " "? {_inline(_parameters(function))} "}}"')
+    return " | ".join(calls)
 
 
 def _gemma(dialect: Dialect, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], count: int) -> str:
