@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nf4_kernels import cpu
 from nf4_kernels.cpu.huge_pages import zero_bytes
-from nf4_kernels.cpu.screening import Screening
 
 _COLUMNS, _GROUP_BYTES = 32, 48
 _MOST_EXCEPTIONS = 1 / 100
@@ -49,17 +47,6 @@ class CompactBf16:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """float32 x [..., K] times the transposed weight plus bias [N]: [..., N] in float32, accumulated in float32."""
-        return self._call(self._run, x, bias, ())
-
-    def largest(self, x: Tensor, bias: Tensor | None, screening: Screening) -> Tensor:
-        """linear() for those who want the largest results only, such as greedy sampling.
-
-        Each row's largest result, every other that equals it and whatever came close to it have linear()'s bits; the rest
-        are approximations that are smaller. screening: of this weight.
-        """
-        return self._call(cpu.usable().nf4_cpu_largest_compact, x, bias, screening.arguments)
-
-    def _call(self, function: Callable[..., int], x: Tensor, bias: Tensor | None, more: tuple[object, ...]) -> Tensor:
         if x.dtype is not torch.float32 or x.shape[-1] != self.k or not x.is_cpu:
             raise ValueError(f"x must be float32 on the CPU and end in {self.k}, got {list(x.shape)} {x.dtype}")
         if bias is not None and (bias.dtype is not torch.float32 or bias.numel() != self.n or not bias.is_contiguous()):
@@ -67,8 +54,8 @@ class CompactBf16:
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.n))
         bias_pointer, m = None if bias is None else bias.data_ptr(), x.numel() // self.k
-        arguments = (x.data_ptr(), *self._pointers, *more, bias_pointer, out.data_ptr())
-        if m and function(*arguments, m, self.n, self.k, torch.get_num_threads()):
+        arguments = (x.data_ptr(), *self._pointers, bias_pointer, out.data_ptr())
+        if m and self._run(*arguments, m, self.n, self.k, torch.get_num_threads()):
             raise cpu.KernelError(f"compact bfloat16: the library refused M={m}, N={self.n}, K={self.k}")
         return out
 

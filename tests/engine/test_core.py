@@ -131,8 +131,8 @@ def test_logits_that_are_not_numbers_fail_only_their_request(monkeypatch: pytest
     engine, runner = make_engine()
     forward = runner.forward
 
-    def faulty(step: Step, greedy: bool) -> torch.Tensor:
-        logits = forward(step, greedy).clone()
+    def faulty(step: Step) -> torch.Tensor:
+        logits = forward(step).clone()
         for row, chunk in enumerate(step.sampled):
             if chunk.sequence.request_id == "bad":
                 logits[row] = float("nan")

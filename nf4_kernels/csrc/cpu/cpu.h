@@ -48,15 +48,6 @@ NF4_EXPORT int nf4_cpu_linear_compact(const float* x, const uint8_t* groups, con
                                       const float* bias, float* out, int64_t m, int64_t n, int64_t k,
                                       int32_t threads);
 
-/* The same, where only the largest results are asked for: the largest of each row of x, all that equal it, and whatever could
- * be it are exact, and the others are approximations below it. codes, scales, norms, errors: the weight's 8-bit copy
- * (screening.h), most_norm: the largest norm of its rows. */
-NF4_EXPORT int nf4_cpu_largest_compact(const float* x, const uint8_t* groups, const uint8_t* high_bytes,
-                                       const int32_t* first, const int32_t* columns, const uint16_t* values,
-                                       const int8_t* codes, const float* scales, const float* norms,
-                                       const float* errors, float most_norm, const float* bias, float* out, int64_t m,
-                                       int64_t n, int64_t k, int32_t threads);
-
 /* The instruction set in use: "portable", "avx2", "avx512", "avx512vnni" or "amx". */
 NF4_EXPORT const char* nf4_cpu_isa(void);
 

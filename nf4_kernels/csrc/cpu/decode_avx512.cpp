@@ -1,6 +1,5 @@
 /* Dequantizing, widening and storing with AVX-512, and the table of its kernels in float32. */
 #include "avx512.h"
-#include "screening.h"
 
 namespace nf4 {
 namespace {
@@ -122,7 +121,6 @@ const Kernels* avx512_float32_kernels() {
     k.bf16_order = bf16_order_avx512;
     k.bf16_rows = bf16_rows_avx512;
     k.compact_rows = compact_rows_avx512;
-    use_screening_avx2(&k);
     return k;
   }();
   return &kernels;

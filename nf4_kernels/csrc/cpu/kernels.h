@@ -32,8 +32,6 @@ struct Prepared {
 };
 
 struct CompactBf16;
-struct Screening;
-struct ScreenedX;
 
 struct Kernels {
   const char* name;
@@ -64,11 +62,6 @@ struct Kernels {
    * panel is room for kPanelRows rows in float32. Null where missing. */
   void (*compact_rows)(const CompactBf16* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows,
                        float* panel, float* sums);
-
-  /* Results of up to kUnit rows by their 8-bit copies (screening.h), and for each row of x bounds of the largest that the
-   * weight itself has: out[i * n + r], lower[i], upper[i]. k is a multiple of 32. Null where missing. */
-  void (*screen_rows)(const Screening* w, const ScreenedX* x, const float* bias, int64_t row0, int rows, float* out,
-                      int64_t n, float* lower, float* upper);
 
   /* Matrix tiles (AMX) or fixed point (fixed.h), k and blocksize multiples of 64. `split` keeps two bfloat16 parts of x and
    * of w; in fixed point it changes nothing. */

@@ -1,7 +1,6 @@
 /* Kernels with AVX2, FMA and F16C in float32: dequantizing, storing, and GEMMs through float32 panels in L1, which are for
  * weights that those in fixed point and with bfloat16 weights do not take. */
 #include "avx2.h"
-#include "screening.h"
 
 namespace nf4 {
 namespace {
@@ -149,7 +148,6 @@ const Kernels* avx2_kernels() {
     use_fixed_avx2(&k);
     use_bf16_avx2(&k);
     use_compact_avx2(&k);
-    use_screening_avx2(&k);
     return k;
   }();
   return &kernels;

@@ -26,7 +26,7 @@ class SmallSteps(Protocol):
         """Whether run() computes a batch."""
         ...
 
-    def run(self, batch: Batch, greedy: bool) -> torch.Tensor:
+    def run(self, batch: Batch) -> torch.Tensor:
         """What PagedModel.run() gives."""
         ...
 
@@ -79,14 +79,13 @@ class PagedModel:
             return given
         return replace(given, images=self.tower.with_features(given.images))
 
-    def run(self, batch: Batch, greedy: bool = False) -> torch.Tensor:
+    def run(self, batch: Batch) -> torch.Tensor:
         """Logits [batch.sampled_rows, vocabulary] in float32; writes the batch's keys and values into the cache.
 
-        greedy: of each row only the largest is needed; the others may be smaller than it by any amount. Images in the batch
-        must have their features, unless another rank has them. Call in inference mode.
+        Images in the batch must have their features, unless another rank has them. Call in inference mode.
         """
         if self.small_steps is not None and self.small_steps.takes(batch):
-            return self.small_steps.run(batch, greedy)
+            return self.small_steps.run(batch)
         return self.run_class(batch)
 
     def run_class(self, batch: Batch) -> torch.Tensor:

@@ -30,7 +30,7 @@ from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import sampling_table
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
-from server.engine.runtime.sampling.sampler import Sampled, is_greedy, is_sampled_from_raw_logits, sample
+from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
 from server.engine.runtime.speculation.draft_model import DraftModel
 from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
 from server.engine.runtime.speculation.verification import sampled_sequences
@@ -120,17 +120,14 @@ class ModelRunner:
         return f"nf4_kernels {nf4_kernels.capabilities()[self.device.type]}"
 
     @torch.inference_mode()
-    def forward(self, step: Step, greedy: bool = False) -> torch.Tensor:
-        """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache.
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits [len(step.sampled) and after them the scored positions, vocabulary] in float32; writes the cache."""
+        return self._compute_together(self._paged.with_features(step_input(step)))
 
-        greedy: only the largest of each row is needed (PagedModel.run()).
-        """
-        return self._compute_together(self._paged.with_features(step_input(step)), greedy)
-
-    def _compute_together(self, given: StepInput, greedy: bool = False) -> torch.Tensor:
+    def _compute_together(self, given: StepInput) -> torch.Tensor:
         """compute() by all ranks. Raises ExchangeError where this one fails, while others may wait for it."""
         if self._followers is None:
-            return self.compute(given, greedy)
+            return self.compute(given)
         with followed(given, self._followers):
             found = self.compute(given)
             if found.is_cuda:
@@ -138,7 +135,7 @@ class ModelRunner:
         return found
 
     @torch.inference_mode()
-    def compute(self, given: StepInput, greedy: bool = False) -> torch.Tensor:
+    def compute(self, given: StepInput) -> torch.Tensor:
         """What forward() gives for the columns of a step, or its hidden states."""
         batch, graphs = self._batch(given), self._graphs
         if given.hidden:
@@ -155,7 +152,7 @@ class ModelRunner:
             logits = torch.empty(len(batch.sampled_rows), self.limits.vocab_size, device=self.device)
             run_in_groups(batch, graphs.decode.run, self._paged.block_size, logits)
             return logits
-        return self._paged.run(batch, greedy)
+        return self._paged.run(batch)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
@@ -169,9 +166,7 @@ class ModelRunner:
         step.read_guesses()
         if checked is not None:
             return checked
-        # Sequences are asked only where it makes a difference, which is on CPU.
-        small = self._paged.small_steps is not None
-        logits = self.forward(step, small and all(is_greedy(c.sequence) and not c.scored for c in step.chunks))
+        logits = self.forward(step)
         sequences = sampled_sequences(step) if step.guesses else step.sampled_sequences
         if logits.shape[0] > len(sequences):
             score_prompts(step, logits[len(sequences) :])

@@ -7,19 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nf4_kernels import cpu
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.runtime.attention.paged_cpu import paged_cpu_error
 from server.engine.runtime.compile.compiled_layer import CompiledLayer
 from server.engine.runtime.graphs import recorded
 from server.engine.runtime.graphs.recorded import MOST_TOKENS
-from server.engine.runtime.graphs.traced import TracedSteps, greedy_step
-from server.engine.runtime.model.cpu_linear import COMPACT, CompactLinear
+from server.engine.runtime.graphs.traced import TracedSteps
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.preparation import assembly, recording
 from server.engine.runtime.runner import ModelRunner
@@ -30,7 +27,7 @@ from tests.adapters import save_adapter
 from tests.engine.factories import make_request, make_sequence
 
 
-def _logits(runner: ModelRunner, greedy: bool = False) -> list[torch.Tensor]:
+def _logits(runner: ModelRunner) -> list[torch.Tensor]:
     """Logits of steps of 1 to 9 tokens, each twice: sequences that decode, and chunks of prompts beside one that decodes."""
     count = MOST_TOKENS + 1
     sequences = [make_sequence(5 + i) for i in range(count)]
@@ -39,18 +36,18 @@ def _logits(runner: ModelRunner, greedy: bool = False) -> list[torch.Tensor]:
         sequence.blocks = list(range(4 * i, 4 * i + 4))
         sequence.take_row(tables)
     lengths = [5 + i for i in range(count)]
-    found = [runner.forward(Step([Chunk(s, 0, n, True) for s, n in zip(sequences, lengths, strict=True)]), greedy)]
+    found = [runner.forward(Step([Chunk(s, 0, n, True) for s, n in zip(sequences, lengths, strict=True)]))]
     for batch in [*range(1, count + 1)] * 2:
         for i in range(batch):
             sequences[i].append(11 * batch + i)
         step = Step([Chunk(sequences[i], lengths[i], 1, True) for i in range(batch)])
-        found.append(runner.forward(step, greedy))
+        found.append(runner.forward(step))
         lengths[:batch] = [length + 1 for length in lengths[:batch]]
     for chunk in (3, 5):
         # The first one decodes; the last one's tokens are computed anew, as if they were a prompt's.
         sequences[0].append(chunk)
         last = Chunk(sequences[-1], 2, chunk, True)
-        found.append(runner.forward(Step([Chunk(sequences[0], lengths[0], 1, True), last]), greedy))
+        found.append(runner.forward(Step([Chunk(sequences[0], lengths[0], 1, True), last])))
         lengths[0] += 1
     return found
 
@@ -106,34 +103,7 @@ def test_recorded_steps_give_the_same_bits(embedded_folder: Path, most: int, mon
     plain = load_runner(embedded_folder, config, lambda *_: None)
     assert plain._paged.small_steps is None
     assert all(isinstance(layer.forward, CompiledLayer) for layer in decoder_layers(plain._paged.model))
-    expected = _logits(plain)
-    assert all(map(torch.equal, _logits(ours), expected))
-    assert sorted(traced._greedy) == (sorted(traced._steps) if cpu.isa() in COMPACT else [])
-    screened = 0
-    for found, logits in zip(_logits(ours, greedy=True), expected, strict=True):
-        assert all(map(torch.equal, found.max(-1), logits.max(-1)))
-        assert bool((found <= logits.amax(-1, keepdim=True)).all())
-        screened += not torch.equal(found, logits)
-    # Each of the numbers of tokens that are traced came twice.
-    assert screened == 2 * len(traced._greedy)
-
-
-@torch.no_grad()
-def test_what_follows_the_output_layer_keeps_it_exact() -> None:
-    """Behind a cap two logits may be equal that were not, so that an approximation could be taken for the largest."""
-    if cpu.load_error() is not None or cpu.isa() not in COMPACT:
-        pytest.skip("the output layer is not in compact bfloat16 here")
-    weight = (torch.randn(500, 64) * 0.1).to(torch.bfloat16)
-    x = torch.randn(1, 1, 64)
-    layer = CompactLinear(weight, None, screened=True)
-    plain, capped = make_fx(lambda x: layer(x)[0].float())(x), make_fx(lambda x: torch.tanh(layer(x)[0]))(x)
-    found = greedy_step(plain)
-    assert found is not None
-    assert greedy_step(capped) is None
-    assert not torch.equal(found(x), plain(x))
-    assert torch.equal(found(x).max(-1).indices, plain(x).max(-1).indices)
-    unscreened = CompactLinear(weight, None, screened=False)
-    assert greedy_step(make_fx(lambda x: unscreened(x)[0])(x)) is None
+    assert all(map(torch.equal, _logits(ours), _logits(plain)))
 
 
 def test_a_class_that_asks_for_values_is_not_traced(embedded_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOu
 from server.engine.runtime.sampling.inverse_cdf import uniform, uniforms
 from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
-from server.engine.runtime.sampling.sampler import is_greedy, sample
+from server.engine.runtime.sampling.sampler import sample
 from server.engine.runtime.speculation.verification import SequenceAhead
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
 from tests.engine.factories import make_sequence
@@ -34,17 +34,6 @@ def frequencies(logits: list[float] | torch.Tensor, count: int = 4000, **samplin
 
 def test_greedy_takes_the_largest() -> None:
     assert next_token([0.0, 3.0, 1.0], make_sequence([1])) == 1
-
-
-def test_which_tokens_need_the_largest_logit_only() -> None:
-    assert is_greedy(make_sequence([1]))
-    for more in ({"temperature": 0.1}, {"logprobs": 0}, {"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}):
-        assert not is_greedy(make_sequence([1], **more))
-    sequence = make_sequence([1], min_tokens=2)
-    assert not is_greedy(sequence)
-    for token in (5, 6):
-        sequence.append(token)
-    assert is_greedy(sequence)
 
 
 def test_tokens_follow_the_distribution() -> None:

@@ -118,7 +118,7 @@ def test_shared_blocks_are_never_written(monkeypatch: pytest.MonkeyPatch) -> Non
     run_batch = runner._paged.run
     steps = 0
 
-    def checked(batch: Batch, greedy: bool) -> torch.Tensor:
+    def checked(batch: Batch) -> torch.Tensor:
         nonlocal steps
         steps += 1
         holders = [set(span.blocks) for span in batch.spans]
@@ -129,7 +129,7 @@ def test_shared_blocks_are_never_written(monkeypatch: pytest.MonkeyPatch) -> Non
             assert mine <= holders[i]
             assert not any(mine & theirs for j, theirs in enumerate(holders) if j != i)
             assert all(engine._blocks._keys[block] is None for block in mine)
-        return run_batch(batch, greedy)
+        return run_batch(batch)
 
     monkeypatch.setattr(runner._paged, "run", checked)
     run(engine, *(make_request(prompt, max_tokens=15) for prompt in prompts_with_shared_starts(30, seed=3)))

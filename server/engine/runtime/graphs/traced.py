@@ -1,8 +1,7 @@
 """Recorded small steps on CPU without the model's class: what it does around its layers, as a list of operations.
 
 Going through a class of transformers' takes some 700 us for 20 operations. They are traced once for a number of tokens; the
-layers between them are one operation, which replays their recording. Where all of a step's sequences sample greedily, the
-output layer computes only what could be the largest logit (docs/adr/0034).
+layers between them are one operation, which replays their recording.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
@@ -22,7 +20,6 @@ from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.graphs.recorded import RecordedLayers
 from server.engine.runtime.graphs.recording import Recording, RecordingError
-from server.engine.runtime.model.cpu_linear import is_screened
 
 # A traced step names its recording by number, which lives as long as its RecordedLayers.
 _recordings: WeakValueDictionary[int, Recording] = WeakValueDictionary()
@@ -38,11 +35,6 @@ _library.define("replay(Tensor[] inputs, int recording) -> Tensor")
 _library.impl("replay", _replay, "CPU")
 
 
-_VIEWS = (
-    torch.ops.aten.alias.default, torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default,
-    torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default, torch.ops.aten.detach.default,
-)  # fmt: skip
-
 Step = Callable[..., torch.Tensor]
 
 
@@ -54,7 +46,6 @@ class TracedSteps:
         self._layers = layers
         self._backend = backend
         self._steps: dict[int, Step] = {}
-        self._greedy: dict[int, Step] = {}
 
     def trace(self, batch: Batch) -> None:
         """Trace a step that takes() would take, and whose layers have been recorded for its number of tokens.
@@ -83,14 +74,10 @@ class TracedSteps:
         traced.recompile()
         # The method, not the module, whose call would look for hooks.
         self._steps[batch.num_tokens] = traced.forward
-        greedy = greedy_step(traced)
-        if greedy is not None:
-            self._greedy[batch.num_tokens] = greedy.forward
 
     def forget(self, tokens: int) -> None:
         """Undo trace() for a number of tokens."""
         self._steps.pop(tokens, None)
-        self._greedy.pop(tokens, None)
 
     def takes(self, batch: Batch) -> bool:
         """Whether run() computes a batch; none that has adapters, of which those of the output layer are not traced."""
@@ -98,35 +85,11 @@ class TracedSteps:
         known = tokens in self._steps and batch.sampled_rows.shape[0] == tokens
         return known and batch.images is None and not batch.spans.adapted
 
-    def run(self, batch: Batch, greedy: bool) -> torch.Tensor:
-        """Logits [tokens, vocabulary] in float32 of a batch that takes() has taken; writes the cache.
-
-        greedy: of each token's logits only the largest is needed. The others may then be approximations that are smaller.
-        """
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits [tokens, vocabulary] in float32 of a batch that takes() has taken; writes the cache."""
         self._backend.begin(batch)
-        steps = self._greedy if greedy and batch.num_tokens in self._greedy else self._steps
-        return steps[batch.num_tokens](*_inputs(batch))
+        return self._steps[batch.num_tokens](*_inputs(batch))
 
 
 def _inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return batch.ids.unsqueeze(0), batch.positions.unsqueeze(0), batch.sampled_rows
-
-
-def greedy_step(traced: GraphModule) -> GraphModule | None:
-    """The same step with an output layer that finds the largest logits; None where something follows that layer.
-
-    What changes logits behind it, such as a cap, could make the largest of them and an approximation equal.
-    """
-    graph = Graph()
-    graph.output(graph.graph_copy(traced.graph, {}))
-    compact = torch.ops.nf4_server_cpu.linear_compact.default
-    layers = [node for node in graph.nodes if node.target is compact]
-    if len(layers) != 1 or not is_screened(layers[0].args[1]):
-        return None
-    node = layers[0]
-    node.target = torch.ops.nf4_server_cpu.largest_compact.default
-    while node.op != "output":
-        if len(node.users) != 1 or (node is not layers[0] and node.target not in _VIEWS):
-            return None
-        (node,) = node.users
-    return GraphModule(traced, graph)

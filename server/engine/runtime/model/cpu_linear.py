@@ -13,16 +13,12 @@ import nf4_kernels
 from nf4_kernels import cpu
 from nf4_kernels.cpu.compact import CompactBf16
 from nf4_kernels.cpu.huge_pages import HugePages
-from nf4_kernels.cpu.screening import Screening
 from server.engine.runtime.model.projections import NF4Linear
 
 logger = logging.getLogger(__name__)
 
 COMPACT = ("avx512vnni", "avx512", "avx2")
 """The instruction sets that have kernels for compact bfloat16; AMX multiplies plain bfloat16 in its matrix tiles."""
-
-SCREENED_SHARE = 1 / 8
-"""Output layers with a smaller share of a model's weights have no 8-bit copy: it would take memory and save little time."""
 
 _prepared: list[cpu.PreparedLinear] = []
 
@@ -56,16 +52,9 @@ def _linear_compact(x: torch.Tensor, layer: int, bias: torch.Tensor | None) -> t
     return _output_layers[layer].compact.linear(x, bias)
 
 
-def _largest_compact(x: torch.Tensor, layer: int, bias: torch.Tensor | None) -> torch.Tensor:
-    found = _output_layers[layer]
-    assert found.screening is not None
-    return found.compact.largest(x, bias, found.screening)
-
-
-# Ops, so that tracing sees them.
-for _name, _function in (("linear_compact", _linear_compact), ("largest_compact", _largest_compact)):
-    _library.define(f"{_name}(Tensor x, int layer, Tensor? bias) -> Tensor")
-    _library.impl(_name, _function, "CPU")
+# An op, so that tracing sees it.
+_library.define("linear_compact(Tensor x, int layer, Tensor? bias) -> Tensor")
+_library.impl("linear_compact", _linear_compact, "CPU")
 
 
 class CpuNF4Linear(nn.Module):
@@ -118,15 +107,11 @@ class CompactLinear(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, screened: bool) -> None:
-        """weight: bfloat16 [N, K]. screened: whether it gets an 8-bit copy for largest_compact.
-
-        ValueError where CompactBf16 or Screening cannot hold the weight.
-        """
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight: bfloat16 [N, K]. ValueError where CompactBf16 cannot hold it."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.compact = CompactBf16(weight)
-        self.screening = Screening(weight) if screened else None
         self.number = next(_numbers)
         _output_layers[self.number] = self
         self.register_buffer("bias", bias, persistent=False)
@@ -137,32 +122,24 @@ class CompactLinear(nn.Module):
         return out
 
 
-def is_screened(layer: int) -> bool:
-    """Whether nf4_server_cpu::largest_compact can take the place of linear_compact for a layer."""
-    return _output_layers[layer].screening is not None
-
-
 def use_cpu_kernels(model: nn.Module) -> None:
     """Put the model's NF4Linear layers and its output layer on the CPU kernels, where these can be used."""
     if nf4_kernels.cpu.load_error() is not None:
         return
     pages = HugePages()
-    others = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, NF4Linear))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, NF4Linear):
                 setattr(parent, name, CpuNF4Linear(child, pages))
             elif name == "lm_head" and isinstance(child, nn.Linear) and _is_bfloat16(child.weight):
-                size = child.weight.numel()
-                screened = size >= SCREENED_SHARE * (size + others)
-                setattr(parent, name, _output_layer(child.weight.data, child.bias, screened))
+                setattr(parent, name, _output_layer(child.weight.data, child.bias))
 
 
-def _output_layer(weight: torch.Tensor, bias: torch.Tensor | None, screened: bool) -> nn.Module:
+def _output_layer(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
     """A layer with a float32 weight that bfloat16 holds without loss."""
     if cpu.isa() in COMPACT:
         try:
-            return CompactLinear(weight.to(torch.bfloat16), bias, screened)
+            return CompactLinear(weight.to(torch.bfloat16), bias)
         except ValueError as e:
             logger.debug("the output layer's weight stays in plain bfloat16: %s", e)
     return Bf16Linear(weight, bias)

@@ -54,11 +54,6 @@ def is_sampled_from_raw_logits(sequence: Sequence) -> bool:
     return plain and len(sequence.tokens) - sequence.num_prompt >= sequence.sampling.min_tokens
 
 
-def is_greedy(sequence: Sequence) -> bool:
-    """Whether the next token is the one with the largest of the model's logits, of which nothing else is asked."""
-    return sequence.sampling.temperature == 0 and is_sampled_from_raw_logits(sequence)
-
-
 def _is_adjusted(sequence: Sequence) -> bool:
     sampling = sequence.sampling
     return (
