@@ -17,7 +17,6 @@ def register() -> None:
         ("linear", _linear_shape),
         ("fused_linear", _linear_shape),
         ("tiled_linear", _tiled_shape),
-        ("arranged_linear", _tiled_shape),
         ("gated_linear", _gated_shape),
         ("dequantize", _dequantize_shape),
         ("linear_bf16w", _bf16w_shape),

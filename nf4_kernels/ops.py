@@ -10,7 +10,6 @@ says so once with the reason.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -35,10 +34,6 @@ _library.define(
 _library.define(
     f"tiled_linear(Tensor tiles, int tokens, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None, {_SHARD})"
     " -> Tensor"
-)
-# The first name of tiled_linear, which stays until 0.3.
-_library.define(
-    f"arranged_linear(Tensor tiles, int rows, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None) -> Tensor"
 )
 _library.define(
     f"gated_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? norm_weight=None, float norm_eps=0.0,"
@@ -140,12 +135,6 @@ def _tiled_linear(
     return _fuse(reference.untile_activations(tiles, tokens, shape[1]), weight, bias, residual, None, 0.0)
 
 
-def _arranged_linear(tiles: Tensor, rows: int, *rest: object, **named: object) -> Tensor:
-    # Two frames lie above the caller's: this one and that of torch's op.
-    warnings.warn("nf4::arranged_linear is now nf4::tiled_linear", DeprecationWarning, stacklevel=3)
-    return _tiled_linear(tiles, rows, *rest, **named)  # type: ignore[arg-type]
-
-
 def _gated_linear(
     x: Tensor,
     packed: Tensor,
@@ -232,7 +221,6 @@ for _key in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _key)
     _library.impl("fused_linear", _fused_linear, _key)
     _library.impl("tiled_linear", _tiled_linear, _key)
-    _library.impl("arranged_linear", _arranged_linear, _key)
     _library.impl("gated_linear", _gated_linear, _key)
     _library.impl("dequantize", _dequantize, _key)
     _library.impl("linear_bf16w", _linear_bf16w, _key)

@@ -50,9 +50,6 @@ def library() -> ctypes.CDLL | str:
         loaded.nf4_cpu_linear_at.argtypes = (*[pointer] * 4, integer, ctypes.c_int32, ctypes.c_int32)
         loaded.nf4_cpu_moe.argtypes = (*[pointer] * 6, *[integer] * 3, *[ctypes.c_int32] * 4)
         loaded.nf4_cpu_linear_bf16w.argtypes = (*[pointer] * 4, *[integer] * 3, ctypes.c_int32)
-        loaded.nf4_cpu_compact_bf16.restype = integer
-        loaded.nf4_cpu_compact_bf16.argtypes = (pointer, integer, integer, *[pointer] * 5, integer)
-        loaded.nf4_cpu_linear_compact.argtypes = (*[pointer] * 8, *[integer] * 3, ctypes.c_int32)
         loaded.nf4_cpu_struct_size.restype = integer
         loaded.nf4_cpu_struct_size.argtypes = (ctypes.c_char_p,)
         loaded.nf4_cpu_isa.restype = ctypes.c_char_p

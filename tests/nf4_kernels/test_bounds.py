@@ -99,19 +99,3 @@ def test_linear_with_bfloat16_weights_stays_inside(guarded: Guarded, n: int, k: 
         weight, out = torch.randn(n, k).to(torch.bfloat16), guarded.room(rows * n * 4)
         pointers = [guarded.copy(t) for t in (torch.randn(rows, k), weight, torch.randn(n))]
         assert cpu.usable().nf4_cpu_linear_bf16w(*pointers, out, rows, n, k, 2) == 0
-
-
-@pytest.mark.parametrize(("n", "k"), [(1, 32), (70, 576), (33, 64), (5, 96)])
-def test_linear_with_compact_weights_stays_inside(guarded: Guarded, n: int, k: int) -> None:
-    weight = torch.randn(n, k).to(torch.bfloat16)
-    weight[n - 1, k - 1], weight[0, 0] = 1e-30, 1e30
-    groups, high_bytes, first = guarded.room(n * k // 32 * 48), guarded.room(16), guarded.room((n + 1) * 4)
-    columns, values = guarded.room(n * k * 4), guarded.room(n * k * 2)
-    made = (guarded.copy(weight), n, k, groups, high_bytes, first, columns, values)
-    count = cpu.usable().nf4_cpu_compact_bf16(*made, n * k)
-    assert count >= 0
-    assert cpu.usable().nf4_cpu_compact_bf16(*made, count - 1) == -1 or count == 0
-    for rows in (1, 2, 3, 4, 8, 9, 49):
-        out = guarded.room(rows * n * 4)
-        pointers = (guarded.copy(torch.randn(rows, k)), groups, high_bytes, first, columns, values)
-        assert cpu.usable().nf4_cpu_linear_compact(*pointers, guarded.copy(torch.randn(n)), out, rows, n, k, 2) == 0

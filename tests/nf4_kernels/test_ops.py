@@ -82,17 +82,3 @@ def test_a_missing_library_is_said_once_and_the_oracle_runs(
     assert len(warnings) == 1
     assert "no C++ compiler" in warnings[0]
     assert "plain torch" in warnings[0]
-
-
-def test_the_first_name_of_tiled_linear_still_works_and_names_the_new_one() -> None:
-    q = quantized((48, 192), 64, True, seed=5)
-    x, bias, residual = torch.randn(5, 192), torch.randn(48), torch.randn(5, 48)
-    rest = q.packed, [48, 192], q.weight.absmax, 64, bias, *q.nested
-    tiles = reference.tile_activations(x, 16)
-    expected = torch.ops.nf4.tiled_linear(tiles, 5, *rest, residual)
-    with pytest.warns(DeprecationWarning, match="nf4::tiled_linear") as warned:
-        found = torch.ops.nf4.arranged_linear(tiles, 5, *rest, residual=residual)
-    assert torch.equal(found, expected)
-    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
-    with pytest.warns(DeprecationWarning, match="nf4::tiled_linear"):
-        torch.library.opcheck(torch.ops.nf4.arranged_linear.default, (tiles, 5, *rest, residual))

@@ -63,7 +63,4 @@ void use_fixed_avx2(Kernels* kernels);
 /* The GEMMs with bfloat16 weights: sets bf16_order and bf16_rows. */
 void use_bf16_avx2(Kernels* kernels);
 
-/* The GEMMs with weights in compact bfloat16: sets compact_rows. */
-void use_compact_avx2(Kernels* kernels);
-
 }  // namespace nf4

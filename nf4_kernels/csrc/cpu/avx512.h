@@ -98,10 +98,6 @@ void bf16_rows_avx512(const uint16_t* w, const Prepared* x, int64_t m0, int coun
                       float* sums);
 void dot_avx512(const float* panel, int rows, const Prepared* x, int64_t m0, int count, float* sums);
 
-/* With weights in compact bfloat16: compact_avx512.cpp. */
-void compact_rows_avx512(const CompactBf16* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows,
-                         float* panel, float* sums);
-
 /* Everything but matrix tiles and fixed point; "avx512", "avx512vnni" and "amx" begin with these. */
 const Kernels* avx512_float32_kernels();
 

@@ -5,7 +5,8 @@ namespace nf4 {
 namespace {
 
 /* M rows of x times R rows of w, sixteen columns a step: even columns are the low halves of the 32-bit lanes, odd ones the
- * high halves, and x was put in that order. */
+ * high halves, and x was put in that order. The next R rows follow in memory, but hardware sees R short streams: they are
+ * fetched in order from here. */
 template <int M, int R>
 inline void rows_times(const uint16_t* const rows[R], const float* x, int64_t k, float* sums) {
   const __m256i high_half = _mm256_set1_epi32((int)0xffff0000);
@@ -13,7 +14,10 @@ inline void rows_times(const uint16_t* const rows[R], const float* x, int64_t k,
   for (int m = 0; m < M; ++m) {
     for (int r = 0; r < R; ++r) total[m][r] = _mm256_setzero_ps();
   }
+  const char* next = (const char*)(rows[0] + R * k);
   for (int64_t c = 0; c < k; c += 16) {
+#pragma GCC unroll 2
+    for (int i = 0; i < R / 2; ++i) _mm_prefetch(next + c * R * 2 + i * 64, _MM_HINT_T0);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256i both = _mm256_loadu_si256((const __m256i*)(rows[r] + c));

@@ -36,18 +36,6 @@ NF4_EXPORT int nf4_cpu_moe(const Nf4Weight* w, const void* bias, const void* x, 
 NF4_EXPORT int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const float* bias, float* out, int64_t m,
                                     int64_t n, int64_t k, int32_t threads);
 
-/* w [n, k] of bfloat16 into compact bfloat16 (compact.h), k a multiple of 32: groups [n, k / 32, 48], high_bytes [16],
- * first [n + 1], and up to `most` exceptions into columns and values. Returns how many these are, or -1 where they are more
- * or an argument is bad. */
-NF4_EXPORT int64_t nf4_cpu_compact_bf16(const uint16_t* w, int64_t n, int64_t k, uint8_t* groups, uint8_t* high_bytes,
-                                        int32_t* first, int32_t* columns, uint16_t* values, int64_t most);
-
-/* nf4_cpu_linear_bf16w with such a weight. first, columns and values may be null where there are no exceptions. */
-NF4_EXPORT int nf4_cpu_linear_compact(const float* x, const uint8_t* groups, const uint8_t* high_bytes,
-                                      const int32_t* first, const int32_t* columns, const uint16_t* values,
-                                      const float* bias, float* out, int64_t m, int64_t n, int64_t k,
-                                      int32_t threads);
-
 /* The instruction set in use: "portable", "avx2", "avx512", "avx512vnni" or "amx". */
 NF4_EXPORT const char* nf4_cpu_isa(void);
 

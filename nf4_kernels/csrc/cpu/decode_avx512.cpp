@@ -120,7 +120,6 @@ const Kernels* avx512_float32_kernels() {
     k.fused = fused_avx512;
     k.bf16_order = bf16_order_avx512;
     k.bf16_rows = bf16_rows_avx512;
-    k.compact_rows = compact_rows_avx512;
     return k;
   }();
   return &kernels;

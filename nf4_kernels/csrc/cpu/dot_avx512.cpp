@@ -34,7 +34,8 @@ void panel_times(const float* panel, const float* x, int64_t stride, float* sums
 }
 
 /* M rows of x times R rows of bfloat16 weights, 32 columns a step. Even columns are the low halves of the 32-bit
- * lanes, odd ones the high halves: a shift and a mask widen them, and x was put in that order. */
+ * lanes, odd ones the high halves: a shift and a mask widen them, and x was put in that order. The next R rows follow in
+ * memory, but hardware sees R short streams: they are fetched in order from here. */
 template <int M, int R>
 void bf16_times(const uint16_t* const rows[R], const float* x, int64_t k, float* sums) {
   const __m512i high_half = _mm512_set1_epi32((int)0xffff0000);
@@ -42,8 +43,11 @@ void bf16_times(const uint16_t* const rows[R], const float* x, int64_t k, float*
   for (int m = 0; m < M; ++m) {
     for (int r = 0; r < R; ++r) total[m][r] = _mm512_setzero_ps();
   }
+  const char* next = (const char*)(rows[0] + R * k);
   for (int64_t c = 0; c < k; c += 32) {
     __m512 even[R], odd[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) _mm_prefetch(next + c * R * 2 + r * 64, _MM_HINT_T0);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       __m512i both = _mm512_loadu_si512(rows[r] + c);

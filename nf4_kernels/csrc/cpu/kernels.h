@@ -31,8 +31,6 @@ struct Prepared {
   int64_t k;
 };
 
-struct CompactBf16;
-
 struct Kernels {
   const char* name;
 
@@ -57,11 +55,6 @@ struct Kernels {
   /* The same for bfloat16 weights; k a multiple of 32. */
   void (*bf16_order)(const Prepared* x, float* order);
   void (*bf16_rows)(const uint16_t* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows, float* sums);
-
-  /* The same for weights in compact bfloat16 (compact.h), without exceptions; x is in bf16_order's order, count <= kDotRows,
-   * panel is room for kPanelRows rows in float32. Null where missing. */
-  void (*compact_rows)(const CompactBf16* w, const Prepared* x, int64_t m0, int count, int64_t row0, int rows,
-                       float* panel, float* sums);
 
   /* Matrix tiles (AMX) or fixed point (fixed.h), k and blocksize multiples of 64. `split` keeps two bfloat16 parts of x and
    * of w; in fixed point it changes nothing. */

@@ -147,7 +147,6 @@ const Kernels* avx2_kernels() {
     k.widen = widen;
     use_fixed_avx2(&k);
     use_bf16_avx2(&k);
-    use_compact_avx2(&k);
     return k;
   }();
   return &kernels;

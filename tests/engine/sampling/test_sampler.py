@@ -13,7 +13,7 @@ import torch
 
 from server.engine.runtime.sampling import sampler
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
-from server.engine.runtime.sampling.inverse_cdf import uniform, uniforms
+from server.engine.runtime.sampling.inverse_cdf import uniforms
 from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import sample
@@ -86,7 +86,7 @@ def test_filtered_rows_agree_with_a_plain_computation() -> None:
     running = kept[order].double().cumsum(-1)
     for seed in range(50):
         sequence = make_sequence([1, 2], seed=seed, temperature=1.0, top_k=50, top_p=0.8)
-        place = int(torch.searchsorted(running, uniform(seed, 2) * running[-1], right=True))
+        place = int(torch.searchsorted(running, uniforms([seed], [2])[0] * running[-1], right=True))
         assert next_token(logits, sequence) == int(ids[place])
 
 
@@ -104,20 +104,26 @@ def test_a_sampled_token_depends_on_seed_and_position_only() -> None:
     sequences = [make_sequence([1, 2, 3], seed=i, **o) for i, o in enumerate(options)]
     together = [r.token for r in sample(logits.clone(), sequences)]
     assert together == [next_token(row, s) for row, s in zip(logits, sequences, strict=True)]
-    assert len({uniform(7, position) for position in range(1000)}) == 1000
-    assert uniform(7, 3) == uniform(7, 3) != uniform(8, 3)
+    assert len(set(uniforms([7] * 1000, list(range(1000))).tolist())) == 1000
 
 
-def test_many_uniform_numbers_are_those_of_one_at_a_time() -> None:
+def test_uniform_numbers_depend_on_seed_and_position_alone() -> None:
     rng = random.Random(0)
     seeds = [0, -1, 2**64 + 3, *(rng.getrandbits(63) for _ in range(200))]
     positions = [1 << 40, 0, 5, *(rng.randrange(1 << 41) for _ in range(200))]
-    expected = [uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    assert uniforms(seeds, positions).tolist() == expected
+    alone = [float(uniforms([seed], [position])[0]) for seed, position in zip(seeds, positions, strict=True)]
+    assert uniforms(seeds, positions).tolist() == alone
+    assert len(set(alone)) == len(alone)
+    # Answers with a seed stay the same from release to release.
+    assert uniforms([7, 2**64 + 7, -1], [3, 3, 1 << 40]).tolist() == [
+        0.7821024049799986,
+        0.7821024049799986,
+        0.4624112709556969,
+    ]
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    numbers = [uniform(seed, position) for seed in range(100) for position in range(100)]
+    numbers = uniforms([seed for seed in range(100) for _ in range(100)], list(range(100)) * 100).tolist()
     assert all(0 <= n < 1 for n in numbers)
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.01
     tenths = Counter(int(n * 10) for n in numbers)

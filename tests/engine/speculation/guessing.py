@@ -20,7 +20,7 @@ from server.engine.grammar import Grammars
 from server.engine.runtime.graphs.options_step import LaunchedStep
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.inverse_cdf import uniform
+from server.engine.runtime.sampling.inverse_cdf import uniforms
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
 from server.engine.runtime.speculation.draft_model import DraftModel
 from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
@@ -296,7 +296,7 @@ def is_at_a_boundary(
     lower, upper = sorted((one[place], other[place]))
     shares = torch.softmax(logits / sampling.temperature, -1)
     assert sampling.seed is not None
-    drawn = uniform(sampling.seed, len(ids))
+    drawn = float(uniforms([sampling.seed], [len(ids)])[0])
     for boundary in (shares[: lower + 1].sum().item(), shares[:upper].sum().item()):
         rounding = 1e-6 + 2 * off * boundary * (1 - boundary) / sampling.temperature
         if abs(boundary - drawn) >= rounding:

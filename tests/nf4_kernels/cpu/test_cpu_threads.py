@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nf4_kernels import cpu
-from nf4_kernels.cpu.compact import CompactBf16
 from tests.nf4_kernels.weights import quantized, using_isa
 
 N, K = 1003, 576
@@ -30,8 +29,7 @@ def threads(count: int) -> Iterator[None]:
 def gemms() -> list[Gemm]:
     """A GEMM of each kind of weight whose rows threads divide among themselves."""
     weight, plain = quantized((N, K), 64, True, seed=1).weight, torch.randn(N, K).to(torch.bfloat16)
-    compact = CompactBf16(plain)
-    return [lambda x: cpu.linear(x, weight), lambda x: cpu.linear_bf16w(x, plain), compact.linear]
+    return [lambda x: cpu.linear(x, weight), lambda x: cpu.linear_bf16w(x, plain)]
 
 
 @pytest.mark.parametrize("isa", cpu.ISAS)

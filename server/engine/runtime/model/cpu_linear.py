@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
-from weakref import WeakValueDictionary
-
 import torch
 from torch import nn
 
 import nf4_kernels
 from nf4_kernels import cpu
-from nf4_kernels.cpu.compact import CompactBf16
 from nf4_kernels.cpu.huge_pages import HugePages
 from server.engine.runtime.model.projections import NF4Linear
-
-logger = logging.getLogger(__name__)
-
-COMPACT = ("avx512vnni", "avx512", "avx2")
-"""The instruction sets that have kernels for compact bfloat16; AMX multiplies plain bfloat16 in its matrix tiles."""
 
 _prepared: list[cpu.PreparedLinear] = []
 
@@ -41,20 +31,6 @@ _library.impl("linear", _linear, "CPU")
 @torch.library.register_fake("nf4_server_cpu::linear")  # type: ignore[untyped-decorator]
 def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
-
-
-# The ops name a layer by number, which lives as long as the layer.
-_output_layers: WeakValueDictionary[int, CompactLinear] = WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def _linear_compact(x: torch.Tensor, layer: int, bias: torch.Tensor | None) -> torch.Tensor:
-    return _output_layers[layer].compact.linear(x, bias)
-
-
-# An op, so that tracing sees it.
-_library.define("linear_compact(Tensor x, int layer, Tensor? bias) -> Tensor")
-_library.impl("linear_compact", _linear_compact, "CPU")
 
 
 class CpuNF4Linear(nn.Module):
@@ -102,26 +78,6 @@ class Bf16Linear(nn.Module):
         return out
 
 
-class CompactLinear(nn.Module):
-    """Bf16Linear with three quarters of its memory traffic, and the same result: docs/adr/0033."""
-
-    bias: torch.Tensor | None
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """weight: bfloat16 [N, K]. ValueError where CompactBf16 cannot hold it."""
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.compact = CompactBf16(weight)
-        self.number = next(_numbers)
-        _output_layers[self.number] = self
-        self.register_buffer("bias", bias, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] to [..., N], float32."""
-        out: torch.Tensor = torch.ops.nf4_server_cpu.linear_compact(x, self.number, self.bias)
-        return out
-
-
 def use_cpu_kernels(model: nn.Module) -> None:
     """Put the model's NF4Linear layers and its output layer on the CPU kernels, where these can be used."""
     if nf4_kernels.cpu.load_error() is not None:
@@ -132,17 +88,7 @@ def use_cpu_kernels(model: nn.Module) -> None:
             if isinstance(child, NF4Linear):
                 setattr(parent, name, CpuNF4Linear(child, pages))
             elif name == "lm_head" and isinstance(child, nn.Linear) and _is_bfloat16(child.weight):
-                setattr(parent, name, _output_layer(child.weight.data, child.bias))
-
-
-def _output_layer(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
-    """A layer with a float32 weight that bfloat16 holds without loss."""
-    if cpu.isa() in COMPACT:
-        try:
-            return CompactLinear(weight.to(torch.bfloat16), bias)
-        except ValueError as e:
-            logger.debug("the output layer's weight stays in plain bfloat16: %s", e)
-    return Bf16Linear(weight, bias)
+                setattr(parent, name, Bf16Linear(child.weight.data, child.bias))
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from nf4_kernels import cpu
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.lora import AdapterFactors
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.model.cpu_linear import Bf16Linear, CompactLinear, CpuNF4Linear
+from server.engine.runtime.model.cpu_linear import Bf16Linear, CpuNF4Linear
 from server.engine.runtime.model.projections import NF4Linear
 
 # Up to this many tokens times slots, multiplying by all slots' factors at once costs less than picking each row's.
@@ -183,8 +183,6 @@ def dequantized(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         return base.weight.detach().to(dtype, copy=True)
     if isinstance(base, Bf16Linear):
         return base.weight.to(dtype=dtype, copy=True)
-    if isinstance(base, CompactLinear):
-        return base.compact.expanded().to(dtype)
     raise CheckpointError(f"an adapter needs the weight of a {type(base).__name__}, which cannot be expanded")
 
 

@@ -31,19 +31,8 @@ _TRIALS = 16
 _SampleRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on seed and position only (splitmix64 of their mixture, 53 bits)."""
-    state = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & _MASK64
-    for _ in range(2):
-        state = (state + 0x9E3779B97F4A7C15) & _MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
-    return (state >> 11) / 2**53
-
-
 def uniforms(seeds: list[int], positions: list[int]) -> npt.NDArray[np.float64]:
-    """uniform() of each seed and position."""
+    """uniform_column() of lists."""
     return uniform_column(seed_column(seeds), np.array(positions, np.int64))
 
 
@@ -53,7 +42,10 @@ def seed_column(seeds: list[int]) -> npt.NDArray[np.uint64]:
 
 
 def uniform_column(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """uniform() of each seed and position, where the seeds are in a seed_column()."""
+    """A number in [0, 1) for each seed and position, which depends on these alone (splitmix64 of their mixture, 53 bits).
+
+    seeds: a seed_column().
+    """
     state = seeds * np.uint64(0xD1342543DE82EF95)
     state += positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x2545F4914F6CDD1D)
     for _ in range(2):
