@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test test-slow test-wheel wheels test-clients test-speculation fuzz check format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
+.PHONY: help serve test test-slow test-wheel wheels test-clients test-speculation fuzz check check-cuda format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
 .PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check serve-ray test-ray test-routers clean
 
 help: ## list the commands
@@ -45,6 +45,9 @@ $(VENV)/.ray: pyproject.toml $(VENV)/.serve
 	$(BIN)/python -m pip install --quiet $(TREE) '.[ray]'
 	@touch $@
 
+# Run as a file: the package would import torch.
+BUILD := $(BIN)/python nf4_kernels/build.py
+
 READY := $(VENV)/.serve $(if $(GPU),$(VENV)/.cuda)
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.serve
@@ -59,18 +62,18 @@ $(BIN)/helm: tests/deploy/helm.txt $(VENV)/.dev
 	@$(BIN)/python -m tests.deploy.helm $@
 
 serve: $(READY) ## set everything up and serve the model of config.yaml on 127.0.0.1:8000 (PORT=, CONFIG=)
-	@$(BIN)/python -m nf4_kernels.build --native
+	@$(BUILD) --native
 	@exec $(BIN)/python -m server --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
 # Replicas that do not yield to everything else, and a proxy that asks the ingress by gRPC (docs/scaling.md).
 RAY_ENV := RAY_worker_niceness=0 RAY_SERVE_USE_GRPC_BY_DEFAULT=1 RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0
 
 serve-ray: $(READY) $(VENV)/.ray ## two replicas of the embedded model on Ray Serve, on 127.0.0.1:8000 (RAY_CONFIG=)
-	@$(BIN)/python -m nf4_kernels.build --native
+	@$(BUILD) --native
 	@$(RAY_ENV) $(BIN)/serve run $(or $(RAY_CONFIG),deploy/ray/app.yaml)
 
-kernels: $(READY) ## compile the kernel libraries (CUDA too where nvcc is found)
-	@$(BIN)/python -m nf4_kernels.build
+kernels: $(READY) ## compile the kernel libraries, CUDA's for this machine's GPUs (NF4_CUDA_ARCHS)
+	@$(BUILD) --native
 
 model: $(VENV)/.serve ## fetch and convert the embedded model
 	@$(BIN)/python -m server.checkpoint
@@ -113,6 +116,9 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check-cuda: $(VENV)/.serve ## compile every CUDA source for one GPU target, hardly optimized, to find errors (needs nvcc)
+	@$(BUILD) --check-cuda
 
 format: $(VENV)/.dev ## format the Python sources
 	$(BIN)/ruff check --fix .

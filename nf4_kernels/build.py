@@ -1,34 +1,56 @@
-"""Compile the kernel libraries: python -m nf4_kernels.build [--force] [--cpu-only] [--native].
+"""Compile the kernel libraries: python -m nf4_kernels.build [--force] [--cpu-only] [--native] [--check-cuda].
 
 Two shared libraries with a plain C interface come out, in nf4_kernels/lib/ (library_files.py): libnf4_cpu.so (g++, always)
-and libnf4_cuda.so (nvcc, where one is found). No torch header is included, so one build serves every torch version. The
+and libnf4_cuda.so (nvcc, if one is found). No torch header is included, so one build serves every torch version. The
 ending of a C++ source's name says its instruction set: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is made
-at run time. A CUDA source is compiled for all GPU targets; where its name or a folder's ends in _sm90, for 90a alone.
-NF4_CUDA_ARCHS chooses the targets (default "80;86;89;90a;100;120").
+at run time. A CUDA source is compiled for all GPU targets; if its name or a folder's ends in _sm90, for 90a alone.
+NF4_CUDA_ARCHS chooses the targets (default "80;86;89;90a;100;120"). A source is compiled again only if it, a header that
+it includes or its command has changed (object_files.py).
+
+Run as a file, python nf4_kernels/build.py, it needs no torch, whose import takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import functools
 import hashlib
+import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent
+if not __package__:
+    # Modules of the package are found without its __init__, which imports torch.
+    package = ModuleType("nf4_kernels")
+    package.__path__ = [str(ROOT)]
+    sys.modules["nf4_kernels"] = package
+
+from nf4_kernels.object_files import (  # noqa: E402
+    BuildError,
+    Compiler,
+    Report,
+    build_library,
+    run,
+    say,
+    source_digests,
+)
+
 SOURCES = ROOT / "csrc"
 LIBRARIES = ROOT / "lib"
 IS_CHECKOUT = (ROOT / "pyproject.toml").exists()
 """Whether this is the package's source tree; an installed package has no pyproject.toml."""
 CUDA_ARCHS = "80;86;89;90a;100;120"
+CHECKED_ARCH = "90a"
+"""The target for which every kernel has a body."""
 SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
+NO_NVCC = "no nvcc found (PATH, CUDA_HOME, /usr/local/cuda, NVIDIA's wheels)"
 
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mfma", "-mf16c"]
 ISA_FLAGS = {
@@ -39,12 +61,8 @@ ISA_FLAGS = {
 }
 
 
-class BuildError(RuntimeError):
-    """A compiler was missing or failed; the message holds the command and what it printed."""
-
-
 def find_nvcc() -> str | None:
-    """Path of nvcc from $CUDA_HOME, PATH, /usr/local/cuda or NVIDIA's PyPI wheels; None where there is none."""
+    """Path of nvcc from $CUDA_HOME, PATH, /usr/local/cuda or NVIDIA's PyPI wheels; None if there is none."""
     candidates = []
     if home := os.environ.get("CUDA_HOME"):
         candidates.append(os.path.join(home, "bin", "nvcc"))
@@ -57,7 +75,7 @@ def find_nvcc() -> str | None:
 
 
 def installed_gpu_archs() -> str:
-    """Targets of the GPUs in this machine, for NF4_CUDA_ARCHS ("90a"); empty where nvidia-smi finds none."""
+    """Targets of the GPUs in this machine, for NF4_CUDA_ARCHS ("90a"); empty if nvidia-smi finds none."""
     try:
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
@@ -69,17 +87,17 @@ def installed_gpu_archs() -> str:
     return ";".join(sorted("90a" if arch == "90" else arch for arch in found))
 
 
-def build_cpu(force: bool = False, folder: Path | None = None, quiet: bool = False) -> Path:
-    """Compile csrc/cpu/*.cpp into folder/libnf4_cpu.so (None: lib/); returns its path. Raises BuildError.
+def build_cpu(force: bool = False, folder: Path | None = None, report: Report = say) -> Path:
+    """Compile csrc/cpu/*.cpp into folder/libnf4_cpu.so (None: lib/) if they have changed, and return its path.
 
-    quiet: do not print which files have been compiled.
+    report: receives a line for each compiled source. Raises BuildError.
     """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise BuildError(f"no C++ compiler: {compiler!r} is not on PATH (Debian: apt-get install g++)")
-    sources = sorted((SOURCES / "cpu").glob("*.cpp"))
-    base = [
-        compiler,
+    name = os.environ.get("CXX", "g++")
+    found = shutil.which(name)
+    if found is None:
+        raise BuildError(f"no C++ compiler: {name!r} is not on PATH (Debian: apt-get install g++)")
+    compiler = Compiler.of(
+        found,
         "-std=c++17",
         "-O3",
         "-fPIC",
@@ -90,32 +108,50 @@ def build_cpu(force: bool = False, folder: Path | None = None, quiet: bool = Fal
         "-ffp-contract=off",  # dequantizing must round as bitsandbytes does; kernels name their FMAs
         "-Wall",
         "-Wextra",
-    ]
-    jobs = []
-    for source in sources:
+        "-I.",
+    )
+    commands = {}
+    for source in sorted((SOURCES / "cpu").glob("*.cpp")):
         isa = source.stem.rpartition("_")[2]
-        jobs.append((source, [*base, *ISA_FLAGS.get(isa, []), "-I", str(SOURCES), "-c", str(source)]))
-    return _link("libnf4_cpu.so", jobs, [compiler, "-shared", "-fopenmp"], folder, force, quiet)
+        commands[source.relative_to(SOURCES).as_posix()] = ISA_FLAGS.get(isa, [])
+    return _build("libnf4_cpu.so", compiler, commands, ["-shared", "-fopenmp"], force, folder, report)
 
 
 def build_cuda(
-    nvcc: str, force: bool = False, folder: Path | None = None, quiet: bool = False, archs: str | None = None
+    nvcc: str,
+    force: bool = False,
+    folder: Path | None = None,
+    report: Report = say,
+    archs: str | None = None,
+    flags: list[str] | None = None,
 ) -> Path:
     """Compile csrc/cuda/**/*.cu into folder/libnf4_cuda.so, with the CUDA runtime linked in; as build_cpu().
 
-    archs: GPU targets ("80;90a"); None means NF4_CUDA_ARCHS, or CUDA_ARCHS where that is not set.
+    archs: GPU targets ("80;90a"); None means NF4_CUDA_ARCHS, or CUDA_ARCHS if that is not set. flags: more of nvcc's.
     """
-    sources = sorted((SOURCES / "cuda").rglob("*.cu"))
-    targets_of_all = [a for a in (archs or os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS)).split(";") if a]
-    jobs = []
-    for source in sources:
-        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_archs(source, targets_of_all)]
-        command = [nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I", str(SOURCES), *targets]
-        jobs.append((source, [*command, "-c", str(source)]))
+    compiler = Compiler.of(nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I.", *(flags or []))
+    all_targets = [a for a in (archs or os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS)).split(";") if a]
+    commands = {
+        source.relative_to(SOURCES).as_posix(): [
+            f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_archs(source, all_targets)
+        ]
+        for source in sorted((SOURCES / "cuda").rglob("*.cu"))
+    }
     # NVIDIA's wheels keep their libraries in lib, where their nvcc does not look (it looks in lib64).
     wheel = Path(nvcc).resolve().parent.parent / "lib"
     search = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
-    return _link("libnf4_cuda.so", jobs, [nvcc, "-shared", "-cudart", "static", *search], folder, force, quiet)
+    link = ["-shared", "-cudart", "static", *search]
+    return _build("libnf4_cuda.so", compiler, commands, link, force, folder, report)
+
+
+def check_cuda(nvcc: str, force: bool = False) -> Path:
+    """Compile every CUDA source for CHECKED_ARCH, hardly optimized: errors are found in a third of the time.
+
+    Objects are kept in lib/check, and no library there is ever loaded. Raises BuildError.
+    """
+    fast = ["--Ofast-compile=max"] if "--Ofast-compile" in run([nvcc, "--help"], ROOT) else []
+    # What is not optimized is announced at length.
+    return build_cuda(nvcc, force, LIBRARIES / "check", archs=CHECKED_ARCH, flags=[*fast, "-w", "-Xptxas", "-w"])
 
 
 def cuda_archs(source: Path, archs: list[str]) -> list[str]:
@@ -128,64 +164,27 @@ def cuda_archs(source: Path, archs: list[str]) -> list[str]:
     return ["90a"] if "90a" in archs and any(part.endswith("_sm90") for part in parts) else archs
 
 
-def _link(
-    name: str, jobs: list[tuple[Path, list[str]]], link: list[str], folder: Path | None, force: bool, quiet: bool
+def _build(
+    name: str,
+    compiler: Compiler,
+    commands: dict[str, list[str]],
+    link: list[str],
+    force: bool,
+    folder: Path | None,
+    report: Report,
 ) -> Path:
-    folder = folder or LIBRARIES
-    output = folder / name
-    stamp = output.with_suffix(".stamp")
-    digest = _digest([command for _, command in jobs])
-    objects = folder / (output.stem + ".objects")
-    folder.mkdir(parents=True, exist_ok=True)
-    # Another process that builds at the same time waits here, and then finds the library.
-    with output.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not force and output.exists() and stamp.exists() and stamp.read_text() == digest:
-            return output
-        shutil.rmtree(objects, ignore_errors=True)
-        objects.mkdir()
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            compiled = list(pool.map(partial(_compile, objects, quiet), jobs))
-        unfinished = output.with_suffix(".partial")
-        _run([*link, *compiled, "-o", str(unfinished)])
-        unfinished.replace(output)
-        stamp.write_text(digest)
-        shutil.rmtree(objects)
-    return output
-
-
-def _compile(objects: Path, quiet: bool, job: tuple[Path, list[str]]) -> str:
-    source, command = job
-    name = source.relative_to(SOURCES)
-    target = str(objects / ("-".join(name.with_suffix("").parts) + ".o"))
-    _run([*command, "-o", target])
-    if not quiet:
-        print(f"nf4_kernels: compiled {name}", flush=True)
-    return target
+    output = (folder or LIBRARIES) / name
+    # An installed package is compiled once.
+    return build_library(
+        output, SOURCES, compiler, commands, link, force=force, keep_objects=IS_CHECKOUT, report=report
+    )
 
 
 @functools.cache
 def sources_digest() -> str:
     """A short name for the sources and for how they are compiled; two versions of the package differ in it."""
-    return _digest([[Path(__file__).read_text(), platform.machine()]])[:16]
-
-
-def _digest(commands: list[list[str]]) -> str:
-    digest = hashlib.sha256(repr(commands).encode())
-    for path in sorted(SOURCES.rglob("*")):
-        if path.is_file():
-            # The name counts, too, because sources include headers by name.
-            digest.update(f"{path.relative_to(SOURCES)}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}".rstrip())
-    if done.stderr.strip():
-        print(done.stderr.rstrip(), file=sys.stderr)
+    parts = [source_digests(SOURCES), Path(__file__).read_text(), platform.machine()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def main() -> int:
@@ -198,28 +197,44 @@ def main() -> int:
     parser.add_argument(
         "--native", action="store_true", help="compile CUDA only for this machine's GPUs, if it has any"
     )
+    parser.add_argument(
+        "--check-cuda", action="store_true", help="only compile every CUDA source for one GPU, to find errors"
+    )
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once and without a traceback; what is compiled is kept
     if options.native and "NF4_CUDA_ARCHS" not in os.environ:
         os.environ["NF4_CUDA_ARCHS"] = installed_gpu_archs()
-    from nf4_kernels.library_files import install_folder
-
-    folder = install_folder()
     try:
-        print(f"nf4_kernels: {build_cpu(options.force, folder)}")
-        nvcc = find_nvcc()
-        if options.cpu_only:
-            print("nf4_kernels: CUDA library left out (--cpu-only)")
-        elif not os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS):
-            print("nf4_kernels: CUDA library left out: no NVIDIA GPU in this machine")
-        elif nvcc is None:
-            print(
-                "nf4_kernels: CUDA library left out: no nvcc found (PATH, CUDA_HOME, /usr/local/cuda, NVIDIA's wheels)"
-            )
-        else:
-            print(f"nf4_kernels: {build_cuda(nvcc, options.force, folder)}")
+        return _check() if options.check_cuda else _build_all(options.force, options.cpu_only)
     except BuildError as e:
         print(f"nf4_kernels: build failed: {e}", file=sys.stderr)
         return 1
+
+
+def _check() -> int:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        print(f"nf4_kernels: CUDA sources not checked: {NO_NVCC}", file=sys.stderr)
+        return 1
+    check_cuda(nvcc)
+    print("nf4_kernels: every CUDA source compiles")
+    return 0
+
+
+def _build_all(force: bool, cpu_only: bool) -> int:
+    from nf4_kernels.library_files import install_folder
+
+    folder = install_folder()
+    print(f"nf4_kernels: {build_cpu(force, folder)}", flush=True)
+    nvcc = find_nvcc()
+    if cpu_only:
+        print("nf4_kernels: CUDA library left out (--cpu-only)")
+    elif not os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS):
+        print("nf4_kernels: CUDA library left out: no NVIDIA GPU in this machine")
+    elif nvcc is None:
+        print(f"nf4_kernels: CUDA library left out: {NO_NVCC}")
+    else:
+        print(f"nf4_kernels: {build_cuda(nvcc, force, folder)}")
     return 0
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
+from nf4_kernels.object_files import BuildError
 
 CPU, CUDA = "libnf4_cpu.so", "libnf4_cuda.so"
 
@@ -50,6 +50,8 @@ def cpu_library() -> Path | str:
 
 def cuda_library() -> Path | str:
     """libnf4_cuda.so, compiled for this machine's GPUs if need be; or why there is none and what to do about it."""
+    import torch  # here, as `python nf4_kernels/build.py` imports this module without it
+
     from nf4_kernels import build
 
     found = _find(CUDA, "")
@@ -91,13 +93,14 @@ def _compile(name: str, archs: str, compile_into: Callable[..., Path]) -> Path |
     from nf4_kernels import build
 
     folder = install_folder() if build.IS_CHECKOUT else _cached(archs)
-    print(f"nf4_kernels: compiling {name} for this machine, once, into {folder} ...", file=sys.stderr, flush=True)
+    say = partial(print, file=sys.stderr, flush=True)
+    say(f"nf4_kernels: compiling {name} for this machine, once, into {folder} ...")
     began = time.monotonic()
     try:
-        path = compile_into(folder=folder, quiet=True)
-    except build.BuildError as e:
+        path = compile_into(folder=folder, report=say)
+    except BuildError as e:
         return f"{name} could not be compiled: {e}"
     except OSError as e:
         return f"{name} could not be written ({e}): set XDG_CACHE_HOME to a folder that can be written to"
-    print(f"nf4_kernels: compiled {name} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    say(f"nf4_kernels: compiled {name} in {time.monotonic() - began:.0f} s")
     return path

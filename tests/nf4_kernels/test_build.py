@@ -1,9 +1,10 @@
-"""Where the build looks for nvcc, and two builds at once."""
+"""The build: where it looks for nvcc, what it compiles for which GPU, two builds at once."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +50,8 @@ def test_a_build_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest
     compiler = Path(executable(tmp_path / "bin" / "c++"))
     # Writes its last argument; a second one at the same time would find the first one's mark.
     compiler.write_text(
-        f"#!/bin/sh\nmkdir {tmp_path}/mark || exit 1\nsleep 0.3\nfor last; do :; done\n"
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        f"mkdir {tmp_path}/mark || exit 1\nsleep 0.3\nfor last; do :; done\n"
         f'echo "$last" >> {tmp_path}/written\necho object > "$last"\nrmdir {tmp_path}/mark\n'
     )
     monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
@@ -75,14 +77,65 @@ def test_sources_of_a_room_for_hopper_are_compiled_for_hopper_alone() -> None:
     assert build.cuda_archs(build.SOURCES / "cuda" / "wgmma_sm90" / "linear_wgmma.cu", ["89"]) == ["89"]
 
 
-def test_the_library_is_built_again_when_a_source_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nvcc and without a GPU, whose nvcc writes down that it was called."""
+    nvcc = Path(executable(tmp_path / "bin" / "nvcc"))
+    nvcc.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "installed_gpu_archs", lambda: "")
+    monkeypatch.delenv("NF4_CUDA_ARCHS", raising=False)
+    return tmp_path / "called"
+
+
+def test_without_a_gpu_no_cuda_source_is_compiled(
+    no_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["build", "--native"])
+    monkeypatch.setattr(build, "build_cpu", lambda *_: "libnf4_cpu.so")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert build.main() == 0
+    assert "left out: no NVIDIA GPU" in capsys.readouterr().out
+    assert not no_gpu.exists()
+
+
+def test_the_check_compiles_every_cuda_source_for_one_gpu(
+    no_gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = tmp_path / "csrc"
-    (sources / "cpu").mkdir(parents=True)
-    (sources / "cpu" / "one.h").write_text("")
+    (sources / "cuda" / "some_sm90").mkdir(parents=True)
+    for name in ("all.cu", "some_sm90/hopper.cu"):
+        (sources / "cuda" / name).write_text("")
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text(
+        '#!/bin/sh\n[ $# = 1 ] && echo "--Ofast-compile" && exit\n'
+        f'for last; do :; done; echo object > "$last"; echo "$@" >> {no_gpu}\n'
+    )
     monkeypatch.setattr(build, "SOURCES", sources)
-    before = build._digest([["c++"]])
-    (sources / "cpu" / "one.h").rename(sources / "one.h")
-    assert build._digest([["c++"]]) != before
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["build", "--check-cuda"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert build.main() == 0
+    compiled = [line.split() for line in no_gpu.read_text().splitlines() if " -c " in line]
+    assert [words[words.index("-c") + 1] for words in compiled] == ["cuda/all.cu", "cuda/some_sm90/hopper.cu"]
+    for words in compiled:
+        assert [word for word in words if "gencode" in word] == ["-gencode=arch=compute_90a,code=sm_90a"]
+        assert "--Ofast-compile=max" in words
+    # What is compiled to find errors is not where libraries are looked for.
+    assert not list((tmp_path / "lib").glob("*.so"))
+
+
+def test_the_build_runs_without_torch() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['build.py', '--help']\n"
+        "try: runpy.run_path('nf4_kernels/build.py', run_name='__main__')\n"
+        "except SystemExit: import nf4_kernels.library_files; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=build.ROOT.parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.slow
