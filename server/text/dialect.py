@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
@@ -68,11 +68,11 @@ class Dialect:
         thoughts = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
         return (*calls[self.family], *thoughts)
 
-    def tool_parser(self) -> ToolParser:
-        """A parser for one answer."""
+    def tool_parser(self, names: Collection[str]) -> ToolParser:
+        """A parser for one answer to a request with functions of these names."""
         match self.family:
             case "llama":
-                return JsonToolParser("<|python_tag|>", None, bare=True)
+                return JsonToolParser("<|python_tag|>", None, bare=names)
             case "mistral":
                 return MistralToolParser()
             case "gemma":

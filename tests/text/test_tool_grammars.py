@@ -71,7 +71,7 @@ def takes(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
 
 def read(dialect: Dialect, text: str) -> Calls:
     """The calls that are read from an answer that is nothing else."""
-    parser = dialect.tool_parser()
+    parser = dialect.tool_parser(["f", *(f"f{i}" for i in range(5))])
     content, deltas = parser.push(text)
     rest, last = parser.finish()
     assert content + rest == ""
@@ -165,8 +165,10 @@ def test_a_schema_means_the_same_beside_others(tokenizer: LLTokenizer, name: str
 
     offered = [tool(f"f{i}", {"type": "object"} | filled(schema, f"v{i}")) for i in range(3)]
     calls = tools_grammar(dialect, offered, lambda _: None, several=True)
-    for grammar in (calls, either(json_grammar(filled(schema, "form")), calls)):
+    both = either(json_grammar(filled(schema, "form") | {"additionalProperties": False}), calls)
+    for grammar in (calls, both):
         for i in range(3):
             for j in range(3):
                 text = written(dialect, [(f"f{i}", {"a": filled(value, f"v{j}")})])
                 assert takes(tokenizer, grammar, text) == (i == j), text
+    assert takes(tokenizer, both, json.dumps({"a": filled(value, "form")}))

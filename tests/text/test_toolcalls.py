@@ -22,7 +22,7 @@ def hermes() -> ToolParser:
 
 
 def llama() -> ToolParser:
-    return JsonToolParser("<|python_tag|>", None, bare=True)
+    return JsonToolParser("<|python_tag|>", None, bare=("f", "g"))
 
 
 def gemma() -> ToolParser:
@@ -79,6 +79,19 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
     (llama, '{"name": "f", "parameters": {"q": "x"}}', ("", [("f", '{"q": "x"}')])),
     (llama, '<|python_tag|>{"name": "f", "parameters": {"q": "x"}}; {"name": "g", "parameters": {}}',
      ("", [("f", '{"q": "x"}'), ("g", "{}")])),
+    (llama, '{"parameters": {"q": "x"}, "name": "f"}', ("", [("f", '{"q": "x"}')])),
+    (llama, '{"type": "function", "function": {"name": "g", "parameters": {"q": 1}}}', ("", [("g", '{"q": 1}')])),
+    (llama, '{"name": "f", "parameters": "{\\"q\\": 1}"}', ("", [("f", '{"q": 1}')])),
+    (llama, '<|python_tag|>{"name": "unknown", "parameters": [1]} {"name": "other"}',
+     ("", [("unknown", "[1]"), ("other", "{}")])),
+    (llama, '{"name": "f", "parameters": {}}; {"name": "Ann", "age": 31}', ('{"name": "Ann", "age": 31}', [("f", "{}")])),
+    *((llama, text, (text, [])) for text in (
+        '{"name": "Ann", "age": 31}', '{"age": 31, "name": "Ann"}', '{"name": "Ann", "parameters": {"x": 1}} and so on',
+        '{"name": "f"}', '{"name": "f", "age": 31}', '{"name": "f", "parameters": [1]}', '{"parameters": [1], "name": "f"}',
+        '{"name": "f", "parameters": null}', '{"name": "f", "parameters": "[1]"}', '{"parameters": 3, "name": "f"}',
+        '{"function": {"name": "Ann"}}', '{"function": {"name": "Ann", "parameters": {}}}', '{"function": {"name": "f"}}',
+        '{"name": "Ann", "age"', '{"person": {"name": "f", "parameters": {}}}', '{"name": 3, "parameters": {}}',
+    )),
     (llama, "{x} is a set", ("{x} is a set", [])),
     (llama, "\n{x} is a set", ("\n{x} is a set", [])),
     (llama, "<|python_tag|>print(1)", ("<|python_tag|>print(1)", [])),

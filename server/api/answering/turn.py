@@ -52,7 +52,8 @@ class _Prompt:
     chat: EncodedChat
     grammar: str | None
     grammar_param: str
-    tools: bool
+    functions: frozenset[str]
+    """Names of the functions that the model may call."""
     forced: bool
     """Whether the answer has to be calls."""
 
@@ -173,13 +174,13 @@ async def start_turn(
             prompt_logprobs=options.prompt_logprobs,
             at_start=not options.continue_final_message,
             grammar=prompt.grammar,
-            keep_marks=prompt.tools or dialect.reasoning is not None,
+            keep_marks=bool(prompt.functions) or dialect.reasoning is not None,
         )
         generation = start_generation(service, backend, ticket, plan)
         parsers = [
             AnswerParser(
                 dialect.reasoning_splitter(prompt.chat.text),
-                dialect.tool_parser() if prompt.tools else None,
+                dialect.tool_parser(prompt.functions) if prompt.functions else None,
                 single_call=options.parallel_tool_calls is False,
                 forced=prompt.forced,
             )
@@ -252,4 +253,4 @@ def _prompt(options: ChatOptions, backend: Backend, messages: list[dict[str, Any
         grammar = calls if grammar is None else either(grammar, calls)
     if grammar is not None:
         grammar = after_thoughts(grammar, dialect, tokenizer.special_id, opened=dialect.thinks_on(chat.text))
-    return _Prompt(chat, grammar, param, bool(tools), forced)
+    return _Prompt(chat, grammar, param, frozenset(tool["function"]["name"] for tool in tools), forced)

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from server.text.calls.parser import CallDelta, call_id
-from server.text.calls.scanner import ObjectScanner
+from server.text.calls.scanner import ObjectScanner, is_object
 from server.text.holdback import overlap, split_at
 
 
 class JsonToolParser:
     """Calls as JSON objects: between marks (`<tool_call>{...}</tool_call>`), after one ([TOOL_CALLS], <|python_tag|>), or
-    as the whole answer where bare is set (Llama). Arrays of calls, and separators between them, are taken too.
+    without a mark at an answer's beginning (Llama). Arrays of calls, and separators between them, are taken too.
 
-    Text that turns out to be no call is returned as text.
+    Text that turns out to be no call is returned as text. Without a mark an object may be what the user asked for: it is a
+    call only if it has the name of a function that there is, and arguments that are an object.
     """
 
     def __init__(
-        self, start: str, end: str | None, *, bare: bool = False, make_id: Callable[[], str] = call_id
+        self,
+        start: str,
+        end: str | None,
+        *,
+        bare: Collection[str] | None = None,
+        make_id: Callable[[], str] = call_id,
     ) -> None:
+        """bare: names of the functions that may be called without a mark; None where a call needs one."""
         self._start = start
         self._end = end
         self._bare = bare
         self._make_id = make_id
         self._held = ""
-        self._inside = False
+        self._inside = self._marked = False
         # What was read since a call's mark, with it, for as long as there is no call; None from then on.
         self._unused: str | None = None
         self._at_beginning = True
@@ -55,11 +62,11 @@ class JsonToolParser:
 
     def _read_outside(self, content: list[str]) -> bool:
         """Whether to go on with what is held now."""
-        if self._bare and self._at_beginning:
+        if self._bare is not None and self._at_beginning:
             if not self._held.strip():
                 return False
             if self._held.lstrip()[0] == "{":
-                self._inside, self._at_beginning, self._unused = True, False, ""
+                self._inside, self._marked, self._at_beginning, self._unused = True, False, False, ""
                 return True
         text, mark, self._held = split_at(self._held, (self._start,))
         if self._after_call:  # line ends between calls are no content
@@ -67,7 +74,7 @@ class JsonToolParser:
             self._after_call = not text
         content.append(text)
         self._at_beginning = self._at_beginning and not text.strip()
-        self._inside, self._unused = mark is not None, mark
+        self._inside, self._marked, self._unused = mark is not None, True, mark
         return self._inside
 
     def _read_inside(self, content: list[str], calls: list[CallDelta]) -> bool:
@@ -88,8 +95,10 @@ class JsonToolParser:
             self._scanner, self._named = ObjectScanner(), False
         count, arguments = self._scanner.push(self._held)
         self._held = self._held[count:]
-        self._report(self._scanner, arguments, calls)
-        if self._scanner.failed or (self._scanner.done and not self._named and not self._nested(calls)):
+        other = self._is_other(self._scanner, arguments)
+        if not other:
+            self._report(self._scanner, arguments, calls)
+        if other or self._scanner.failed or (self._scanner.done and not self._named and not self._nested(calls)):
             content.append(self._give_up())
         if self._scanner is not None and self._scanner.done:
             self._scanner, self._after_call = None, True
@@ -103,7 +112,7 @@ class JsonToolParser:
     def _before_object(self) -> str:
         """The text that is returned in front of an object that is not a call."""
         if self._unused is None:
-            return "" if self._bare else self._start
+            return self._start if self._bare is None else ""
         return self._unused
 
     def _report(self, scanner: ObjectScanner, arguments: str, calls: list[CallDelta]) -> None:
@@ -116,6 +125,12 @@ class JsonToolParser:
             calls.append(CallDelta(self._calls, self._make_id(), scanner.name, arguments))
             self._calls += 1
 
+    def _is_other(self, scanner: ObjectScanner, arguments: str) -> bool:
+        """Whether an object without a mark has turned out to be none of the functions' calls."""
+        if self._bare is None or self._marked or self._named or scanner.name is None:
+            return False
+        return scanner.name not in self._bare or bool(arguments and not scanner.takes_object)
+
     def _nested(self, calls: list[CallDelta]) -> bool:
         """OpenAI's own form: {"type": "function", "function": {...}}."""
         assert self._scanner is not None
@@ -125,7 +140,10 @@ class JsonToolParser:
             return False
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             return False
-        arguments = inner.get("arguments", inner.get("parameters", {}))
+        arguments = inner.get("arguments", inner.get("parameters"))
+        if self._bare is not None and not self._marked and not (inner["name"] in self._bare and is_object(arguments)):
+            return False
+        arguments = {} if arguments is None else arguments
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         calls.append(CallDelta(self._calls, self._make_id(), inner["name"], written))
         self._calls += 1
@@ -136,4 +154,5 @@ class JsonToolParser:
         assert self._scanner is not None
         given_back = "" if self._named else self._before_object() + self._scanner.raw
         self._scanner, self._inside, self._at_beginning = None, False, False
+        self._after_call = self._after_call and not given_back
         return given_back

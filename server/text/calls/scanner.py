@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def is_object(arguments: Any) -> bool:
+    """Whether arguments are an object, or one that is written once more as a string."""
+    if not isinstance(arguments, str):
+        return isinstance(arguments, dict)
+    try:
+        return isinstance(json.loads(arguments, strict=False), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class ObjectScanner:
@@ -17,6 +30,8 @@ class ObjectScanner:
         self.raw = ""
         self.done = False
         self.failed = False
+        self.takes_object = False
+        """Whether there are arguments and they are an object, or one that is written once more as a string."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -93,12 +108,14 @@ class ObjectScanner:
 
     @property
     def _streams(self) -> bool:
-        return self._value_begun and self._composite and self._key in ("arguments", "parameters")
+        return self._value_begun and self._composite and self._key in _ARGUMENTS
 
     def _begin_value(self, *, composite: bool = False) -> None:
         if not self._value_begun:
             self._value_begun, self._composite = True, composite
             self._at = len(self.raw) - 1
+            if self._key in _ARGUMENTS:
+                self.takes_object = self.raw[-1] == "{"
 
     def _end_value(self, end: int, added: list[str]) -> None:
         if not self._value_begun:
@@ -115,6 +132,7 @@ class ObjectScanner:
             case "arguments" | "parameters":
                 self._arguments_seen = True
                 if not self._composite:
+                    self.takes_object = is_object(value)
                     added.append(value if isinstance(value, str) else "{}" if value is None else json.dumps(value))
         self._value_begun = False
         if self._depth == 0 and not self._arguments_seen:

@@ -16,6 +16,9 @@ from server.text.grammars.regexes import mend_regexes
 # JSON on one line, with a space after a colon or a comma at most: where more is allowed, a small model gets lost in it.
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
+_BASE = "https://parameters.invalid/"
+"""What references in parameters are relative to, where these do not say."""
+
 _COMMA = '","'
 
 SpecialId = Callable[[str], int | None]
@@ -57,11 +60,11 @@ def tools_grammar(dialect: Dialect, tools: Sequence[Mapping[str, Any]], special:
     count = MAX_CALLS if several else 1
     match dialect.family:
         case "mistral" if dialect.named_mistral:
-            calls = [
+            calls = " | ".join(
                 f"{mark('[TOOL_CALLS]')} {_quoted(f['name'])} {mark('[ARGS]')} {_inline(_parameters(f))}"
                 for f in functions
-            ]
-            return _lark(f"start: {_repeated('call', count)}\ncall: " + " | ".join(calls))
+            )
+            return _lark(f"start: {_repeated('call', count)}\ncall: {calls}")
         case "mistral":
             calls = _repeated("call", count, r'"," " "?')
             return _lark(f'start: {mark("[TOOL_CALLS]")} "[" {calls} "]"\ncall: {_objects(functions, "arguments")}')
@@ -128,13 +131,19 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 def _objects(functions: Sequence[Mapping[str, Any]], arguments: str) -> str:
     """A call of one of the functions as a JSON object, within Lark text.
 
-    Each function's schema stays a document of its own, so that its $ref, $id and $anchor mean what they mean to the client.
+    Each is a document of its own, and parameters in it are by their $id, so that their $ref and $anchor mean what they mean
+    to the client. No part of an object is text of ours: the lexer would prefer it to the JSON of an answer's form.
     """
-    calls = []
-    for function in functions:
-        name, key = _quoted(json.dumps(function["name"]) + ","), _quoted(f'"{arguments}":')
-        calls.append(f'"{{\\"name\\":" " "? {name} " "? {key} " "? {_inline(_parameters(function))} "}}"')
-    return " | ".join(calls)
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, arguments: {"$id": _BASE, **_parameters(function)}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    return " | ".join(map(_inline, calls))
 
 
 def _gemma(dialect: Dialect, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], count: int) -> str:
