@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.__main__ import keep_torch_out
 from server.api_processes.link import Setup, read_setup
 from server.api_processes.place import Place
+from server.command_line import keep_torch_out
 from server.config import Config
 from server.logs import set_up_logging
 from server.objects import lasting_objects
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Serve until the first process says that it ends, or has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the first process lets this one end in order
     end = socket.socket(fileno=int(sys.argv[1]))
     try:
         setup = read_setup(end)
@@ -61,9 +63,7 @@ def _serve(config: Config, setup: Setup, end: socket.socket) -> int:
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """Leave signals to the first process, where a service manager sends them to all."""
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+            """Leave signals to the first process; a service manager sends them to all."""
             yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -23,6 +24,7 @@ from server.api_processes.place import Place
 from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
 from server.engine.supervisor.base import EngineStatus
+from server.engine.supervisor.client import EngineClient
 from server.logs import LogFormat
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ ABORT_GRACE_S = 5
 # The number of files that are open beside connections: sockets to the engine, its pipes, the log.
 OTHER_FILES = 256
 BACKLOG = 2048
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status that shells give to a process that SIGINT ended."""
 
 
 def serve(config: Config, place: Place | None = None) -> int:
@@ -52,6 +56,8 @@ def serve(config: Config, place: Place | None = None) -> int:
     part = None if place is None else Group(config, place, (listening.family, listening.getsockname()))
 
     def on_status(status: EngineStatus) -> None:
+        if server is not None and server.should_exit:
+            return  # what ends with the server is no failure
         terminal.show(status)
         if status.state == "failed" and server is not None:
             server.should_exit = True
@@ -228,7 +234,8 @@ class Server(uvicorn.Server):
     """uvicorn's server with a drain of our own.
 
     On SIGTERM or SIGINT no new requests are taken; those under way may go on for the configured time, then they end
-    with an error. The exit status stays 0, while uvicorn would end the process by the signal that it caught.
+    with an error. The exit status stays 0, while uvicorn would end the process by the signal that it caught. SIGINT
+    after either ends everything at once, with the exit status INTERRUPTED.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -248,14 +255,20 @@ class Server(uvicorn.Server):
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+            # Removing it restores the handler that raises KeyboardInterrupt.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; a second SIGINT ends at once."""
+        """Begin to drain; SIGINT while draining ends at once."""
         if not self.should_exit:
             drain_s = self._service.config.http.drain_timeout_s
             logger.info("%s: shutting down; running requests have %.0f s", signal.Signals(sig).name, drain_s)
             self.drain()
-        super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT:
+            logger.info("SIGINT again: ending at once")
+            if isinstance(self._service.engine, EngineClient):
+                self._service.engine.kill()
+            os._exit(INTERRUPTED)
 
     def drain(self) -> None:
         """Take nothing new, let running requests go on for the configured time, and end."""

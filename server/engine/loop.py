@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,6 +76,9 @@ class _Stop:
 
 def main() -> int:
     """Exit code 0 after Shutdown or the end of the API process; 1 when the engine failed."""
+    # A service manager may signal all processes; the API process lets requests end, and then ends this one.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     options = _arguments()
     set_up_logging(options.log_level, options.log_format)
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_worth_saying)
@@ -90,8 +92,6 @@ def main() -> int:
         importing.join()
     _name_process("nf4-engine")
     stop = _Stop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave_it_to_the_api)
     setup = msgspec.json.decode(line, type=EngineSetup)
     threading.Thread(target=stop.when_input_ends, name="api-watcher", daemon=True).start()
     channel = Channel(setup)
@@ -101,11 +101,6 @@ def main() -> int:
         return _run(setup, channel, stop, logging_options)
     finally:
         channel.close()
-
-
-def _leave_it_to_the_api(signum: int, _frame: FrameType | None) -> None:
-    """A service manager may signal all processes; the API lets requests end, and then ends this one."""
-    logger.debug("signal %d is the API process's to act on", signum)
 
 
 def _arguments() -> argparse.Namespace:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -35,6 +36,8 @@ MEMORY_BYTES = 4 * 2**30
 
 def main() -> int:
     """Exit code 0 after the end of the input; 1 when the checkpoint's image processor cannot be used."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the API process ends this one
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder

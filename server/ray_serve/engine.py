@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 
-from server.__main__ import keep_torch_out
 from server.app import create_app
+from server.command_line import keep_torch_out
 from server.config import Config
 from server.engine.supervisor.base import EngineStatus
 from server.logs import set_up_logging

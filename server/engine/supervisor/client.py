@@ -117,6 +117,11 @@ class EngineClient(EngineBase):
         self._finish_all("abort", None)
         self._set_status(EngineStatus("stopped"))
 
+    def kill(self) -> None:
+        """Kill the engine process at once, for when this process ends at once; nothing else of this object works then."""
+        if self._process is not None:
+            self._process.kill()
+
     @property
     def _takes_requests(self) -> bool:
         return super()._takes_requests and self._process is not None

@@ -154,6 +154,12 @@ class EngineProcess:
         """Exit code, once the process has ended."""
         return await self._child.wait()
 
+    def kill(self) -> None:
+        """Kill the process and remove its sockets, without waiting."""
+        with contextlib.suppress(ProcessLookupError):
+            self._child.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     async def end(self, grace_s: float) -> None:
         """Let the process leave within grace_s seconds (by closing its standard input), then kill it; close all."""
         if self._child.returncode is None:
