@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,12 +37,8 @@ def dequantize_4bit(packed: Tensor, quant_state: Any, dtype: torch.dtype | None 
 
     Bit-exact to bitsandbytes. ValueError for FP4, for nested blocks other than 256 and for tensors that are too small.
     """
-    weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
     wanted = dtype or getattr(quant_state, "dtype", torch.float32)
-    out: Tensor = torch.ops.nf4.dequantize(
-        packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, wanted, *weight.nested,
-        weight.group_offset, weight.group_skip,
-    )  # fmt: skip
+    out: Tensor = torch.ops.nf4.dequantize(*_weight(packed, quant_state).arguments(), wanted)
     return out
 
 
@@ -51,12 +48,14 @@ def linear_4bit(x: Tensor, packed: Tensor, quant_state: Any, bias: Tensor | None
     quant_state: a bitsandbytes QuantState or a Weight. Accumulates in float32. Raises ValueError as dequantize_4bit()
     does.
     """
-    weight = quant_state if isinstance(quant_state, Weight) else Weight.from_quant_state(packed, quant_state)
-    out: Tensor = torch.ops.nf4.linear(
-        x, packed.reshape(-1).view(torch.uint8), weight.shape, weight.absmax, weight.blocksize, bias, *weight.nested,
-        weight.group_offset, weight.group_skip,
-    )  # fmt: skip
+    out: Tensor = torch.ops.nf4.linear(x, *_weight(packed, quant_state).arguments(), bias)
     return out
+
+
+def _weight(packed: Tensor, quant_state: Any) -> Weight:
+    if isinstance(quant_state, Weight):
+        return replace(quant_state, packed=packed.reshape(-1).view(torch.uint8))
+    return Weight.from_quant_state(packed, quant_state)
 
 
 def enable() -> None:

@@ -77,10 +77,7 @@ class _Linear(torch.autograd.Function):
         weight: Weight = ctx.weight
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            expanded = torch.ops.nf4.dequantize(
-                weight.packed, weight.shape, weight.absmax, weight.blocksize, gradient.dtype, *weight.nested
-            )
-            grad_x = gradient @ expanded
+            grad_x = gradient @ torch.ops.nf4.dequantize(*weight.arguments(), gradient.dtype)
         if ctx.has_bias and ctx.needs_input_grad[1]:
             grad_bias = gradient.flatten(0, -2).sum(0)
         return grad_x, grad_bias, None
@@ -212,9 +209,7 @@ def _keep_call(layer: Any, weight: Weight) -> None:
 
 
 def _call(x: Tensor, bias: Tensor | None, weight: Weight) -> Tensor:
-    out: Tensor = torch.ops.nf4.linear(
-        x, weight.packed, weight.shape, weight.absmax, weight.blocksize, bias, *weight.nested
-    )
+    out: Tensor = torch.ops.nf4.linear(x, *weight.arguments(), bias)
     return out
 
 
@@ -267,8 +262,7 @@ def _gemm_4bit(
         )
         return out
     data = packed.reshape(-1).view(torch.uint8)
-    out = torch.ops.nf4.linear(x, data, shape, absmax, blocksize, bias, absmax_8bit, absmax_code, absmax_offset)
-    return out
+    return _call(x, bias, Weight(data, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset))
 
 
 _libraries = (cpu, ops)  # imported because it registers torch.ops.nf4

@@ -6,9 +6,9 @@ Source of the codebook: the QLoRA paper (2305.14314), appendix E, as bitsandbyte
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,26 @@ class Weight:
     group_skip: int = 0
     table: str = "nf4"
 
+    SCHEMA: ClassVar[str] = (
+        "Tensor packed, SymInt[] shape, Tensor absmax, int blocksize, Tensor? absmax_8bit, Tensor? absmax_code,"
+        " Tensor? absmax_offset, int group_offset, int group_skip"
+    )
+    """A weight in an op's schema: what arguments() gives and of() takes."""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The op's arguments of SCHEMA. ValueError for a table other than NF4's, which the ops do not have."""
+        if self.table != "nf4":
+            raise ValueError(f"the ops take NF4 alone, and this weight is in {self.table}")
+        return (
+            self.packed, list(self.shape), self.absmax, self.blocksize,
+            self.absmax_8bit, self.absmax_code, self.absmax_offset, self.group_offset, self.group_skip,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, packed: Tensor, shape: Sequence[int], *rest: Any) -> Weight:
+        """The weight of an op's arguments."""
+        return cls(packed, tuple(shape), *rest)
+
     @classmethod
     def from_quant_state(cls, packed: Tensor, state: Any, tables: Collection[str] = ("nf4",)) -> Weight:
         """The weight of a bitsandbytes tensor and its QuantState.
@@ -80,7 +100,7 @@ class Weight:
 
     @property
     def nested(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """absmax_8bit, absmax_code and absmax_offset, with which the ops' arguments of a weight end; all None if plain."""
+        """absmax_8bit, absmax_code and absmax_offset; all None if plain."""
         return self.absmax_8bit, self.absmax_code, self.absmax_offset
 
     @property
@@ -121,6 +141,16 @@ class Weight:
         packed, absmax = self.packed.contiguous(), self.absmax.contiguous()
         codes, table, offset = (t if t is None else t.contiguous() for t in self.nested)
         return replace(self, packed=packed, absmax=absmax, absmax_8bit=codes, absmax_code=table, absmax_offset=offset)
+
+
+def with_weight(function: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
+    """An op's function, of Weight.SCHEMA at a place among its arguments, of one that takes a Weight there."""
+    end = place + len(Weight.SCHEMA.split(", "))
+
+    def op(*arguments: Any) -> Tensor:
+        return function(*arguments[:place], Weight.of(*arguments[place:end]), *arguments[end:])
+
+    return op
 
 
 def check(weight: Weight) -> int:

@@ -11,7 +11,6 @@ undefined.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -20,18 +19,16 @@ from torch import Tensor
 from nf4_kernels import cpu, moe_torch, reference
 from nf4_kernels.cpu import moe as cpu_moe
 from nf4_kernels.cuda import moe as cuda_moe
-from nf4_kernels.format import Weight, check_experts
+from nf4_kernels.format import Weight, check_experts, with_weight
 from nf4_kernels.ops import backend
 
-_WEIGHT = "Tensor packed, SymInt[] shape, Tensor absmax, int blocksize"
-_NESTED = "Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None"
 _library = torch.library.Library("nf4", "FRAGMENT")
 _library.define(
-    f"moe_linear(Tensor x, {_WEIGHT}, Tensor experts, Tensor? bias=None, Tensor? routing_weights=None, {_NESTED}, "
+    f"moe_linear(Tensor x, {Weight.SCHEMA}, Tensor experts, Tensor? bias=None, Tensor? routing_weights=None, "
     "bool follows_gated=False) -> Tensor"
 )
 _library.define(
-    f"moe_gated_linear(Tensor x, {_WEIGHT}, Tensor experts, str activation, Tensor? bias=None, {_NESTED}) -> Tensor"
+    f"moe_gated_linear(Tensor x, {Weight.SCHEMA}, Tensor experts, str activation, Tensor? bias=None) -> Tensor"
 )
 
 
@@ -55,26 +52,19 @@ def _check(x: Tensor, weight: Weight, experts: Tensor, bias: Tensor | None) -> N
 
 def _moe_linear(
     x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
+    weight: Weight,
     experts: Tensor,
     bias: Tensor | None = None,
     routing_weights: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
     follows_gated: bool = False,
 ) -> Tensor:
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
     _check(x, weight, experts, bias)
     if routing_weights is not None and (
         routing_weights.shape != experts.shape or routing_weights.dtype != torch.float32
     ):
         given = f"{routing_weights.dtype} {list(routing_weights.shape)}"
         raise ValueError(f"routing_weights must be float32 {list(experts.shape)}, got {given}")
-    if cuda_moe.takes(x, shape, blocksize, experts.shape[1], gated=False):
+    if cuda_moe.takes(x, weight.shape, weight.blocksize, experts.shape[1], gated=False):
         out: Tensor = cuda_moe.run(x, weight, experts, bias, routing_weights, None, follows_gated=follows_gated)
     else:
         out = _library_of(x.device.type).moe_linear(x, weight, experts, bias, routing_weights)
@@ -82,66 +72,43 @@ def _moe_linear(
 
 
 def _moe_gated_linear(
-    x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    experts: Tensor,
-    activation: str,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
+    x: Tensor, weight: Weight, experts: Tensor, activation: str, bias: Tensor | None = None
 ) -> Tensor:
-    weight = Weight(packed, tuple(shape), absmax, blocksize, absmax_8bit, absmax_code, absmax_offset)
     _check(x, weight, experts, bias)
-    reference.check_expert_gate(shape[1], activation)
-    if cuda_moe.takes(x, shape, blocksize, experts.shape[1], gated=True):
+    reference.check_expert_gate(weight.shape[1], activation)
+    if cuda_moe.takes(x, weight.shape, weight.blocksize, experts.shape[1], gated=True):
         out: Tensor = cuda_moe.run(x, weight, experts, bias, None, activation)
     else:
         out = _library_of(x.device.type).moe_gated_linear(x, weight, experts, activation, bias)
     return out
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("moe_linear", _moe_linear, _key)
-    _library.impl("moe_gated_linear", _moe_gated_linear, _key)
-
-
-@torch.library.register_fake("nf4::moe_linear")  # type: ignore[untyped-decorator]
-def _(
+def _shape(
     x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
+    weight: Weight,
     experts: Tensor,
     bias: Tensor | None = None,
     routing_weights: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
     follows_gated: bool = False,
 ) -> Tensor:
-    torch._check(x.shape[-1] == shape[2], lambda: f"x ends in {x.shape[-1]}, the weight is {list(shape)}")
+    _check_columns(x, weight)
     rows = experts.shape if routing_weights is None else experts.shape[:1]
-    return x.new_empty((*rows, shape[1]))
+    return x.new_empty((*rows, weight.shape[1]))
 
 
-@torch.library.register_fake("nf4::moe_gated_linear")  # type: ignore[untyped-decorator]
-def _(
-    x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    experts: Tensor,
-    activation: str,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
-    torch._check(x.shape[-1] == shape[2], lambda: f"x ends in {x.shape[-1]}, the weight is {list(shape)}")
-    return x.new_empty((*experts.shape, shape[1] // 2))
+def _gated_shape(x: Tensor, weight: Weight, experts: Tensor, *_: object) -> Tensor:
+    _check_columns(x, weight)
+    return x.new_empty((*experts.shape, weight.shape[1] // 2))
+
+
+def _check_columns(x: Tensor, weight: Weight) -> None:
+    torch._check(x.shape[-1] == weight.shape[2], lambda: f"x ends in {x.shape[-1]}, the weight is {list(weight.shape)}")
+
+
+for _name, _kernel, _fake in (
+    ("moe_linear", _moe_linear, _shape),
+    ("moe_gated_linear", _moe_gated_linear, _gated_shape),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, with_weight(_kernel, 1), _key)
+    torch.library.register_fake(f"nf4::{_name}", with_weight(_fake, 1))

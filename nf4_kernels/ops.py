@@ -17,27 +17,23 @@ import torch
 from torch import Tensor
 
 from nf4_kernels import cpu, cuda, fakes, reference
-from nf4_kernels.format import Weight
+from nf4_kernels.format import Weight, with_weight
 
 logger = logging.getLogger(__name__)
 
-_WEIGHT = "Tensor packed, SymInt[] shape, Tensor absmax, int blocksize"
-_NESTED = "Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None"
-_SHARD = "int group_offset=0, int group_skip=0"
 _library = torch.library.Library("nf4", "DEF")
-_library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, {_SHARD}) -> Tensor")
-_library.define(f"dequantize({_WEIGHT}, ScalarType dtype, {_NESTED}, {_SHARD}) -> Tensor")
+_library.define(f"linear(Tensor x, {Weight.SCHEMA}, Tensor? bias=None) -> Tensor")
+_library.define(f"dequantize({Weight.SCHEMA}, ScalarType dtype) -> Tensor")
 _library.define(
-    f"fused_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None, Tensor? norm_weight=None,"
-    f" float norm_eps=0.0, {_SHARD}) -> Tensor"
+    f"fused_linear(Tensor x, {Weight.SCHEMA}, Tensor? bias=None, Tensor? residual=None, Tensor? norm_weight=None,"
+    " float norm_eps=0.0) -> Tensor"
 )
 _library.define(
-    f"tiled_linear(Tensor tiles, int tokens, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? residual=None, {_SHARD})"
-    " -> Tensor"
+    f"tiled_linear(Tensor tiles, {Weight.SCHEMA}, int tokens, Tensor? bias=None, Tensor? residual=None) -> Tensor"
 )
 _library.define(
-    f"gated_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, {_NESTED}, Tensor? norm_weight=None, float norm_eps=0.0,"
-    f' str activation="silu", int tile=0, {_SHARD}) -> Tensor'
+    f"gated_linear(Tensor x, {Weight.SCHEMA}, Tensor? bias=None, Tensor? norm_weight=None, float norm_eps=0.0,"
+    ' str activation="silu", int tile=0) -> Tensor'
 )
 _library.define("linear_bf16w(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _COMPILED = {"cpu": cpu, "cuda": cuda}
@@ -56,53 +52,18 @@ def backend(device_type: str) -> ModuleType:
     return reference
 
 
-def _linear(
-    x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-    group_offset: int = 0,
-    group_skip: int = 0,
-) -> Tensor:
-    nested = (absmax_8bit, absmax_code, absmax_offset)
-    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
+def _linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     out: Tensor = backend(x.device.type).linear(x, weight, bias)
     return out
 
 
 def _fused_linear(
     x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
+    weight: Weight,
     bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
-    group_offset: int = 0,
-    group_skip: int = 0,
-) -> Tensor:
-    nested = (absmax_8bit, absmax_code, absmax_offset)
-    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
-    return _fuse(x, weight, bias, residual, norm_weight, norm_eps)
-
-
-def _fuse(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
 ) -> Tensor:
     """cuda.fused_linear(), or torch's operations around another backend's linear()."""
     library = backend(x.device.type)
@@ -114,50 +75,26 @@ def _fuse(
 
 
 def _tiled_linear(
-    tiles: Tensor,
-    tokens: int,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-    residual: Tensor | None = None,
-    group_offset: int = 0,
-    group_skip: int = 0,
+    tiles: Tensor, weight: Weight, tokens: int, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    nested = (absmax_8bit, absmax_code, absmax_offset)
-    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
     if backend(tiles.device.type) is cuda:
         return cuda.tiled_linear(tiles, tokens, weight, bias, residual)
-    return _fuse(reference.untile_activations(tiles, tokens, shape[1]), weight, bias, residual, None, 0.0)
+    return _fused_linear(reference.untile_activations(tiles, tokens, weight.shape[1]), weight, bias, residual)
 
 
 def _gated_linear(
     x: Tensor,
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
+    weight: Weight,
     bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     activation: str = "silu",
     tile: int = 0,
-    group_offset: int = 0,
-    group_skip: int = 0,
 ) -> Tensor:
-    nested = (absmax_8bit, absmax_code, absmax_offset)
-    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
     if backend(x.device.type) is cuda:
         return cuda.gated_linear(x, weight, bias, norm_weight, norm_eps, activation, tile)
-    reference.check_gate(shape[0], activation, tile)
-    return reference.gated(_fuse(x, weight, bias, None, norm_weight, norm_eps), activation, tile)
+    reference.check_gate(weight.shape[0], activation, tile)
+    return reference.gated(_fused_linear(x, weight, bias, None, norm_weight, norm_eps), activation, tile)
 
 
 def token_tile(
@@ -193,21 +130,8 @@ def can_gate(
     return device.type == "cuda" and cuda.can_gate(device, dtype, tokens, shape, blocksize, nested, normalised)
 
 
-def _dequantize(
-    packed: Tensor,
-    shape: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    dtype: torch.dtype,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-    group_offset: int = 0,
-    group_skip: int = 0,
-) -> Tensor:
-    nested = (absmax_8bit, absmax_code, absmax_offset)
-    weight = Weight(packed, tuple(shape), absmax, blocksize, *nested, group_offset, group_skip)
-    out: Tensor = backend(packed.device.type).dequantize(weight, dtype)
+def _dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    out: Tensor = backend(weight.packed.device.type).dequantize(weight, dtype)
     return out
 
 
@@ -218,11 +142,14 @@ def _linear_bf16w(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("linear", _linear, _key)
-    _library.impl("fused_linear", _fused_linear, _key)
-    _library.impl("tiled_linear", _tiled_linear, _key)
-    _library.impl("gated_linear", _gated_linear, _key)
-    _library.impl("dequantize", _dequantize, _key)
+    for _name, _kernel in (
+        ("linear", _linear),
+        ("fused_linear", _fused_linear),
+        ("tiled_linear", _tiled_linear),
+        ("gated_linear", _gated_linear),
+    ):
+        _library.impl(_name, with_weight(_kernel, 1), _key)
+    _library.impl("dequantize", with_weight(_dequantize, 0), _key)
     _library.impl("linear_bf16w", _linear_bf16w, _key)
 
 fakes.register()

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 import nf4_kernels.reference
 from server.engine.core import Engine
-from server.engine.runtime.model.projections import block_scales
 from server.types import GenerateRequest, SamplingParams
 
 # Lengths of the prompts: less than one KV block, more than one, more than a sliding window of 1024 tokens.
@@ -88,8 +87,8 @@ class _Exact(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x float32 [..., k] to [..., n]."""
         (layer,) = self._hidden
-        state, bias = layer.weight.quant_state, layer.bias
-        packed = nf4_kernels.Weight(layer.weight.data, tuple(state.shape), block_scales(state), state.blocksize)
+        bias = layer.bias
+        packed = nf4_kernels.Weight.from_quant_state(layer.weight, layer.weight.quant_state)
         weight = nf4_kernels.reference.dequantize(packed, torch.float32)
         return nn.functional.linear(x, weight, None if bias is None else bias.float())
 

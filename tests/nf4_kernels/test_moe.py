@@ -72,10 +72,7 @@ def exactly(e: Experts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def call(e: Experts, x: torch.Tensor, ids: torch.Tensor, routing: torch.Tensor | None = None) -> torch.Tensor:
-    w = e.weight
-    out: torch.Tensor = torch.ops.nf4.moe_linear(
-        x, w.packed, list(w.shape), w.absmax, w.blocksize, ids, e.bias, routing, *w.nested
-    )
+    out: torch.Tensor = torch.ops.nf4.moe_linear(x, *e.weight.arguments(), ids, e.bias, routing)
     return out
 
 
@@ -132,9 +129,7 @@ def test_gates_are_activated_and_multiplied_by_ups(activation: str, dtype: torch
     else:
         exact = up * (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh"))
     w = e.weight
-    found = torch.ops.nf4.moe_gated_linear(
-        x, w.packed, list(w.shape), w.absmax, w.blocksize, ids, activation, e.bias, *w.nested
-    )
+    found = torch.ops.nf4.moe_gated_linear(x, *w.arguments(), ids, activation, e.bias)
     assert is_close(found, exact)
     assert is_close(moe_torch.moe_gated_linear(x, w, ids, activation, e.bias), exact)
 
@@ -155,9 +150,8 @@ def test_experts_that_are_not_here_give_zeros(tokens: int) -> None:
     for found in (call(e, x, ids), moe_torch.moe_linear(x, e.weight, ids, e.bias, None)):
         assert not found[:, [0, 2]].any()
         assert is_close(found, exactly(e, x, ids))
-    w = e.weight
     none = torch.full_like(ids, -1)
-    assert not torch.ops.nf4.moe_gated_linear(x, w.packed, [4, 32, 64], w.absmax, 64, none, "swiglu_oai", e.bias).any()
+    assert not torch.ops.nf4.moe_gated_linear(x, *e.weight.arguments(), none, "swiglu_oai", e.bias).any()
 
 
 def test_no_tokens_give_no_results() -> None:
@@ -183,19 +177,18 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         call(Experts(short, e.exact, None), x, ids)
     with pytest.raises(ValueError, match="expand their nested scales"):
         call(random_experts(4, 32, 64, 64, True, torch.float32), x, ids)
-    w = e.weight
     with pytest.raises(ValueError, match="activation must be one of"):
-        torch.ops.nf4.moe_gated_linear(x, w.packed, [4, 32, 64], w.absmax, 64, ids, "relu")
+        torch.ops.nf4.moe_gated_linear(x, *e.weight.arguments(), ids, "relu")
 
 
 def test_opcheck_and_compilation() -> None:
     e = random_experts(4, 128, 128, 64, True, torch.float32, offsets=True)
     w, ids, x = e.weight, torch.randint(0, 4, (5, 2), dtype=torch.int32), torch.randn(5, 128)
     routing = torch.rand(5, 2)
-    arguments = (w.packed, list(w.shape), w.absmax, w.blocksize, ids)
-    torch.library.opcheck(torch.ops.nf4.moe_linear.default, (x, *arguments, None, routing, *w.nested))
-    torch.library.opcheck(torch.ops.nf4.moe_linear.default, (x, *arguments, None, None, *w.nested))
-    torch.library.opcheck(torch.ops.nf4.moe_gated_linear.default, (x, *arguments, "silu", None, *w.nested))
+    arguments = (*w.arguments(), ids)
+    torch.library.opcheck(torch.ops.nf4.moe_linear.default, (x, *arguments, None, routing))
+    torch.library.opcheck(torch.ops.nf4.moe_linear.default, (x, *arguments))
+    torch.library.opcheck(torch.ops.nf4.moe_gated_linear.default, (x, *arguments, "silu"))
 
     def block(x: torch.Tensor, ids: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         return call(e, x + 1, ids, routing) * 2

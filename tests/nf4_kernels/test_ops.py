@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 
 import nf4_kernels
-from nf4_kernels import build, cpu, ops, reference
+from nf4_kernels import Weight, build, cpu, ops, reference
 from tests.nf4_kernels.weights import is_close, quantized
 
 
@@ -18,18 +19,28 @@ from tests.nf4_kernels.weights import is_close, quantized
 def test_opcheck(nested: bool) -> None:
     q = quantized((48, 128), 64, nested, seed=1)
     x, bias = torch.randn(3, 128), torch.randn(48)
-    torch.library.opcheck(torch.ops.nf4.linear.default, (x, q.packed, [48, 128], q.weight.absmax, 64, bias, *q.nested))
-    torch.library.opcheck(
-        torch.ops.nf4.dequantize.default, (q.packed, [48, 128], q.weight.absmax, 64, torch.bfloat16, *q.nested)
-    )
+    torch.library.opcheck(torch.ops.nf4.linear.default, (x, *q.weight.arguments(), bias))
+    torch.library.opcheck(torch.ops.nf4.dequantize.default, (*q.weight.arguments(), torch.bfloat16))
     torch.library.opcheck(torch.ops.nf4.linear_bf16w.default, (x, torch.randn(8, 128).to(torch.bfloat16)))
+
+
+def test_an_ops_arguments_are_the_weight() -> None:
+    q = quantized((48, 128), 64, True, seed=1)
+    weight = replace(q.weight, group_offset=3, group_skip=2)
+    found, names = Weight.of(*weight.arguments()), [field.name for field in fields(weight)]
+    assert all(getattr(found, name) is getattr(weight, name) for name in names if name != "shape")
+    assert found.shape == weight.shape
+    schema = torch.ops.nf4.dequantize.default._schema
+    assert [argument.name for argument in schema.arguments][:-1] == names[:-1]
+    with pytest.raises(ValueError, match="this weight is in fp4"):
+        quantized((48, 128), 64, False, seed=1, table="fp4").weight.arguments()
 
 
 def test_a_compiled_function_gives_what_the_eager_one_gives() -> None:
     q = quantized((48, 128), 64, True, seed=2)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.nf4.linear(x * 2, q.packed, [48, 128], q.weight.absmax, 64, None, *q.nested) + 1
+        return torch.ops.nf4.linear(x * 2, *q.weight.arguments()) + 1
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (1, 5, 9):
@@ -59,7 +70,7 @@ def test_a_missing_library_is_said_once_and_the_oracle_runs(
 ) -> None:
     q = quantized((48, 128), 64, True, seed=4)
     x = torch.randn(2, 128)
-    arguments = (x, q.packed, [48, 128], q.weight.absmax, 64, None, *q.nested)
+    arguments = (x, *q.weight.arguments())
     expected = torch.ops.nf4.linear(*arguments)
     monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 import nf4_kernels  # noqa: F401 - registers torch.ops.nf4
-from nf4_kernels import Weight
+from server.checkpoint.weight import WeightBuffers
 
 
-class StackedWeight(nn.Module):
-    """One projection of all experts, [experts, n, k] in NF4. bias is [experts, n] in the model's dtype.
-
-    All of the ops' arguments are buffers, so that one compiled function serves all layers.
-    """
-
-    packed: torch.Tensor
-    absmax: torch.Tensor
-    absmax_8bit: torch.Tensor | None
-    absmax_code: torch.Tensor | None
-    absmax_offset: torch.Tensor | None
-    bias: torch.Tensor | None
-
-    def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.shape = [int(size) for size in weight.shape]
-        self.blocksize = weight.blocksize
-        tensors = (weight.packed, weight.absmax, *weight.nested, bias)
-        names = ("packed", "absmax", "absmax_8bit", "absmax_code", "absmax_offset", "bias")
-        for name, tensor in zip(names, tensors, strict=True):
-            self.register_buffer(name, tensor, persistent=False)
-
-    @property
-    def weight(self) -> Weight:
-        """The weight as the kernels' library has it."""
-        return Weight(self.packed, tuple(self.shape), self.absmax, self.blocksize, *self.nested)
-
-    @property
-    def codes(self) -> tuple[Any, ...]:
-        """The ops' arguments after x that describe the weight."""
-        return self.packed, self.shape, self.absmax, self.blocksize
-
-    @property
-    def nested(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The ops' last arguments."""
-        return self.absmax_8bit, self.absmax_code, self.absmax_offset
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return sum(tensor.nbytes for tensor in (self.packed, self.absmax, *self.nested) if tensor is not None)
+class StackedWeight(WeightBuffers):
+    """One projection of all experts, [experts, n, k] in NF4. bias is [experts, n] in the model's dtype."""
 
 
 class NF4Experts(nn.Module):
@@ -78,10 +37,10 @@ class NF4Experts(nn.Module):
         experts = top_k_index.to(torch.int32)
         gate_up, down = self.gate_up, self.down
         inner = torch.ops.nf4.moe_gated_linear(
-            hidden_states, *gate_up.codes, experts, self.activation, gate_up.bias, *gate_up.nested
+            hidden_states, *gate_up.weight.arguments(), experts, self.activation, gate_up.bias
         )
         out: torch.Tensor = torch.ops.nf4.moe_linear(
-            inner, *down.codes, experts, down.bias, top_k_weights.float(), *down.nested, follows_gated=True
+            inner, *down.weight.arguments(), experts, down.bias, top_k_weights.float(), follows_gated=True
         )
         return out
 

@@ -219,11 +219,9 @@ def test_parts_keep_their_nested_scales_on_a_gpu(count: int) -> None:
         rows = range(rank * 99, rank * 99 + 99)
         for part in (Part((n, k), (range(n),), columns), Part((n, k), (rows,), range(k))):
             layer = cut_linear(q.packed, q.state, part, None, torch.bfloat16, torch.device("cuda"))
-            linear = NF4Linear(layer)
+            linear = NF4Linear.of(layer)
             assert linear.absmax_8bit is not None
-            packed, shape, absmax, blocksize, _, *nested = linear._weight()
-            found = cuda.dequantize(Weight(packed, tuple(shape), absmax, blocksize, *nested), torch.bfloat16)
+            found = cuda.dequantize(linear.weight, torch.bfloat16)
             expected = whole[part.rows[0].start : part.rows[0].stop, part.columns.start : part.columns.stop]
             assert torch.equal(found.cpu(), expected)
-            held = packed.nbytes + absmax.nbytes + linear.absmax_8bit.nbytes
-            assert held < 1.03 * (shape[0] * shape[1]) * (1 / 2 + 1 / 64 + 4 / 64 / 256)
+            assert linear.nbytes < 1.03 * (linear.out_features * linear.in_features) * (1 / 2 + 1 / 64 + 4 / 64 / 256)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from server.engine.runtime.attention.calls import ATTEND, ATTEND_ROTARY
 from server.engine.runtime.compile.passes.fusion import FusedOperations
-from server.engine.runtime.compile.passes.matching import HasLaunch
+from server.engine.runtime.compile.passes.matching import HasLaunch, bound_arguments_of
 from server.engine.runtime.compile.passes.tiled_inputs import TileOf
 from server.engine.runtime.model.projections import NF4Linear
 
@@ -39,12 +39,14 @@ def count(graph: Graph) -> Counter[str]:
     found: Counter[str] = Counter()
     for node in graph.nodes:
         if node.target is torch.ops.nf4.fused_linear.default:
-            residual, weight = node.args[9], node.args[10]
+            given = bound_arguments_of(node)
+            residual, weight = given["residual"], given["norm_weight"]
             found[" ".join(["norm"] * (weight is not None) + ["residual"] * (residual is not None))] += 1
         if node.target is torch.ops.nf4.tiled_linear.default:
-            found["tiled residual" if node.args[10] is not None else "tiled"] += 1
+            found["tiled residual" if bound_arguments_of(node)["residual"] is not None else "tiled"] += 1
         if node.target is torch.ops.nf4.gated_linear.default:
-            weight, activation, tile = node.args[9], node.args[11], node.args[12]
+            given = bound_arguments_of(node)
+            weight, activation, tile = given["norm_weight"], given["activation"], given["tile"]
             found[" ".join(["norm"] * (weight is not None) + [activation] + ["tiled"] * (tile > 0))] += 1
         found["plain"] += node.target is torch.ops.nf4.linear.default
         found["attend"] += node.target is ATTEND
@@ -106,7 +108,7 @@ class Around(nn.Module):
         self.function = function
         self.norm = LlamaRMSNorm(64, 0.3).to(BF16).requires_grad_(False)
         self.norm.weight.uniform_(0.5, 2)
-        self.first, self.second = NF4Linear(nf4(64, 64)), NF4Linear(nf4(64, 64))
+        self.first, self.second = NF4Linear.of(nf4(64, 64)), NF4Linear.of(nf4(64, 64))
 
     def forward(self, h: torch.Tensor) -> Any:
         return self.function(self, h)

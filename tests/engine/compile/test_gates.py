@@ -32,7 +32,7 @@ class Gated(nn.Module):
         self.norm = LlamaRMSNorm(64, 0.3).to(dtype).requires_grad_(False)
         self.norm.weight.uniform_(0.5, 2)
         self.up, self.biased, self.down, self.narrow, self.square, self.few = (
-            NF4Linear(nf4(k, n, dtype)) for k, n in ((64, 256), (64, 256), (128, 64), (64, 64), (128, 128), (64, 24))
+            NF4Linear.of(nf4(k, n, dtype)) for k, n in ((64, 256), (64, 256), (128, 64), (64, 64), (128, 128), (64, 24))
         )
         self.biased.bias = torch.randn(256, dtype=dtype)
         self.a, self.b = torch.randn(2, 4, 64, dtype=dtype), torch.randn(2, 4, 256, dtype=dtype)
@@ -285,7 +285,7 @@ def check(
 @pytest.mark.parametrize("between", [True, False])
 def test_nothing_is_fused_behind_a_write(between: bool) -> None:
     """Graphs that inductor's passes see have none; make_fx leaves them in."""
-    linear = NF4Linear(nf4(64, 256))
+    linear = NF4Linear.of(nf4(64, 256))
 
     def function(h: torch.Tensor) -> torch.Tensor:
         gate_up = linear(h)

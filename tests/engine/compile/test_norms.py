@@ -183,7 +183,7 @@ def test_sizes_that_vary_are_not_fused() -> None:
 @pytest.mark.parametrize("between", [True, False])
 def test_nothing_is_fused_behind_a_write(between: bool) -> None:
     """Graphs that inductor's passes see have none; make_fx leaves them in."""
-    linear = NF4Linear(nf4(64, 64))
+    linear = NF4Linear.of(nf4(64, 64))
 
     def function(h: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         y = linear(h)

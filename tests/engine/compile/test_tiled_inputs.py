@@ -93,11 +93,11 @@ class Chained(nn.Module):
         torch.manual_seed(0)
         self.function = function
         self.gate_up, self.down, self.square = (
-            NF4Linear(nf4(64, 512)),
-            NF4Linear(nf4(256, 64)),
-            NF4Linear(nf4(256, 256)),
+            NF4Linear.of(nf4(64, 512)),
+            NF4Linear.of(nf4(256, 64)),
+            NF4Linear.of(nf4(256, 256)),
         )
-        self.narrow, self.wide = NF4Linear(nf4(128, 64)), NF4Linear(nf4(512, 64))
+        self.narrow, self.wide = NF4Linear.of(nf4(128, 64)), NF4Linear.of(nf4(512, 64))
 
     def forward(self, h: torch.Tensor) -> Any:
         gate, up = self.gate_up(h).split((256, 256), -1)

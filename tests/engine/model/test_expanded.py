@@ -75,7 +75,7 @@ def test_copies_are_used_from_their_token_count_on(tokens: int, tmp_path: Path) 
     by_copy = linear(x, module.expanded)
     assert torch.equal(module(x), by_copy if tokens >= MANY else by_codes)
     assert (by_copy - by_codes).norm() < 1e-4 * by_codes.norm()
-    dynamic = torch.ops.nf4_server.expanded_linear(x, module.expanded, *module._weight())
+    dynamic = torch.ops.nf4_server.expanded_linear(x, module.expanded, *module.weight.arguments(), module.bias)
     assert torch.equal(dynamic, module(x))
 
 

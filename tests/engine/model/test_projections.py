@@ -8,8 +8,11 @@ from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
+from nf4_kernels import reference
+from server.checkpoint.sharding.slices import Part, cut_linear
+from server.engine.runtime.model.lora import dequantized
 from server.engine.runtime.model.projections import GroupMember, NF4Linear, replace_projections, weight_bytes
-from tests.nf4_kernels.weights import is_close
+from tests.nf4_kernels.weights import is_close, quantized
 
 
 class _Attention(nn.Module):
@@ -51,3 +54,18 @@ def test_a_group_keeps_nested_scales_where_they_can_be_joined(
     assert codes * (1 + 1 / 32) < weight_bytes(module) < codes * (1 + 1 / 8) + 4096
     got = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], -1)
     assert is_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "part", [Part((300, 512), (range(99, 198),), range(512)), Part((300, 512), (range(300),), range(256, 512))]
+)
+def test_a_shards_weight_is_its_part_of_the_whole_one(part: Part) -> None:
+    """Its blocks begin inside a group of 256, or skip those of the other columns."""
+    q = quantized(part.whole, 64, True, seed=1)
+    linear = NF4Linear.of(cut_linear(q.packed, q.state, part, None, torch.float32, torch.device("cpu")))
+    assert linear.group_offset or linear.group_skip
+    whole = reference.dequantize(q.weight, torch.float32)
+    expected = whole[part.rows[0].start : part.rows[0].stop, part.columns.start : part.columns.stop]
+    assert torch.equal(dequantized(linear, torch.float32), expected)
+    x = torch.randn(3, linear.in_features)
+    assert is_close(linear(x), x @ expected.T)

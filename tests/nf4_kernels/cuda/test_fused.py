@@ -172,13 +172,13 @@ def test_normalising_plans_have_one_pass() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_on_a_cpu(nested: bool) -> None:
     q = quantized((48, 128), 64, nested, seed=1)
-    weight = q.packed, [48, 128], q.weight.absmax, 64
+    weight = q.weight.arguments()
     x, bias, norm_weight, residual = torch.randn(3, 128), torch.randn(48), torch.randn(128), torch.randn(3, 48)
-    arguments = (x, *weight, bias, *q.nested, residual, norm_weight, 0.1)
+    arguments = (x, *weight, bias, residual, norm_weight, 0.1)
     torch.library.opcheck(torch.ops.nf4.fused_linear.default, arguments)
     normalised = torch.nn.functional.rms_norm(x, (128,), norm_weight, 0.1)
     expected = residual + reference.linear(normalised, q.weight, bias)
     assert is_close(torch.ops.nf4.fused_linear(*arguments), expected)
-    plain = torch.ops.nf4.fused_linear(x, *weight, bias, *q.nested)
-    assert torch.equal(plain, torch.ops.nf4.linear(x, *weight, bias, *q.nested))
+    plain = torch.ops.nf4.fused_linear(x, *weight, bias)
+    assert torch.equal(plain, torch.ops.nf4.linear(x, *weight, bias))
     assert not ops.can_fuse(torch.device("cpu"), BFLOAT16, 1, (48, 128), 64, nested, False)

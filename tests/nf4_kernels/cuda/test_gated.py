@@ -252,14 +252,11 @@ def test_layers_in_a_graph(m: int, activation: str) -> None:
 def wrong_arguments(device: torch.device | str) -> None:
     n, k = 64, 128
     q = quantized((n, k), 64, True, seed=1)
-    weight = [tensor.to(device) for tensor in (q.packed, q.weight.absmax)]
-    nested = [tensor.to(device) for tensor in q.nested if tensor is not None]
+    packed, _, *rest = (t.to(device) if isinstance(t, torch.Tensor) else t for t in q.weight.arguments())
     x = torch.zeros(2, k, device=device, dtype=BFLOAT16)
     for rows, activation, tile in ((n, "relu", 0), (n - 1, "silu", 0), (n, "silu", -1)):
         with pytest.raises(ValueError, match=f"'{activation}', {rows}, {tile}"):
-            torch.ops.nf4.gated_linear(
-                x, weight[0], [rows, k], weight[1], 64, None, *nested, activation=activation, tile=tile
-            )
+            torch.ops.nf4.gated_linear(x, packed, [rows, k], *rest, activation=activation, tile=tile)
 
 
 @gpu
@@ -275,13 +272,13 @@ def test_what_is_wrong_is_named_on_a_cpu() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_on_a_cpu(nested: bool, activation: str) -> None:
     q = quantized((96, 192), 64, nested, seed=1)
-    weight = q.packed, [96, 192], q.weight.absmax, 64
+    weight = q.weight.arguments()
     exact = reference.dequantize(q.weight, torch.float32).double()
     x, bias, norm_weight = torch.randn(2, 5, 192) * 5, torch.randn(96), torch.randn(192)
     for more, norm in itertools.product((None, bias), (None, norm_weight)):
         rows = x.double() if norm is None else functional.rms_norm(x.double(), (192,), norm.double(), 0.1)
         gate, up = (rows @ exact.T + (0 if more is None else more.double())).chunk(2, -1)
-        arguments = x, *weight, more, *q.nested, norm, 0.1, activation
+        arguments = x, *weight, more, norm, 0.1, activation
         found = torch.ops.nf4.gated_linear(*arguments)
         assert found.shape == (2, 5, 48)
         assert is_close(found, activated(gate, activation) * up)
@@ -294,9 +291,9 @@ def test_on_a_cpu(nested: bool, activation: str) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_sums_and_activations_are_rounded(activation: str) -> None:
     q = quantized((96, 128), 64, True, seed=1)
-    weight = q.packed, [96, 128], q.weight.absmax, 64
+    weight = q.weight.arguments()
     x = (torch.randn(7, 128) * 20).to(BFLOAT16)
-    gate, up = torch.ops.nf4.linear(x, *weight, None, *q.nested).chunk(2, -1)
-    found = torch.ops.nf4.gated_linear(x, *weight, None, *q.nested, activation=activation)
+    gate, up = torch.ops.nf4.linear(x, *weight).chunk(2, -1)
+    found = torch.ops.nf4.gated_linear(x, *weight, activation=activation)
     expected = activated(gate, activation).to(BFLOAT16) * up
     assert int((found != expected)[gate > -3].sum()) <= 3

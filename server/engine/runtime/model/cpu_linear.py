@@ -47,11 +47,8 @@ class CpuNF4Linear(nn.Module):
         else:
             layer.absmax_8bit = pages.copy(layer.absmax_8bit)
         layer.packed = pages.copy(layer.packed)
-        nested = (layer.absmax_8bit, layer.absmax_code, layer.absmax_offset, layer.group_offset, layer.group_skip)
-        shape = (layer.out_features, layer.in_features)
-        weight = nf4_kernels.Weight(layer.packed, shape, layer.absmax, layer.blocksize, *nested, layer.table)
-        _prepared.append(cpu.PreparedLinear(weight, layer.bias))
-        self.weight, self.own_bias = weight, layer.bias
+        self.weight, self.own_bias = layer.weight, layer.bias
+        _prepared.append(cpu.PreparedLinear(self.weight, self.own_bias))
         self.register_buffer("handle", torch.tensor(len(_prepared) - 1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -173,9 +173,7 @@ class AdaptedLinear(nn.Module):
 def dequantized(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """A linear layer's weight [out_features, in_features] in dtype, a copy. CheckpointError where it cannot be had."""
     if isinstance(base, NF4Linear):
-        shape = [base.out_features, base.in_features]
-        nested = (base.absmax_8bit, base.absmax_code, base.absmax_offset)
-        weight: torch.Tensor = torch.ops.nf4.dequantize(base.packed, shape, base.absmax, base.blocksize, dtype, *nested)
+        weight: torch.Tensor = torch.ops.nf4.dequantize(*base.weight.arguments(), dtype)
         return weight
     if isinstance(base, CpuNF4Linear):
         return cpu.dequantize(base.weight, dtype)

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from bitsandbytes.functional import QuantState, dequantize_blockwise
+from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
-from nf4_kernels.format import NESTED_BLOCKSIZE, Weight
-from nf4_kernels.format import block_scales as scales_of_blocks
-from server.checkpoint.experts.module import StackedWeight
+from nf4_kernels.format import NESTED_BLOCKSIZE, Weight, block_scales, second_level, with_weight
 from server.checkpoint.packed import keeps_fp4
+from server.checkpoint.weight import WeightBuffers
 
 # Projections that one module of transformers' model code applies to one input, in the order in which it does so.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class NF4Linear(nn.Module):
-    """One NF4 GEMM. All that the op takes is a buffer, so that one compiled function serves all layers.
+class NF4Linear(WeightBuffers):
+    """One NF4 GEMM. Unlike bitsandbytes' layer it converts no dtype: x and the bias are in the model's dtype.
 
-    Unlike bitsandbytes' layer it has no quantization state object and converts no dtype: x and the bias are in the
-    model's dtype. One in FP4 computes nothing: model/cpu_linear.py takes its place.
+    One in FP4 computes nothing: model/cpu_linear.py takes its place.
     """
 
-    packed: torch.Tensor
-    absmax: torch.Tensor
-    absmax_8bit: torch.Tensor | None
-    absmax_code: torch.Tensor | None
-    absmax_offset: torch.Tensor | None
-    bias: torch.Tensor | None
     expanded: torch.Tensor | None
     """The weight [out_features, in_features] in the model's dtype, where memory is spent on it; see model/expanded.py."""
 
@@ -50,23 +43,16 @@ class NF4Linear(nn.Module):
     _in_graph = False
     """Whether what is traced now is a decode graph's, see for_graph()."""
 
-    def __init__(self, layer: Linear4bit) -> None:
-        super().__init__()
-        state: QuantState = layer.weight.quant_state
-        self.out_features, self.in_features = (int(size) for size in state.shape)
-        self.blocksize = int(state.blocksize)
-        self.table: str = state.quant_type
-        # In a shard (server.checkpoint.sharding.slices): where its blocks lie in the whole weight's groups.
-        self.group_offset, self.group_skip = _geometry(layer)
-        self.register_buffer("packed", layer.weight.data.view(torch.uint8).reshape(-1), persistent=False)
-        nested = state.state2 if state.nested else None
-        self.register_buffer("absmax", nested.absmax if nested else state.absmax, persistent=False)
-        self.register_buffer("absmax_8bit", state.absmax if nested else None, persistent=False)
-        self.register_buffer("absmax_code", nested.code if nested else None, persistent=False)
-        self.register_buffer("absmax_offset", state.offset if nested else None, persistent=False)
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.data, persistent=False)
+    def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.out_features, self.in_features = weight.matrix
         self.register_buffer("expanded", None, persistent=False)
         self.fused_up_to = self.EXPANDED_FROM - 1
+
+    @classmethod
+    def of(cls, layer: Linear4bit) -> NF4Linear:
+        """A layer's weight and bias, which are shared with it."""
+        return cls(_weight_of(layer), None if layer.bias is None else layer.bias.data)
 
     def uses_copy(self, tokens: int) -> bool:
         """Whether a decode graph of so many tokens multiplies by the expanded weight, by cuBLAS."""
@@ -79,21 +65,20 @@ class NF4Linear(nn.Module):
 
     def expand(self, dtype: torch.dtype) -> None:
         """Keep a dequantized copy of the weight in dtype beside the codes; it equals bitsandbytes' bit for bit."""
-        packed, shape, absmax, blocksize, _bias, *nested = self._weight()
-        self.expanded = torch.ops.nf4.dequantize(packed, shape, absmax, blocksize, dtype, *nested)
+        self.expanded = torch.ops.nf4.dequantize(*self.weight.arguments(), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
         if self.expanded is None:
-            out: torch.Tensor = torch.ops.nf4.linear(x, *self._weight())
+            out: torch.Tensor = torch.ops.nf4.linear(x, *self.weight.arguments(), self.bias)
             return out
         tokens = x.shape[:-1].numel()
         if NF4Linear._for_any_tokens:
-            out = torch.ops.nf4_server.expanded_linear(x, self.expanded, *self._weight())
+            out = torch.ops.nf4_server.expanded_linear(x, self.expanded, *self.weight.arguments(), self.bias)
         elif self.uses_copy(tokens) if NF4Linear._in_graph else tokens >= self.EXPANDED_FROM:
             out = torch.nn.functional.linear(x, self.expanded, self.bias)
         else:
-            out = torch.ops.nf4.linear(x, *self._weight())
+            out = torch.ops.nf4.linear(x, *self.weight.arguments(), self.bias)
         return out
 
     @staticmethod
@@ -119,54 +104,30 @@ class NF4Linear(nn.Module):
         finally:
             NF4Linear._in_graph = False
 
-    def _weight(self) -> tuple[Any, ...]:
-        """The arguments of nf4::linear behind x."""
-        if self.table != "nf4":
-            raise RuntimeError(f"the ops take NF4 alone, and this layer is in {self.table}")
-        return (
-            self.packed,
-            [self.out_features, self.in_features],
-            self.absmax,
-            self.blocksize,
-            self.bias,
-            self.absmax_8bit,
-            self.absmax_code,
-            self.absmax_offset,
-            self.group_offset,
-            self.group_skip,
-        )
-
     def extra_repr(self) -> str:
         """What print(model) says of it."""
         return f"in_features={self.in_features}, out_features={self.out_features}, blocksize={self.blocksize}"
 
 
-@torch.library.custom_op("nf4_server::expanded_linear", mutates_args=())
 def _expanded_linear(
-    x: torch.Tensor,
-    expanded: torch.Tensor,
-    packed: torch.Tensor,
-    shape: list[int],
-    absmax: torch.Tensor,
-    blocksize: int,
-    bias: torch.Tensor | None,
-    absmax_8bit: torch.Tensor | None,
-    absmax_code: torch.Tensor | None,
-    absmax_offset: torch.Tensor | None,
-    group_offset: int,
-    group_skip: int,
+    x: torch.Tensor, expanded: torch.Tensor, weight: Weight, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """The GEMM with the expanded weight or with the codes, whichever its tokens ask for."""
     if x.shape[:-1].numel() >= NF4Linear.EXPANDED_FROM:
         return torch.nn.functional.linear(x, expanded, bias)
-    nested = (absmax_8bit, absmax_code, absmax_offset, group_offset, group_skip)
-    out: torch.Tensor = torch.ops.nf4.linear(x, packed, shape, absmax, blocksize, bias, *nested)
+    out: torch.Tensor = torch.ops.nf4.linear(x, *weight.arguments(), bias)
     return out
 
 
-@_expanded_linear.register_fake
-def _(x: torch.Tensor, expanded: torch.Tensor, *_: Any) -> torch.Tensor:
+def _expanded_shape(x: torch.Tensor, expanded: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], expanded.shape[0]))
+
+
+_library = torch.library.Library("nf4_server", "FRAGMENT")
+_library.define(f"expanded_linear(Tensor x, Tensor expanded, {Weight.SCHEMA}, Tensor? bias) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _library.impl("expanded_linear", with_weight(_expanded_linear, 2), _key)
+torch.library.register_fake("nf4_server::expanded_linear", _expanded_shape)
 
 
 class _Shared:
@@ -214,16 +175,14 @@ def replace_projections(model: nn.Module) -> int:
                 count += len(layers)
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear4bit) and _is_ours(child):
-                setattr(parent, name, NF4Linear(child))
+                setattr(parent, name, NF4Linear.of(child))
                 count += 1
     return count
 
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of the codes and scales of all NF4Linear modules and experts."""
-    linears = (module for module in model.modules() if isinstance(module, NF4Linear))
-    projections = sum(b.nbytes for linear in linears for name, b in linear.named_buffers() if name != "expanded")
-    return projections + sum(module.nbytes for module in model.modules() if isinstance(module, StackedWeight))
+    return sum(module.nbytes for module in model.modules() if isinstance(module, WeightBuffers))
 
 
 def _is_ours(layer: Linear4bit) -> bool:
@@ -252,59 +211,54 @@ def _fit(layers: list[Any]) -> bool:
 
 
 def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None:
-    linear = NF4Linear(layers[0])
-    linear.packed = torch.cat([layer.weight.data.view(torch.uint8).reshape(-1) for layer in layers])
-    states = [layer.weight.quant_state for layer in layers]
-    if _nested_fit(layers):
-        linear.absmax_8bit = torch.cat([state.absmax for state in states])
-        linear.absmax = torch.cat([state.state2.absmax for state in states])
-        offsets = [state.offset.reshape(1).expand(state.state2.absmax.numel()) for state in states]
-        linear.absmax_offset = torch.cat(offsets)
-    else:
-        linear.absmax = torch.cat([_scales_of(layer) for layer in layers])
-        linear.absmax_8bit = linear.absmax_code = linear.absmax_offset = None
-        linear.group_offset = linear.group_skip = 0
-    if layers[0].bias is not None:
-        linear.bias = torch.cat([layer.bias.data for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
+    linear = NF4Linear(_joined([_weight_of(layer) for layer in layers]), bias)
     for layer in layers:
         # bitsandbytes' parameters are part of reference cycles. The garbage collector would free them too late: they are
         # two thirds of a model.
         layer._parameters.clear()
-    linear.out_features = sum(layer.out_features for layer in layers)
     sizes = [layer.out_features for layer in layers]
     shared = _Shared()
     for index, name in enumerate(names):
         setattr(parent, name, GroupMember(index, sizes, shared, linear if index == 0 else None))
 
 
-def _nested_fit(layers: list[Any]) -> bool:
-    """Whether the nested scales can be joined, too: whole groups of 256 scale blocks, and one code table."""
-    states = [layer.weight.quant_state for layer in layers]
-    return all(_geometry(layer) == (0, 0) for layer in layers) and all(
-        state.nested
-        and state.shape.numel() % (state.blocksize * NESTED_BLOCKSIZE) == 0
-        and torch.equal(state.state2.code, states[0].state2.code)
-        for state in states
+def _joined(weights: list[Weight]) -> Weight:
+    """Weights of one table, blocksize and k, in whole scale blocks, joined along n."""
+    first = weights[0]
+    shape = (sum(weight.matrix[0] for weight in weights), first.matrix[1])
+    packed = torch.cat([weight.packed for weight in weights])
+    if not _nested_fit(weights):
+        absmax = torch.cat([block_scales(weight) for weight in weights])
+        return Weight(packed, shape, absmax, first.blocksize, table=first.table)
+    nested = [second_level(weight) for weight in weights]
+    return replace(
+        first,
+        packed=packed,
+        shape=shape,
+        absmax=torch.cat([weight.absmax for weight in weights]),
+        absmax_8bit=torch.cat([codes for codes, *_ in nested]),
+        absmax_offset=torch.cat(
+            [offset.reshape(1).expand(w.absmax.numel()) for w, (_, _, offset, _) in zip(weights, nested, strict=True)]
+        ),
     )
 
 
-def _geometry(layer: Linear4bit) -> tuple[int, int]:
-    return getattr(layer, "group_offset", 0), getattr(layer, "group_skip", 0)
+def _nested_fit(weights: list[Weight]) -> bool:
+    """Whether the nested scales can be joined, too: whole groups of 256 scale blocks, and one code table."""
+    first = weights[0].absmax_code
+    return first is not None and all(
+        weight.has_own_groups
+        and weight.absmax_code is not None
+        and math.prod(weight.shape) % (weight.blocksize * NESTED_BLOCKSIZE) == 0
+        and torch.equal(weight.absmax_code, first)
+        for weight in weights
+    )
 
 
-def _scales_of(layer: Linear4bit) -> torch.Tensor:
-    """Every scale block's scale as float32."""
-    state = layer.weight.quant_state
-    if _geometry(layer) == (0, 0):
-        return block_scales(state)
-    offset, skip = _geometry(layer)
+def _weight_of(layer: Linear4bit) -> Weight:
+    state: QuantState = layer.weight.quant_state
     weight = Weight.from_quant_state(layer.weight, state, (state.quant_type,))
-    return scales_of_blocks(replace(weight, group_offset=offset, group_skip=skip))
-
-
-def block_scales(state: QuantState) -> torch.Tensor:
-    """Every scale block's scale as float32."""
-    scales: torch.Tensor = state.absmax
-    if state.nested:
-        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
-    return scales.float()
+    # In a shard (server.checkpoint.sharding.slices): where its blocks lie in the whole weight's groups.
+    offset, skip = getattr(layer, "group_offset", 0), getattr(layer, "group_skip", 0)
+    return replace(weight, group_offset=offset, group_skip=skip)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from nf4_kernels import Weight, prefetch_next
+from nf4_kernels import prefetch_next
 from server.checkpoint.experts.module import NF4Experts
 from server.engine.runtime.model.projections import NF4Linear
 
@@ -36,7 +36,7 @@ def set_weight_order(model: nn.Module, run: Callable[[int], object]) -> int:
     for first, then in pairwise(orders[0]):
         follows = (id(first), id(then)) in always and all(id(first) in seen and id(then) in seen for seen in once)
         if follows and isinstance(first, NF4Linear) and isinstance(then, NF4Linear):
-            prefetch_next(_weight(first), _weight(then))
+            prefetch_next(first.weight, then.weight)
             linked += 1
     return linked
 
@@ -61,17 +61,3 @@ def _recorded(model: nn.Module) -> Iterator[list[nn.Module]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _weight(linear: NF4Linear) -> Weight:
-    return Weight(
-        linear.packed,
-        (linear.out_features, linear.in_features),
-        linear.absmax,
-        linear.blocksize,
-        linear.absmax_8bit,
-        linear.absmax_code,
-        linear.absmax_offset,
-        linear.group_offset,
-        linear.group_skip,
-    )
