@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from server.text.calls.parser import CallDelta, ToolParser
+from server.text.calls.scanner import ObjectScanner
 from server.text.reasoning import ReasoningSplitter
 
 
@@ -22,6 +23,13 @@ class Part:
         return bool(self.reasoning or self.content or self.calls)
 
 
+@dataclass
+class _BegunCall:
+    id: str | None
+    name: str
+    arguments: ObjectScanner = field(default_factory=lambda: ObjectScanner(of_call=False))
+
+
 class ForcedCalls:
     """The calls of an answer that may be nothing but calls.
 
@@ -30,8 +38,7 @@ class ForcedCalls:
     """
 
     def __init__(self) -> None:
-        self._written: list[list[str]] = []
-        self._ids: list[str | None] = []
+        self._begun: list[_BegunCall] = []
         self._complete: set[tuple[str, str]] = set()
         self.repeated = False
         """Whether a call was an earlier one once more; no call is passed on from then on."""
@@ -43,28 +50,28 @@ class ForcedCalls:
             if self.repeated:
                 break
             if delta.name is not None:
-                self._written.append([delta.name, ""])
-                self._ids.append(delta.id)
-            written = self._written[delta.index]
-            written[1] += delta.arguments
+                self._begun.append(_BegunCall(delta.id, delta.name))
+            begun = self._begun[delta.index]
+            begun.arguments.push(delta.arguments)
             if delta.index == 0:
                 passed.append(delta)
-            call = _complete(*written) if delta.arguments.rstrip().endswith("}") else None
-            if call is None:
+            if not begun.arguments.done:
                 continue
+            written = begun.arguments.raw
+            call = _comparable(begun.name, written)
             self.repeated = call in self._complete
             self._complete.add(call)
             if delta.index > 0 and not self.repeated:
-                passed.append(CallDelta(delta.index, self._ids[delta.index], written[0], written[1]))
+                passed.append(CallDelta(delta.index, begun.id, begun.name, written))
         return passed
 
 
-def _complete(name: str, arguments: str) -> tuple[str, str] | None:
-    """A call with its arguments in one way of writing them; None for a call that goes on."""
+def _comparable(name: str, arguments: str) -> tuple[str, str]:
+    """A call with its arguments in one way of writing them."""
     try:
         return name, json.dumps(json.loads(arguments, strict=False), sort_keys=True)
     except (ValueError, RecursionError):
-        return None
+        return name, arguments
 
 
 class AnswerParser:

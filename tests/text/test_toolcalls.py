@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 
 import pytest
@@ -100,6 +101,9 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
      ("", [("f", '{"a": 1}'), ("g", "{}")])),
     (MistralToolParser, 'Hm.[TOOL_CALLS]f[ARGS]{"a": "}"}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}',
      ("Hm.", [("f", '{"a": "}"}'), ("g", "{}")])),
+    (MistralToolParser, '[TOOL_CALLS]f[ARGS]{"name": 3, "b": "\\"}"}', ("", [("f", '{"name": 3, "b": "\\"}"}')])),
+    (MistralToolParser, '[TOOL_CALLS]f[ARGS]{"a": [1', ("", [("f", '{"a": [1')])),
+    (MistralToolParser, "[TOOL_CALLS]f[ARG", ("[TOOL_CALLS]f[ARG", [])),
     (MistralToolParser, "plain [text]", ("plain [text]", [])),
     (gemma, "<start_function_call>call:f{a:<escape>x: {y}<escape>,b:[1,2],c:{d:true}}<end_function_call>",
      ("", [("f", '{"a": "x: {y}", "b": [1, 2], "c": {"d": true}}')])),
@@ -154,6 +158,42 @@ def test_reasoning(opened: bool, text: str, expected: tuple[str, str], step: int
     assert ("".join(p.reasoning for p in parts), "".join(p.content for p in parts)) == expected
 
 
+LONG = {
+    "hermes": (hermes, '<tool_call>{"name": "f", "arguments": ARGUMENTS}</tool_call>'),
+    "name last": (hermes, '<tool_call>{"arguments": ARGUMENTS, "name": "f"}</tool_call>'),
+    "a string": (hermes, '<tool_call>{"name": "f", "arguments": ESCAPED}</tool_call>'),
+    "no call": (llama, '{"arguments": ARGUMENTS, "name": "Ann"}'),
+    "llama": (llama, '{"name": "f", "parameters": ARGUMENTS}'),
+    "mistral": (MistralToolParser, '[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]'),
+    "named mistral": (MistralToolParser, "[TOOL_CALLS]f[ARGS]ARGUMENTS"),
+    "gemma": (gemma, "<start_function_call>call:f{a:<escape>VALUE<escape>}<end_function_call>"),
+}
+
+
+@pytest.mark.parametrize("step", [100, 10**6])
+@pytest.mark.parametrize("kind", LONG)
+def test_long_arguments_take_time_in_proportion(kind: str, step: int) -> None:
+    """An agent writes whole files in a call, and all streams wait while it is read."""
+    make, form = LONG[kind]
+
+    def seconds(length: int) -> float:
+        value = ('if (a) { b = "c"; }\n' * (length // 20))[:length]
+        arguments = json.dumps({"a": value})
+        text = form.replace("ESCAPED", json.dumps(arguments)).replace("ARGUMENTS", arguments).replace("VALUE", value)
+        pieces = [text[i : i + step] for i in range(0, len(text), step)]
+        best = 60.0
+        for _ in range(2):
+            parser = AnswerParser(tools=make(), forced=True)
+            start = time.thread_time()
+            for piece in pieces:
+                parser.push(piece)
+            parser.finish()
+            best = min(best, time.thread_time() - start)
+        return best
+
+    assert seconds(400_000) < 8 * seconds(100_000) + 0.01
+
+
 def test_a_single_call() -> None:
     parser = AnswerParser(None, hermes(), single_call=True)
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -186,6 +226,11 @@ def test_a_forced_answer_that_is_cut_has_no_markup_and_no_empty_call(step: int) 
         begun = '"arguments": {' in CALL[:end]
         assert len(calls) == begun
         assert all(name == "f" and '{"a": 1}'.startswith(written) and written for name, written in calls)
+
+
+def test_a_forced_call_with_an_argument_called_name_is_complete() -> None:
+    calls = [CALL.replace('"a": 1', f'"name": {i}') for i in (1, 2)]
+    assert forced("\n".join(calls), 3) == ("", [("f", '{"name": 1}'), ("f", '{"name": 2}')], False)
 
 
 @pytest.mark.parametrize("step", [1, 5, 1000])

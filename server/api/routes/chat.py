@@ -68,7 +68,7 @@ class WholeAnswer:
     def __init__(self) -> None:
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._calls: list[tuple[CallDelta, list[str]]] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason = "stop"
         self.stop_reason: str | int | None = None
@@ -79,9 +79,8 @@ class WholeAnswer:
         self._content.append(delta.part.content)
         for call in delta.part.calls:
             if call.id is not None:
-                self._calls.append(ToolCall(call.id, FunctionCall(call.arguments, call.name)))
-            else:
-                self._calls[call.index].function.arguments += call.arguments
+                self._calls.append((call, []))
+            self._calls[call.index][1].append(call.arguments)
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -99,16 +98,16 @@ class WholeAnswer:
     @property
     def calls(self) -> list[ToolCall]:
         """The calls."""
-        return self._calls
+        return [ToolCall(call.id or "", FunctionCall("".join(arguments), call.name)) for call, arguments in self._calls]
 
     def message(self, *, with_reasoning: bool) -> ChatMessage:
         """The answer as OpenAI's message object."""
-        reasoning = self.reasoning if with_reasoning else ""
+        reasoning, calls = self.reasoning if with_reasoning else "", self.calls
         return ChatMessage(
-            self.content or (None if self._calls else ""),
+            self.content or (None if calls else ""),
             reasoning_content=reasoning or msgspec.UNSET,
             reasoning=reasoning or msgspec.UNSET,
-            tool_calls=self._calls or msgspec.UNSET,
+            tool_calls=calls or msgspec.UNSET,
         )
 
 

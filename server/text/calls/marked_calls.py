@@ -23,7 +23,7 @@ class MarkedToolParser:
         self._start, self._end, self._read = start, end, read
         self._held = ""
         self._inside = False
-        self._body = ""
+        self._body: list[str] = []
         self._after_call = False
         self._calls = 0
 
@@ -34,16 +34,16 @@ class MarkedToolParser:
         while self._held:
             part, mark, self._held = split_at(self._held, (self._end if self._inside else self._start,))
             if self._inside:
-                self._body += part
+                self._body.append(part)
                 if mark is not None:
-                    call = self._read(self._body)
+                    body, self._body = "".join(self._body), []
+                    call = self._read(body)
                     if call is None:
-                        content += self._start + self._body + self._end
+                        content += self._start + body + self._end
                     else:
                         calls.append(CallDelta(self._calls, call_id(), *call))
                         self._calls += 1
                         self._after_call = True
-                    self._body = ""
             else:
                 if self._after_call:
                     part = part.lstrip()
@@ -57,7 +57,7 @@ class MarkedToolParser:
     def finish(self) -> tuple[str, list[CallDelta]]:
         """See ToolParser.push."""
         text, self._held = self._held, ""
-        return (self._start + self._body + text if self._inside else text), []
+        return (self._start + "".join(self._body) + text if self._inside else text), []
 
 
 def read_gemma_call(body: str, quote: str) -> tuple[str, str] | None:

@@ -22,52 +22,50 @@ class MistralToolParser:
         self._json = JsonToolParser(self.START, None, make_id=short_call_id)
         self._held = ""
         self._inside = False
+        self._arguments: ObjectScanner | None = None
+        """Reads the arguments of a call in the newer notation; None outside of them."""
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
         """See ToolParser.push."""
         self._held += text
-        rewritten = ""
-        while self._held:
-            if not self._inside:
-                part, mark, self._held = split_at(self._held, (self.START,))
-                # The newer notation becomes the older one, whose object ends where the arguments do.
-                rewritten += part
-                if mark is None:
-                    break
-                self._inside = True
-            stripped = self._held.lstrip()
-            if not stripped:
-                break
-            if stripped[0] in "[{":
-                rewritten += self.START
-                self._inside = False
-                continue
-            named = _MISTRAL_NAMED.match(self._held)
-            if named is None:
-                break
-            rewritten += f'{self.START}{{"name": {json.dumps(named[1])}, "arguments": '
-            self._held = self._held[named.end() :]
-            end = _balanced(self._held)
-            if end is None:
-                # Complete calls only: what closes the object has to follow the arguments.
-                self._held = named[0] + self._held
-                rewritten = rewritten[: rewritten.rindex(self.START)]
-                break
-            rewritten += self._held[:end] + "}"
-            self._held = self._held[end:]
+        rewritten: list[str] = []
+        while self._held and self._rewrite(rewritten):
+            pass
+        return self._json.push("".join(rewritten))
+
+    def _rewrite(self, rewritten: list[str]) -> bool:
+        """Put what is held into the older notation; whether to go on with what is held then."""
+        if self._arguments is not None:
+            count, _ = self._arguments.push(self._held)
+            rewritten.append(self._held[:count])
+            self._held = self._held[count:]
+            if self._arguments.done:
+                rewritten.append("}")
+                self._arguments, self._inside = None, False
+            return bool(self._held)
+        if not self._inside:
+            part, mark, self._held = split_at(self._held, (self.START,))
+            rewritten.append(part)
+            self._inside = mark is not None
+            return self._inside
+        stripped = self._held.lstrip()
+        if stripped and stripped[0] in "[{":
+            rewritten.append(self.START)
             self._inside = False
-        return self._json.push(rewritten)
+            return True
+        named = _MISTRAL_NAMED.match(self._held)
+        if named is None:
+            return False
+        rewritten.append(f'{self.START}{{"name": {json.dumps(named[1])}, "arguments": ')
+        self._held = self._held[named.end() :]
+        self._arguments = ObjectScanner(of_call=False)
+        return True
 
     def finish(self) -> tuple[str, list[CallDelta]]:
         """See ToolParser.push."""
+        if self._arguments is not None:
+            return self._json.finish()
         text, self._held = (self.START if self._inside else "") + self._held, ""
         content, calls = ("", []) if self._inside else self._json.push(text)
         more, last = self._json.finish()
         return content + (text if self._inside else "") + more, [*calls, *last]
-
-
-def _balanced(text: str) -> int | None:
-    """Where the JSON object that text begins with ends; None while it is open."""
-    scanner = ObjectScanner()
-    count, _ = scanner.push(text)
-    return count if scanner.done else None

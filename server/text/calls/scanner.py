@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 _ARGUMENTS = ("arguments", "parameters")
+
+# What changes nothing about the state: within a string, and within an object or array of the object's own.
+_PLAIN_IN_STRING = re.compile(r'[^"\\]+')
+_PLAIN_IN_VALUE = re.compile(r'[^"{}\[\]]+')
 
 
 def is_object(arguments: Any) -> bool:
@@ -21,129 +26,141 @@ def is_object(arguments: Any) -> bool:
 class ObjectScanner:
     """Reads one `{"name": ..., "arguments": {...}}`, in any order of keys. "parameters" is another name for arguments.
 
-    Arguments that are not an object (some models write the object once more as a string) come at the end, whole.
+    Arguments that are not an object (some models write the object once more as a string) come at the end, whole. The time it
+    takes grows with the text's length, however the text is cut.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_call: bool = True) -> None:
+        """of_call: whether the object says what is called; of another one only the end is found."""
+        self._of_call = of_call
         self.name: str | None = None
         self.id: str | None = None
-        self.raw = ""
         self.done = False
         self.failed = False
         self.takes_object = False
         """Whether there are arguments and they are an object, or one that is written once more as a string."""
+        self._read: list[str] = []
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._key: str | None = None
-        self._at: int | None = None  # where the present string, key or value begins in raw
         self._expects_key = False
         self._value_begun = False
-        self._pending = ""
+        self._composite = False
+        self._literal: list[str] | None = None
+        """The present key, or the present value if that is neither an object nor an array."""
+        self._pending: list[str] = []
         self._arguments_seen = False
+
+    @property
+    def raw(self) -> str:
+        """All that was read."""
+        return "".join(self._read)
 
     def push(self, text: str) -> tuple[int, str]:
         """(how many characters were read, arguments that may be sent). Stops where the object ends or is none."""
-        added: list[str] = []
         count = 0
         while count < len(text) and not (self.done or self.failed):
-            self.raw += text[count]
-            self._read(text[count], added)
-            count += 1
-        self._pending += "".join(added)
+            end = self._end_of_run(text, count)
+            run, count = text[count:end], end
+            self._read.append(run)
+            streaming = self._streams
+            if self._in_string:
+                self._read_in_string(run)
+            else:
+                self._read_structure(run)
+            if streaming or self._streams:
+                self._pending.append(run)
         if self.name is None:
             return count, ""
-        out, self._pending = self._pending, ""
+        out, self._pending = "".join(self._pending), []
         return count, out
 
-    def _read(self, character: str, added: list[str]) -> None:
-        streaming = self._depth > 1 and self._streams
-        if self._in_string:
-            self._read_in_string(character)
-        else:
-            self._read_structure(character, added)
-            streaming = streaming or (self._depth > 1 and self._streams)
-        if streaming:
-            added.append(character)
+    def _end_of_run(self, text: str, start: int) -> int:
+        """Where the characters end that are read together: those that change no state, or one that may."""
+        if self._escaped or (self._depth < 2 and not self._in_string):
+            return start + 1
+        plain = (_PLAIN_IN_STRING if self._in_string else _PLAIN_IN_VALUE).match(text, start)
+        return plain.end() if plain else start + 1
 
-    def _read_in_string(self, character: str) -> None:
+    def _read_in_string(self, run: str) -> None:
+        if self._literal is not None:
+            self._literal.append(run)
         if self._escaped:
             self._escaped = False
-        elif character == "\\":
+        elif run == "\\":
             self._escaped = True
-        elif character == '"':
+        elif run == '"':
             self._in_string = False
             if self._depth == 1 and self._expects_key:
-                self._key = self._literal(self.raw[self._at :])
-                self._expects_key = False
+                self._key, self._expects_key = self._taken_literal(), False
 
-    def _read_structure(self, character: str, added: list[str]) -> None:
-        match character:
+    def _read_structure(self, run: str) -> None:
+        match run:
             case '"':
                 self._in_string = True
                 if self._depth == 1 and self._expects_key:
-                    self._at = len(self.raw) - 1
+                    self._literal = []
                 elif self._depth == 1:
-                    self._begin_value()
+                    self._begin_value(run)
             case "{" | "[":
-                if self._depth == 0 and character == "[":
+                if self._depth == 0 and run == "[":
                     self.failed = True
                     return
                 if self._depth == 1:
-                    self._begin_value(composite=True)
+                    self._begin_value(run)
                 self._depth += 1
                 self._expects_key = self._depth == 1
             case "}" | "]":
                 self._depth -= 1
                 if self._depth == 0:
-                    self._end_value(len(self.raw) - 1, added)
+                    self._end_value()
                     self.done = True
             case "," if self._depth == 1:
-                self._end_value(len(self.raw) - 1, added)
+                self._end_value()
                 self._expects_key = True
             case _ if self._depth == 0:
-                self.failed = self.failed or not character.isspace()
-            case _ if self._depth == 1 and not character.isspace() and character != ":":
-                self._begin_value()
+                self.failed = self.failed or not run.isspace()
+            case _ if self._depth == 1 and not run.isspace() and run != ":":
+                self._begin_value(run)
+        if self._literal is not None:
+            self._literal.append(run)
 
     @property
     def _streams(self) -> bool:
-        return self._value_begun and self._composite and self._key in _ARGUMENTS
+        return self._of_call and self._depth > 1 and self._value_begun and self._composite and self._key in _ARGUMENTS
 
-    def _begin_value(self, *, composite: bool = False) -> None:
-        if not self._value_begun:
-            self._value_begun, self._composite = True, composite
-            self._at = len(self.raw) - 1
-            if self._key in _ARGUMENTS:
-                self.takes_object = self.raw[-1] == "{"
-
-    def _end_value(self, end: int, added: list[str]) -> None:
-        if not self._value_begun:
-            if self._depth == 0 and not self._arguments_seen:
-                added.append("{}")
+    def _begin_value(self, first: str) -> None:
+        if self._value_begun:
             return
-        value = self._literal(self.raw[self._at : end])
-        match self._key:
-            case "name":
-                self.name = value if isinstance(value, str) else None
-                self.failed = self.name is None
-            case "id" if isinstance(value, str):
-                self.id = value
-            case "arguments" | "parameters":
-                self._arguments_seen = True
-                if not self._composite:
-                    self.takes_object = is_object(value)
-                    added.append(value if isinstance(value, str) else "{}" if value is None else json.dumps(value))
+        self._value_begun, self._composite = True, first in "{["
+        self._literal = None if self._composite else []
+        if self._key in _ARGUMENTS:
+            self.takes_object = first == "{"
+
+    def _end_value(self) -> None:
+        if self._value_begun:
+            value = self._taken_literal()
+            match self._key if self._of_call else None:
+                case "name":
+                    self.name = value if isinstance(value, str) else None
+                    self.failed = self.name is None
+                case "id" if isinstance(value, str):
+                    self.id = value
+                case "arguments" | "parameters":
+                    self._arguments_seen = True
+                    if not self._composite:
+                        self.takes_object = is_object(value)
+                        written = value if isinstance(value, str) else "{}" if value is None else json.dumps(value)
+                        self._pending.append(written)
         self._value_begun = False
-        if self._depth == 0 and not self._arguments_seen:
-            added.append("{}")
+        if self._depth == 0 and self._of_call and not self._arguments_seen:
+            self._pending.append("{}")
 
-    _composite = False
-
-    @staticmethod
-    def _literal(text: str) -> str | None:
+    def _taken_literal(self) -> Any:
+        """The value of the literal that ends here; None for one that is no JSON, and for an object or array."""
+        text, self._literal = "".join(self._literal or ()), None
         try:
-            value = json.loads(text, strict=False)
+            return json.loads(text, strict=False)
         except ValueError:
             return None
-        return value  # type: ignore[no-any-return]
