@@ -33,9 +33,15 @@ class GrammarError(Exception):
 class GrammarState:
     """One sequence's position in its grammar."""
 
-    def __init__(self, compiled: Future[LLMatcher], thread: ThreadPoolExecutor | None = None) -> None:
+    def __init__(
+        self,
+        compiled: Future[LLMatcher],
+        tokenizer: Future[LLTokenizer],
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
         """thread: finds allowed() after each token, while the model computes the next one's logits."""
         self._compiled = compiled
+        self._tokenizer = tokenizer
         self._thread = thread
         self._matcher: LLMatcher | None = None
         self._next: _Next | Future[_Next] | None = None
@@ -95,10 +101,16 @@ class GrammarState:
         """The state behind one more token, which has not been sampled; None where nothing can follow it."""
         if not self.permitted([token]):
             return None
-        state = GrammarState(self._compiled)
+        state = GrammarState(self._compiled, self._tokenizer)
         matcher = state._matcher = self.matcher().deep_copy()
         matcher.consume_token(token)
         return None if matcher.is_stopped() else state
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the masks are about: at least the model's; more if the tokenizer has more."""
+        size: int = self._tokenizer.result().vocab_size
+        return size
 
     def look_ahead(self) -> None:
         """Begin to find allowed() in the thread, while the model computes the next token's logits."""
@@ -148,13 +160,19 @@ class MaskFiller:
         """
         matchers: list[tuple[LLMatcher, int]] = []
         errors: dict[int, GrammarError] = {}
+        found = masks
         for row, constraint in enumerate(constraints):
             assert isinstance(constraint, GrammarState)
             try:
                 matchers.append((constraint.matcher(), row))
+                words = -(-constraint.vocab_size // 32)
+                if words != found.shape[1]:  # llguidance fills whole rows only
+                    found = np.empty((len(masks), words), np.int32)
             except GrammarError as e:
                 errors[row] = e
-        self._fill(matchers, masks)
+        self._fill(matchers, found)
+        if found is not masks:
+            masks[:] = found[:, : masks.shape[1]]
         for matcher, row in matchers:
             try:
                 check(matcher)
@@ -217,6 +235,8 @@ class Grammars:
     ) -> None:
         """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text.
 
+        If the tokenizer has more tokens than the model, masks are as long as the tokenizer's vocabulary.
+
         look_ahead: find allowed() in a thread while the model computes. That is worth it where a GPU computes; on CPU the
         thread would only take a core from the model.
         """
@@ -240,7 +260,7 @@ class Grammars:
 
     def start(self, grammar: str) -> GrammarState:
         """A sequence's own state in a grammar."""
-        return GrammarState(self.compile(grammar), self._ahead)
+        return GrammarState(self.compile(grammar), self._tokenizer, self._ahead)
 
     def close(self) -> None:
         """End the threads; work that they have not begun is dropped."""
@@ -269,7 +289,10 @@ def _tokenizer(folder: Path, vocab_size: int | None, eos_token_id: int | None) -
         except (CheckpointError, AttributeError) as e:
             raise GrammarError(f"this model's tokenizer does not work with grammars: {_line(str(e))}") from e
     try:
-        return LLTokenizer(definition, n_vocab=vocab_size, eos_token=eos_token_id)
+        try:
+            return LLTokenizer(definition, n_vocab=vocab_size, eos_token=eos_token_id)
+        except ValueError:  # it refuses a size below the tokenizer's own
+            return LLTokenizer(definition, eos_token=eos_token_id)
     except Exception as e:
         raise GrammarError(f"this model's tokenizer does not work with grammars: {_line(str(e))}") from e
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from server.api.answering.service import Backend, Service
 from server.api.http.admission import Ticket
 from server.api.http.errors import bad_request
@@ -32,6 +34,22 @@ def check_length(backend: Backend, text: str, param: str) -> None:
             f"Reduce the length of the {param}.",
             param,
             "context_length_exceeded",
+        )
+
+
+def check_known(backend: Backend, ids: Sequence[int], param: str) -> None:
+    """Raise ApiError for a prompt's token that the tokenizer has and the model has no row for.
+
+    Fine-tunes that add a padding token and leave the model as it was have such tokenizers.
+    """
+    known = backend.limits.vocab_size
+    unknown = next((token_id for token_id in ids if token_id >= known), None)
+    if unknown is not None:
+        text = backend.tokenizer.token_bytes(unknown).decode("utf-8", "replace")
+        raise bad_request(
+            f"Invalid '{param}': {text!r} is token {unknown} of the tokenizer; the model's vocabulary has {known} tokens.",
+            param,
+            "value_out_of_range",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from server.api.answering.limits import check_length
+from server.api.answering.limits import check_known, check_length
 from server.api.answering.service import Backend
 from server.api.http.errors import ApiError, bad_request
 from server.api.http.validation import json_type
@@ -36,9 +36,10 @@ def encode_prompts(
         if isinstance(one, str):
             check_length(backend, one, param)
             ids = backend.tokenizer.encode(prefix + one, add_special_tokens=add_special_tokens)
+            where = param if isinstance(prompt, str) else f"{param}[{i}]"
             if not ids:
-                where = param if isinstance(prompt, str) else f"{param}[{i}]"
                 raise bad_request(f"Invalid '{where}': it has no tokens.", where, "empty_prompt")
+            check_known(backend, ids, where)
             encoded.append(ids)
         else:
             encoded.append(one)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from server.api.answering.generation import Delta, Ending, Generation
 from server.api.answering.images import TakenImages, give_back, image_parts, take_images
-from server.api.answering.limits import admit, check_length
+from server.api.answering.limits import admit, check_known, check_length
 from server.api.answering.plan import GenerationPlan, start_generation
 from server.api.answering.service import Backend, Service
 from server.api.http.errors import bad_request
@@ -234,6 +234,7 @@ def _encode_chat(
 
 def _prompt(options: ChatOptions, backend: Backend, messages: list[dict[str, Any]], taken: TakenImages) -> _Prompt:
     chat = _encode_chat(options, backend, messages, taken)
+    check_known(backend, chat.ids, "messages")
     tokenizer, dialect = backend.tokenizer, backend.tokenizer.dialect
     tools, forced = options.usable_tools()
     form = options.answer_form()

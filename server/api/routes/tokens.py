@@ -76,8 +76,9 @@ async def detokenize(request: Request) -> Response:
     options = validate(Detokenize, document, {})
     service.check_model(options.model or service.model_name)
     backend = service.backend()
+    known = max(backend.limits.vocab_size, backend.tokenizer.vocabulary.size)
     for i, token in enumerate(options.tokens):
-        if type(token) is not int or not 0 <= token < backend.limits.vocab_size:
+        if type(token) is not int or not 0 <= token < known:
             raise bad_request(f"Invalid 'tokens[{i}]': it is no token id.", f"tokens[{i}]", "value_out_of_range")
     skip = bool(options.skip_special_tokens)
     text = await backend.tokenizer.off_loop(
