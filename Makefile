@@ -23,6 +23,7 @@ CUDA_EXTRAS := cuda$(if $(NVCC),,$(comma)build-cuda)
 
 # venv without ensurepip, so that Debian's python3 without python3-venv is enough; pip installs itself into it.
 $(VENV)/pyvenv.cfg:
+	@$(PYTHON) deploy/machine.py check
 	@echo "== creating $(VENV)"
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet pip
@@ -30,13 +31,15 @@ $(VENV)/pyvenv.cfg:
 # Both distributions of this tree at once: the server takes the kernels from here, not from an index.
 TREE := --editable ./nf4_kernels --editable
 
+# Without a GPU torch comes from its own CPU index, or from TORCH_INDEX, if that answers.
 $(VENV)/.serve: pyproject.toml nf4_kernels/pyproject.toml | $(VENV)/pyvenv.cfg
 	@echo "== installing what the server needs (once; torch is the large one)"
-	$(BIN)/python -m pip install $(TREE) .
+	$(BIN)/python -m pip install $(if $(GPU),,$$($(PYTHON) deploy/machine.py torch-index $(TORCH_INDEX))) $(TREE) .
 	@touch $@
 
 $(VENV)/.cuda: pyproject.toml $(VENV)/.serve
 	@echo "== installing what a GPU needs: $(CUDA_EXTRAS) (once)"
+	@! $(BIN)/python -m pip show torch | grep -q '^Version: .*+cpu' || $(BIN)/python -m pip uninstall --yes torch
 	$(BIN)/python -m pip install $(TREE) '.[$(CUDA_EXTRAS)]'
 	@touch $@
 

@@ -1,0 +1,77 @@
+"""This machine before anything is installed: python deploy/machine.py check, or torch-index [URL].
+
+check ends with a line about what is missing and exit status 1. torch-index prints pip's option for torch without CUDA,
+which is 2.4 GB less to download, or nothing if that index does not answer within seconds. It runs with any Python 3.
+"""
+
+import os
+import platform
+import re
+import shutil
+import sys
+import threading
+import urllib.request
+
+PROJECT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "pyproject.toml")
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+TIMEOUT_S = 4
+
+
+def python_range(project=PROJECT):
+    """The oldest minor version of Python 3 that the project takes, and the first that it does not."""
+    with open(project, encoding="utf-8") as file:
+        found = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', file.read())
+    return int(found.group(1)), int(found.group(2))
+
+
+def missing(version=sys.version_info):
+    """What this machine lacks for a build, in one line; None if it has everything."""
+    oldest, first_above = python_range()
+    if not (3, oldest) <= tuple(version[:2]) < (3, first_above):
+        return f"{sys.executable} is Python {version[0]}.{version[1]}, and 3.{oldest} to 3.{first_above - 1} work: name another, such as PYTHON=python3.{oldest + 1} make serve"
+    if importlib.util.find_spec("pip") is None:
+        return f"{sys.executable} has no pip (Debian: apt-get install python3-pip)"
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler {compiler!r} (Debian: apt-get install g++)"
+    return None
+
+
+def answers(index, timeout_s=TIMEOUT_S):
+    """Whether a package index has torch and says so in time, the look-up of its name included."""
+    found = []
+
+    def ask():
+        try:
+            with urllib.request.urlopen(index.rstrip("/") + "/torch/", timeout=timeout_s) as answer:
+                found.append(answer.status == 200)
+        except (OSError, ValueError):
+            pass
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return found == [True]
+
+
+def main(command, *rest):
+    """Run a command; return the exit status."""
+    if command == "check":
+        line = missing()
+        if line is not None:
+            print("error: " + line, file=sys.stderr)
+            return 1
+    elif platform.system() == "Linux":  # elsewhere PyPI's torch has no CUDA
+        index = rest[0] if rest else TORCH_INDEX
+        if answers(index):
+            print("--extra-index-url " + index)
+        else:
+            print(
+                f"== {index} does not answer: PyPI's torch brings CUDA's libraries, 2.4 GB more",
+                file=sys.stderr,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

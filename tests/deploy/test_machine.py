@@ -1,0 +1,73 @@
+"""What is asked of a machine before anything is installed on it."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy import machine
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_pythons_that_do_not_work_are_named() -> None:
+    assert machine.missing() is None
+    for version in ((3, 10, 4), (3, 14, 0)):
+        line = machine.missing(version)
+        assert f"{sys.executable} is Python 3.{version[1]}, and 3.11 to 3.13 work" in line
+        assert "PYTHON=python3.12 make serve" in line
+
+
+def test_make_ends_before_it_makes_anything(tmp_path: Path) -> None:
+    command = ["make", "serve", f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}"]
+    environment = os.environ | {"CXX": "no-such-compiler"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stderr.startswith("error: there is no C++ compiler 'no-such-compiler' (Debian: apt-get install g++)\n")
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def index() -> Iterator[str]:
+    """A package index that has torch."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/whl/cpu/torch/" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_torchs_index_is_taken_if_it_has_torch(index: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert machine.main("torch-index", f"{index}/whl/cpu") == 0
+    assert capsys.readouterr().out == f"--extra-index-url {index}/whl/cpu\n"
+    assert machine.main("torch-index", f"{index}/elsewhere") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_an_index_that_does_not_answer_holds_nothing_up(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        assert machine.main("torch-index", url) == 0
+        assert time.monotonic() - began < machine.TIMEOUT_S + 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{url} does not answer" in said.err
