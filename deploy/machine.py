@@ -4,6 +4,7 @@ check ends with a line about what is missing and exit status 1. torch-index prin
 which is 2.4 GB less to download, or nothing if that index does not answer within seconds. It runs with any Python 3.
 """
 
+import importlib.util
 import os
 import platform
 import re
@@ -28,7 +29,10 @@ def missing(version=sys.version_info):
     """What this machine lacks for a build, in one line; None if it has everything."""
     oldest, first_above = python_range()
     if not (3, oldest) <= tuple(version[:2]) < (3, first_above):
-        return f"{sys.executable} is Python {version[0]}.{version[1]}, and 3.{oldest} to 3.{first_above - 1} work: name another, such as PYTHON=python3.{oldest + 1} make serve"
+        return (
+            f"{sys.executable} is Python {version[0]}.{version[1]}, and 3.{oldest} to 3.{first_above - 1} work: "
+            f"name another, such as PYTHON=python3.{oldest + 1} make serve"
+        )
     if importlib.util.find_spec("pip") is None:
         return f"{sys.executable} has no pip (Debian: apt-get install python3-pip)"
     compiler = os.environ.get("CXX", "g++")
