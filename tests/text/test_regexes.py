@@ -10,7 +10,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from server.text.grammars.grammar import json_grammar, regex_grammar
-from server.text.grammars.regexes import mend_regex, mend_regexes
+from server.text.grammars.regexes import mend_regex
+from server.text.grammars.schemas import mend_schema
 
 VALUES = ['"', "\\", "\n", "\t", "a", "!", "é", "]", "^"]
 
@@ -41,13 +42,13 @@ def test_only_negated_classes_change() -> None:
 
 def test_only_patterns_change() -> None:
     schema = {
-        "properties": {"pattern": {"type": "string", "pattern": "[^a]"}, "const": {"enum": ["[^a]"]}},
+        "properties": {"pattern": {"type": "string", "pattern": "[^a]"}, "const": {"pattern": "[^a]"}},
         "patternProperties": {"[^b]": {"const": {"pattern": "[^c]"}}},
         "anyOf": [{"pattern": "[^d]"}, True],
         "default": {"pattern": "[^e]"},
     }
-    assert mend_regexes(schema) == {
-        "properties": {"pattern": {"type": "string", "pattern": "[^\\x01a]"}, "const": {"enum": ["[^a]"]}},
+    assert mend_schema(schema) == {
+        "properties": {"pattern": {"type": "string", "pattern": "[^\\x01a]"}, "const": {"pattern": "[^\\x01a]"}},
         "patternProperties": {"[^\\x01b]": {"const": {"pattern": "[^c]"}}},
         "anyOf": [{"pattern": "[^\\x01d]"}, True],
         "default": {"pattern": "[^e]"},

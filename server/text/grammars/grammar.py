@@ -11,7 +11,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from server.text.dialect import MAX_CALLS, Dialect
 from server.text.grammars.closing import close_objects
-from server.text.grammars.regexes import mend_regexes
+from server.text.grammars.schemas import mend_schema
 
 # JSON on one line, with a space after a colon or a comma at most: where more is allowed, a small model gets lost in it.
 _JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
@@ -111,7 +111,8 @@ def _lark(text: str) -> str:
 
 def _inline(schema: Any) -> str:
     """A schema within Lark text."""
-    styled = {"x-guidance": _JSON_STYLE, **mend_regexes(schema)} if isinstance(schema, dict) else schema
+    mended = mend_schema(schema)
+    styled = {"x-guidance": _JSON_STYLE, **mended} if isinstance(mended, dict) else mended
     return f"%json {json.dumps(styled, ensure_ascii=False)}"
 
 

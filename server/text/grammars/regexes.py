@@ -8,30 +8,7 @@ are ECMAScript's, which are ASCII.
 
 from __future__ import annotations
 
-from typing import Any
-
 _ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
-# Their values are data, not schemas.
-_DATA = frozenset({"const", "enum", "default", "examples"})
-
-
-def mend_regexes(schema: Any) -> Any:
-    """A copy of a schema whose regular expressions llguidance keeps to. Raises RecursionError for one nested too deeply."""
-    if isinstance(schema, list):
-        return [mend_regexes(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    mended: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _DATA:
-            mended[key] = value
-        elif key == "pattern" and isinstance(value, str):
-            mended[key] = mend_regex(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            mended[key] = {mend_regex(name): mend_regexes(inner) for name, inner in value.items()}
-        else:
-            mended[key] = mend_regexes(value)
-    return mended
 
 
 def mend_regex(pattern: str) -> str:
