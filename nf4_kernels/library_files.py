@@ -11,6 +11,7 @@ build.py is imported where it is called: `python -m nf4_kernels.build` imports t
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -85,8 +86,32 @@ def _cached(archs: str) -> Path:
 
 
 def _find(name: str, archs: str) -> Path | None:
-    candidates = (_own_folder() / name, _cached(archs) / name)
-    return next((path for path in candidates if path.exists()), None)
+    own, cached = _own_folder() / name, _cached(archs) / name
+    if own.exists():
+        return own
+    if not cached.exists():
+        return None
+    reason = untrusted(cached)
+    if reason is not None:
+        print(f"nf4_kernels: {reason}", file=sys.stderr, flush=True)
+    return cached if reason is None else None
+
+
+def untrusted(path: Path) -> str | None:
+    """Why code in a cache folder is not loaded; None if nobody but this user and root can have written it.
+
+    A group may write to it if this process belongs to that group, as in volumes of containers. OSError if it is not there.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    stored, folder = path.stat(), path.parent.stat()
+    if stored.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {stored.st_uid}, so it is not loaded"
+    if stored.st_mode & stat.S_IWOTH or (folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX):
+        return f"every user may write to {path}, so it is not loaded"
+    if stored.st_mode & stat.S_IWGRP and stored.st_gid not in (os.getegid(), *os.getgroups()):
+        return f"group {stored.st_gid} may write to {path}, so it is not loaded"
+    return None
 
 
 def _compile(name: str, archs: str, compile_into: Callable[..., Path]) -> Path | str:

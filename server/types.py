@@ -184,6 +184,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     preemptions: int = 0
+    failed_steps: dict[str, int] = {}
     step_seconds: float = 0.0
     step_tokens: int = 0
     step_prefill_tokens: int = 0

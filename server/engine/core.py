@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from server.config import EngineConfig
 from server.engine.accounting import Accounting, Checked
-from server.engine.execution import execute
+from server.engine.execution import Executor
 from server.engine.grammar import Grammars
 from server.engine.outputs import OutputBuilder
 from server.engine.requests import check_request
@@ -48,6 +48,7 @@ class Engine:
     ) -> None:
         """other_memory: (bytes used, bytes) of the devices of the other ranks, where there are any."""
         self._runner = runner
+        self._executor = Executor(runner)
         self._other_memory = other_memory
         self._grammars = grammars
         limits = runner.limits
@@ -225,6 +226,7 @@ class Engine:
             kv_blocks_used=self._blocks.num_used,
             kv_blocks_total=self._blocks.num_blocks,
             preemptions=self._scheduler.num_preemptions,
+            failed_steps=dict(self._executor.failed_steps),
             step_seconds=clock.seconds if step else 0.0,
             step_tokens=step.num_tokens if step else 0,
             step_prefill_tokens=step.prefill_tokens if step else 0,
@@ -253,7 +255,7 @@ class Engine:
 
     def _compute(self, step: Step) -> list[RequestOutput]:
         """Execute a scheduled step, account for it, and say what each of its requests got."""
-        results, failures = execute(self._runner, step)
+        results, failures = self._executor.execute(step)
         self._scheduler.advance(step)
         if step.guesses:
             return self._accounting.tell(self._accounting.settle_guesses(step, results))

@@ -1,8 +1,9 @@
-"""A step's execution, in which the failure of one sequence does not fail the others."""
+"""A step's execution: what a failure ends, and what it leaves alone."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import torch
 
@@ -10,32 +11,67 @@ from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
+from server.engine.scheduling.prompt_images import ImageError
 from server.engine.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
 
+_LOST = (torch.AcceleratorError, ExchangeError)
+"""After these only a new process helps: the device's context is lost, or other ranks wait in the step."""
 
-def execute(runner: ModelRunner, step: Step) -> tuple[list[Sampled], dict[str, str]]:
-    """One result for each of step.sampled, and the requests that failed with the reasons.
 
-    Raises torch.AcceleratorError and ExchangeError, after which only a new process helps.
-    """
-    try:
-        return runner.execute(step), {}
-    except (torch.AcceleratorError, ExchangeError):
-        raise  # the device's context is lost, or other ranks wait in the step
-    except Exception:
-        step.guesses, step.drafted = {}, None
-        logger.exception("a step of %d sequences failed; trying each alone", len(step.chunks))
-    # Computing a chunk again writes the same keys and values again, so sequences that are not at fault lose nothing.
-    results: list[Sampled] = []
-    failures: dict[str, str] = {}
-    for chunk in step.chunks:
+class Executor:
+    """Executes steps and counts those that failed, by cause: "request" or "engine"."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.failed_steps: Counter[str] = Counter(request=0, engine=0)
+
+    def execute(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
+        """One result for each of step.sampled, and the requests that failed with the reasons.
+
+        Where a request's own data cannot be computed (ImageError), that request fails alone. Any other error is a fault of
+        the engine: all requests of the step fail with it, and nothing is computed again. Raises torch.AcceleratorError and
+        ExchangeError, after which only a new process helps.
+        """
         try:
-            results += runner.execute(Step([chunk]))
-        except (torch.AcceleratorError, ExchangeError):
+            return self._runner.execute(step), {}
+        except _LOST:
             raise
+        except ImageError as e:
+            self.failed_steps["request"] += 1
+            logger.warning("a step of %d sequences failed, each is computed alone: %s", len(step.chunks), e)
+            return self._each_alone(step)
         except Exception as e:
-            failures[chunk.sequence.request_id] = f"the model failed: {type(e).__name__}: {first_line(e)}"
-            results += [Sampled(0)] if chunk.samples else []
-    return results, failures
+            self._note_fault(step)
+            return _failures(step, e)
+
+    def _each_alone(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
+        """execute() chunk by chunk; the same keys and values are written again, so sequences not at fault lose nothing."""
+        results: list[Sampled] = []
+        failures: dict[str, str] = {}
+        step.guesses, step.drafted = {}, None
+        for chunk in step.chunks:
+            alone = Step([chunk])
+            try:
+                results += self._runner.execute(alone)
+            except _LOST:
+                raise
+            except Exception as e:
+                if not isinstance(e, ImageError):
+                    self._note_fault(alone)
+                found, failed = _failures(alone, e)
+                results += found
+                failures |= failed
+        return results, failures
+
+    def _note_fault(self, step: Step) -> None:
+        self.failed_steps["engine"] += 1
+        logger.exception("a step of %d sequences failed by a fault of the engine; its requests end", len(step.chunks))
+
+
+def _failures(step: Step, error: Exception) -> tuple[list[Sampled], dict[str, str]]:
+    """What execute() gives for a step whose every request failed."""
+    step.guesses, step.drafted = {}, None
+    reason = f"the model failed: {type(error).__name__}: {first_line(error)}"
+    return [Sampled(0)] * step.num_sampled, {chunk.sequence.request_id: reason for chunk in step.chunks}

@@ -1,13 +1,14 @@
-"""Which errors of a start come back with every start, and which may pass."""
+"""Errors of a start as permanent (no new start) or transient."""
 
 from __future__ import annotations
 
 from server.checkpoint.base import CheckpointError
 
 # Errors that the same code raises again on the same files: neither the system's errors nor a lack of memory.
-_OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError)
-# In the messages of RuntimeErrors of a device or of other processes, which may be gone a moment later.
-_OF_DEVICES = ("cuda", "cublas", "cudnn", "nccl", "gloo", "out of memory", "can't allocate", "timed out", "connection")
+_OF_CODE = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
+    *(TypeError, ValueError),
+)
 
 
 def is_permanent(error: BaseException) -> bool:
@@ -15,14 +16,12 @@ def is_permanent(error: BaseException) -> bool:
 
     A start that may succeed the next time (memory that another process still has, a disk, a device) is worth trying again.
     """
-    import torch
-
     if is_refusal(error):
         return True
-    if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+    if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    if isinstance(error, RuntimeError):
-        return not any(word in str(error).lower() for word in _OF_DEVICES)
+    # Plain RuntimeErrors are torch's for wrong shapes and for libraries of a device, such as cuBLAS without memory. A start
+    # too many costs a minute, a start too few the server.
     return isinstance(error, _OF_CODE)
 
 

@@ -90,6 +90,7 @@ class EngineCollector(Collector):
             ),
             ("linear_seconds", "Time spent in NF4 linear layers since the engine started.", stats.linear_seconds_total),
         )
+        yield self._failed_steps(stats.failed_steps)
         yield self._kernels(stats.kernel_seconds)
         if stats.accepted_by_place:
             yield self._accepted(stats.accepted_by_place)
@@ -132,6 +133,16 @@ class EngineCollector(Collector):
             family = CounterMetricFamily(f"nf4_{name}", text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
+
+    def _failed_steps(self, by_cause: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(
+            "nf4_failed_steps",
+            "Steps that failed, by cause: a request's data, or a fault of the engine.",
+            labels=["model_name", "cause"],
+        )
+        for cause, count in by_cause.items():
+            family.add_metric([self._model, cause], count)
+        return family
 
     def _kernels(self, seconds: dict[str, float]) -> Metric:
         family = CounterMetricFamily(

@@ -14,6 +14,7 @@ from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
+from server.engine.scheduling.prompt_images import ImageError
 from server.engine.scheduling.step import Step
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
@@ -102,7 +103,7 @@ def test_an_id_in_use_is_refused() -> None:
     assert len(tokens(outputs)) == 8
 
 
-def test_an_exception_in_a_step_fails_only_the_sequence_that_causes_it(
+def test_an_image_that_cannot_be_computed_fails_its_request_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected_engine, _ = make_engine()
@@ -113,7 +114,7 @@ def test_an_exception_in_a_step_fails_only_the_sequence_that_causes_it(
 
     def faulty(step: Step) -> list[Sampled]:
         if any(c.sequence.request_id == "bad" and c.start > 6 for c in step.chunks):
-            raise RuntimeError("no kernel for this\nsecond line")
+            raise ImageError("no such picture\nsecond line")
         return execute(step)
 
     monkeypatch.setattr(runner, "execute", faulty)
@@ -121,10 +122,36 @@ def test_an_exception_in_a_step_fails_only_the_sequence_that_causes_it(
     outputs = run_together(engine, good, bad)
     assert tokens(outputs[good.request_id]) == expected
     assert outputs["bad"][-1].finish_reason == "error"
-    assert outputs["bad"][-1].error == "the model failed: RuntimeError: no kernel for this"
+    assert outputs["bad"][-1].error == "the model failed: ImageError: no such picture"
+    assert engine.stats().failed_steps == {"request": 1, "engine": 0}
     lines = [line for line in caplog.records if line.getMessage().startswith("bad failed")]
     assert [getattr(line, "http_request_id", None) for line in lines] == ["the client's"]
     assert engine.stats().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("error", [TypeError("'int' is not iterable"), ValueError("x must end in 64")])
+def test_a_fault_of_the_engine_ends_its_step_once_and_the_engine_goes_on(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed again: a fault that comes back with every step must not make a slow server of it."""
+    engine, runner = make_engine()
+    execute, calls = runner.execute, 0
+
+    def faulty(step: Step) -> list[Sampled]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise error
+        return execute(step)
+
+    monkeypatch.setattr(runner, "execute", faulty)
+    requests = [make_request(5, name, ignore_eos=True) for name in "abc"]
+    outputs = run_together(engine, *requests)
+    assert {found[-1].error for found in outputs.values()} == {f"the model failed: {type(error).__name__}: {error}"}
+    assert calls == 3
+    assert engine.stats().failed_steps == {"request": 0, "engine": 1}
+    assert engine.stats().kv_blocks_used == 0
+    assert len(tokens(run_together(engine, make_request(5, "next", ignore_eos=True))["next"])) == 8
 
 
 def test_logits_that_are_not_numbers_fail_only_their_request(monkeypatch: pytest.MonkeyPatch) -> None:

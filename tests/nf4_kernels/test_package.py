@@ -184,3 +184,35 @@ def test_libraries_go_where_the_package_may_be_written(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         assert library_files.cpu_library() == path
+
+
+def test_code_that_others_can_have_written_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "libnf4_cpu.so"
+    path.touch(0o644)
+    assert library_files.untrusted(path) is None
+    monkeypatch.setattr(os, "getgroups", list)
+    monkeypatch.setattr(os, "getegid", lambda: path.stat().st_gid)
+    path.chmod(0o664)
+    assert library_files.untrusted(path) is None  # this process's own group
+    monkeypatch.setattr(os, "getegid", lambda: path.stat().st_gid + 1)
+    assert "group" in str(library_files.untrusted(path))
+    for file, folder, allowed in ((0o646, 0o755, False), (0o644, 0o777, False), (0o644, 0o1777, True)):
+        path.chmod(file)
+        tmp_path.chmod(folder)
+        assert (library_files.untrusted(path) is None) == allowed
+    user = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert (f"belongs to user {user}" in str(library_files.untrusted(path))) == (user != 0)
+
+
+def test_a_cached_library_of_others_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "IS_CHECKOUT", False)
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "build_cpu", lambda folder, report: folder / "made anew")
+    cached = tmp_path / "cache" / "nf4-kernels" / build.sources_digest() / "libnf4_cpu.so"
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    assert library_files.cpu_library() == cached
+    cached.chmod(0o666)
+    assert library_files.cpu_library() == cached.parent / "made anew"

@@ -32,6 +32,7 @@ def test_engine_state_is_read_when_scraped() -> None:
     metrics = Metrics("m")
     assert value(metrics, "nf4_engine_up") == 0
     stats = EngineStats(
+        failed_steps={"request": 2, "engine": 1},
         running=3, waiting=2, kv_blocks_used=5, kv_blocks_total=20, preemptions=1, step_batch=3, step_tokens=40,
         step_seconds=0.002, dequant_seconds_total=1.5, linear_seconds_total=2.5,
         drafts=3, draft_tokens=9, accepted_by_place=[2, 1], shared_store_bytes=4096,
@@ -45,6 +46,8 @@ def test_engine_state_is_read_when_scraped() -> None:
     assert value(metrics, "nf4_num_requests_waiting") == 2
     assert value(metrics, "nf4_kv_cache_usage_perc") == 0.25
     assert value(metrics, "nf4_num_preemptions_total") == 1
+    assert value(metrics, "nf4_failed_steps_total", cause="request") == 2
+    assert value(metrics, "nf4_failed_steps_total", cause="engine") == 1
     assert value(metrics, "nf4_engine_up") == 1
     assert value(metrics, "nf4_engine_restarts_total") == 4
     assert value(metrics, "nf4_dequant_seconds_total") == 1.5

@@ -114,11 +114,16 @@ def shown(value: str, limit: int = 100) -> str:
 
 
 def renamed(error: ApiError, names: dict[str, str]) -> ApiError:
-    """An error about the chat that a request was translated into, with the request's own names for its options."""
+    """An error about the chat that a request was translated into, with the request's own name for its option.
+
+    In the message the name changes only where it stands in quotes for the first time, as the error's own words have it:
+    what follows may quote the client.
+    """
     for chat, own in names.items():
         if error.param is not None and error.param.startswith(chat):
-            error.message = error.message.replace(chat, own)
-            error.param = own + error.param[len(chat) :]
+            param = own + error.param[len(chat) :]
+            error.message = error.message.replace(f"'{error.param}'", f"'{param}'", 1)
+            error.param = param
             break
     return error
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import subprocess
 import tempfile
 from pathlib import Path
 
+from nf4_kernels.library_files import untrusted
 from server.config import default_cache_dir
+
+logger = logging.getLogger(__name__)
 
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp"),
@@ -32,7 +36,10 @@ def load_native(source: Path) -> ctypes.CDLL | str:
         text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
         key = text + version + repr((FLAGS, cpu_features())).encode()
         library = default_cache_dir() / "native" / f"{source.stem}-{hashlib.sha256(key).hexdigest()[:16]}.so"
-        if not library.exists():
+        reason = untrusted(library) if library.exists() else None
+        if reason is not None:
+            logger.warning("%s; it is compiled again", reason)
+        if reason is not None or not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=library.parent) as work:
                 made = Path(work) / library.name

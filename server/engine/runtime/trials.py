@@ -23,7 +23,7 @@ def failure(attempt: Callable[[], object]) -> str | None:
     except _DEVICE_ERRORS:
         raise
     except Exception as e:
-        logger.debug("what was tried fails", exc_info=True)
+        logger.info("what was tried fails", exc_info=True)
         return summary(e)
     return None
 

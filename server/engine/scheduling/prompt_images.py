@@ -12,6 +12,10 @@ import numpy.typing as npt
 from server.engine.scheduling.prefix import Spanning
 
 
+class ImageError(ValueError):
+    """A request's image does not fit its prompt or cannot be computed: the request fails, and no other one."""
+
+
 @dataclass(frozen=True)
 class PromptImage:
     """One image. Its features, a row for each of its placeholders, stand in for their embeddings."""

@@ -1,6 +1,6 @@
 """Compiled layers kept in the user's cache folder, so that a later start needs neither a trace nor a compiler.
 
-What is read back is executed, so the folder belongs to the user alone, like the compiled libraries beside it.
+What is read back is executed, so it is read only if nobody but the user and root can have written it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from nf4_kernels.cuda import load_error
+from nf4_kernels.library_files import untrusted
 from server.config import default_cache_dir
 from server.engine.runtime.native import cpu_features
 from server.engine.runtime.sources import code_digest
@@ -66,8 +67,11 @@ def _compiler_settings() -> list[tuple[str, str]]:
 def load_artifact(path: Path, layer: nn.Module) -> Callable[..., Any] | None:
     """The function kept at path for a layer like the one it was compiled from; None where there is none that works."""
     try:
-        data = path.read_bytes()
+        reason, data = untrusted(path), path.read_bytes()
     except OSError:
+        return None
+    if reason is not None:
+        logger.warning("%s; layers are compiled again", reason)
         return None
     with contextlib.suppress(OSError):  # the folder may be another user's
         os.utime(path)

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from server.checkpoint.images import WHOLE_IMAGES
 from server.checkpoint.names import TOWERS
 from server.engine.runtime.image_rows import ImageRows
-from server.engine.scheduling.prompt_images import PromptImage, PromptImages
+from server.engine.runtime.trials import first_line
+from server.engine.scheduling.prompt_images import ImageError, PromptImage, PromptImages
 from server.types import ImageInput
 
 FEATURE_CACHE_BYTES = 512 * 2**20
@@ -66,17 +67,17 @@ class ImageTower:
         """Whether an image's tokens see one another in both directions."""
 
     def layout(self, tokens: Sequence[int], images: Sequence[ImageInput]) -> PromptImages:
-        """The images of a prompt in the places of its placeholders. Raises ValueError where they do not fit there."""
+        """The images of a prompt in the places of its placeholders. Raises ImageError where they do not fit there."""
         ids = np.array(tokens, np.int64)
         placed = []
         end = 0
         for image in images:
             if not end <= image.start < image.end <= len(ids):
-                raise ValueError("the images' places do not follow one another in the prompt")
+                raise ImageError("the images' places do not follow one another in the prompt")
             end = image.end
             places = np.flatnonzero(ids[image.start : end] == self.token_id) + image.start
             if not len(places) or (places[0], places[-1]) != (image.start, end - 1):
-                raise ValueError("an image has no placeholders where it says that they are")
+                raise ImageError("an image has no placeholders where it says that they are")
             placed.append(PromptImage(image.key, places, image.file))
         return PromptImages(placed, self._positions(ids, placed), self.whole)
 
@@ -96,13 +97,12 @@ class ImageTower:
 
         On the model's device if it has just been computed, else in host memory.
 
-        Raises ValueError where the tower gives another number of rows than the image has placeholders.
+        Raises ImageError where the tower fails or gives another number of rows than the image has placeholders.
         """
         found = self._cache.get(image.key)
         if found is None:
             tensors = _read(image.file)
-            with self._timed():
-                found = self._compute(tensors)
+            found = self._timed_features(tensors)
             self.runs += 1
             if found.nbytes <= self._cache_bytes:
                 self._cache[image.key] = found.in_host_memory()
@@ -113,10 +113,20 @@ class ImageTower:
             self._cache.move_to_end(image.key)
             self.hits += 1
         if len(found.embeddings) != len(image.places):
-            raise ValueError(
+            raise ImageError(
                 f"an image has {len(image.places)} placeholders, the model's tower makes {len(found.embeddings)} rows of it"
             )
         return found
+
+    def _timed_features(self, tensors: Mapping[str, torch.Tensor]) -> ImageFeatures:
+        try:
+            with self._timed():
+                return self._compute(tensors)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception as e:
+            # The tower is transformers' own, and what it gets is the client's picture.
+            raise ImageError(f"the model's image tower failed: {type(e).__name__}: {first_line(e)}") from e
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -167,12 +177,12 @@ def has_tower(model: PreTrainedModel) -> bool:
 
 
 def _read(file: str, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a prepared image, all unless names are given. Raises ValueError where the file is not there."""
+    """Tensors of a prepared image, all unless names are given. Raises ImageError where the file is not there."""
     try:
         with safe_open(file, framework="pt") as stored:
             return {name: stored.get_tensor(name) for name in names or stored.keys()}
     except (OSError, SafetensorError) as e:
-        raise ValueError(f"a prepared image cannot be read: {' '.join(str(e).split())}") from e
+        raise ImageError(f"a prepared image cannot be read: {' '.join(str(e).split())}") from e
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def record_with_trials(paged: PagedModel, num_blocks: int) -> bool:
     try:
         recorded = RecordedLayers(layers, backend)
     except RecordingError as e:
-        logger.debug("small steps are not recorded: %s", e)
+        logger.info("steps of few tokens are not recorded, and take up to half as long again: %s", e)
         return False
 
     def try_it() -> None:
@@ -50,7 +50,7 @@ def record_with_trials(paged: PagedModel, num_blocks: int) -> bool:
 
     wrong = failure(try_it) or recorded.refusal
     if wrong is not None:
-        logger.debug("small steps are not recorded: %s", wrong)
+        logger.info("steps of few tokens are not recorded, and take up to half as long again: %s", wrong)
         recorded.undo()
         return False
     _trace_with_trials(paged, TracedSteps(paged.model, recorded, backend), num_blocks)
@@ -76,7 +76,7 @@ def _trace_with_trials(paged: PagedModel, traced: TracedSteps, num_blocks: int) 
 
         wrong = failure(try_it)
         if wrong is not None:
-            logger.debug("small steps are not traced: %s", wrong)
+            logger.info("steps of %d tokens and more go through the model's class, more slowly: %s", count, wrong)
             traced.forget(count)
             break
         if time.monotonic() > end:
