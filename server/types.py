@@ -69,8 +69,6 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True):
     """The prompt's images, in their order."""
     client: int = 0
     """The API process that it is of; 0 is the one that supervises the engine."""
-    api_key: int | None = None
-    """The number of the API key that it was asked with; None where none is needed."""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
@@ -203,8 +201,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Guesses that were checked."""
     accepted_by_place: list[int] = []
     """Guesses that were accepted, by their place among the sequence's guesses of a step; empty without speculation."""
-    shared_store_bytes: int | None = None
-    """Memory that the shared store of recent answers takes (speculation); None where there is none."""
     images_computed: int = 0
     """Images that the tower has computed."""
     image_feature_hits: int = 0

@@ -75,11 +75,6 @@ class EngineConfig(Section):
     speculation: Literal["off", "lookup", "draft"] = "off"
     """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer, draft from
     draft_model."""
-    speculation_shared_store: Literal[0] | Annotated[int, Field(ge=2**20)] = 0
-    """With speculation lookup: bytes for recent answers of the same adapter and API key, from which guesses are taken, too.
-
-    0: guesses come from the request's own text only.
-    """
     draft_model: str | None = None
     """With speculation draft: a smaller model with the same tokenizer; a folder, a hub id or the embedded model's name."""
     lora_modules: tuple[LoraModule, ...] = ()
@@ -111,14 +106,6 @@ class EngineConfig(Section):
             raise ValueError("speculation is draft, and draft_model does not say which model guesses")
         if self.draft_model is not None and self.speculation != "draft":
             raise ValueError(f"draft_model is set, and speculation is {self.speculation}; it has to be draft")
-        return self
-
-    @model_validator(mode="after")
-    def _answers_are_looked_up(self) -> EngineConfig:
-        if self.speculation_shared_store and self.speculation != "lookup":
-            raise ValueError(
-                f"speculation_shared_store is set, and speculation is {self.speculation}; it has to be lookup"
-            )
         return self
 
     @model_validator(mode="after")

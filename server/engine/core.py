@@ -23,7 +23,6 @@ from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
 from server.engine.scheduling.step import Step
 from server.engine.speculation.drafts import DraftSpeculator
-from server.engine.speculation.shared_store import SharedStore
 from server.engine.speculation.speculator import Speculator
 from server.types import (
     AdapterResult,
@@ -73,8 +72,6 @@ class Engine:
         self._random = random.SystemRandom()
         self._speculator = self._make_speculator(config)
         self._accounting = Accounting(self._scheduler, self._outputs, self._pace, self._speculator)
-        if self._speculator is not None and self._speculator.store is not None:
-            self._scheduler.on_end = self._speculator.note_end
 
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         costs, longest, draft_model = (
@@ -85,8 +82,7 @@ class Engine:
         if config.speculation == "off" or costs is None:
             return None
         if config.speculation == "lookup":
-            shared = config.speculation_shared_store
-            return Speculator(costs, longest, SharedStore(shared) if shared else None)
+            return Speculator(costs, longest)
         assert draft_model is not None
         budget = token_budget(config, self._runner.device)
         pace = self._pace
@@ -97,10 +93,6 @@ class Engine:
     def has_work(self) -> bool:
         """Whether step() has something to do."""
         return self._scheduler.has_work or self._pending is not None or bool(self._rejected)
-
-    def use_idle_time(self) -> bool:
-        """Work for about a millisecond at what can wait until there are no requests; returns whether more is left."""
-        return self._speculator is not None and self._speculator.use_idle_time()
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; one that cannot run gets its error as the output of the next step."""
@@ -239,7 +231,6 @@ class Engine:
             drafts=0 if speculator is None else speculator.drafts,
             draft_tokens=0 if speculator is None else speculator.draft_tokens,
             accepted_by_place=[] if speculator is None else list(speculator.accepted),
-            shared_store_bytes=None if speculator is None or speculator.store is None else speculator.store.num_bytes,
             images_computed=0 if tower is None else tower.runs,
             image_feature_hits=0 if tower is None else tower.hits,
             image_tower_seconds=0.0 if tower is None else tower.seconds,

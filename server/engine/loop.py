@@ -243,8 +243,7 @@ def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, cha
     while not stop.requested:
         aborted = False
         reading = runner.adapters is not None and runner.adapters.num_reading > 0
-        busy = engine.has_work or engine.use_idle_time()
-        for message in channel.receive(0 if busy else READING_POLL_MS if reading else IDLE_POLL_MS):
+        for message in channel.receive(0 if engine.has_work else READING_POLL_MS if reading else IDLE_POLL_MS):
             match message:
                 case GenerateRequest():
                     engine.add(message)

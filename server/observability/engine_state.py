@@ -58,10 +58,6 @@ class EngineCollector(Collector):
         )
         if (cache := self._cache()) is not None:
             yield self._cache_config(cache)
-        if stats.shared_store_bytes is not None:
-            yield from self._gauges(
-                ("spec_decode_shared_store_bytes", "Bytes of recent answers to guess from.", stats.shared_store_bytes)
-            )
         yield from self._memory(stats)
         yield from self._counters(
             ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),

@@ -35,7 +35,7 @@ def test_engine_state_is_read_when_scraped() -> None:
         failed_steps={"request": 2, "engine": 1},
         running=3, waiting=2, kv_blocks_used=5, kv_blocks_total=20, preemptions=1, step_batch=3, step_tokens=40,
         step_seconds=0.002, dequant_seconds_total=1.5, linear_seconds_total=2.5,
-        drafts=3, draft_tokens=9, accepted_by_place=[2, 1], shared_store_bytes=4096,
+        drafts=3, draft_tokens=9, accepted_by_place=[2, 1],
         images_computed=3, image_feature_hits=2, image_tower_seconds=0.25,
         prefix_cache_queries=10, prefix_cache_hits=4, graph_replays=7, device_memory_used=2**30,
         device_memory_total=2**31, nf4_weight_bytes=12, kernel_seconds={"cuda_rows": 1.0, "cuda_dequantize": 0.5},
@@ -64,7 +64,6 @@ def test_engine_state_is_read_when_scraped() -> None:
     assert value(metrics, "nf4_spec_decode_num_draft_tokens_total") == 9
     assert value(metrics, "nf4_spec_decode_num_accepted_tokens_total") == 3
     assert value(metrics, "nf4_spec_decode_num_accepted_tokens_per_pos_total", position="1") == 1
-    assert value(metrics, "nf4_spec_decode_shared_store_bytes") == 4096
     assert value(metrics, "nf4_device_memory_used_bytes") == 2**30
     assert value(metrics, "nf4_device_memory_total_bytes") == 2**31
     assert value(metrics, "nf4_weight_bytes") == 12

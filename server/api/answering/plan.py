@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from server.api.answering.generation import Generation, SequenceRun
 from server.api.answering.limits import resolve_max_tokens
 from server.api.answering.service import Backend, Service
-from server.api.http.access import current_key
 from server.api.http.admission import Ticket
 from server.api.http.deadline import allowed_seconds
 from server.api.openai.options import GenerationOptions
@@ -62,8 +61,7 @@ def start_generation(service: Service, backend: Backend, ticket: Ticket, plan: G
     for prompt in plan.prompts:
         for sampling in _sampling(service, backend, plan, len(prompt)):
             name = f"{plan.answer_id}-{len(runs)}"
-            images, key = list(plan.images), current_key.get()
-            request = GenerateRequest(name, prompt, sampling, adapter, request_id.get(), images, api_key=key)
+            request = GenerateRequest(name, prompt, sampling, adapter, request_id.get(), list(plan.images))
             runs.append(
                 SequenceRun(
                     len(runs),

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import hmac
 from collections.abc import Sequence
-from contextvars import ContextVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +17,6 @@ from server.api.http.errors import ApiError, answer_api_error
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json"})
 # What the pages are made of; its route answers a list of files and nothing else.
 OPEN_FOLDER = "/static/"
-current_key: ContextVar[int | None] = ContextVar("current_key", default=None)
-"""The number of the API key of the request that is being handled; None where none is needed."""
 
 
 class AccessLayer:
@@ -37,7 +34,6 @@ class AccessLayer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand one request on, or answer it."""
-        current_key.set(None)
         if scope["type"] != "http" or not self._digests or scope["method"] == "OPTIONS" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
@@ -49,7 +45,6 @@ class AccessLayer:
             await response(scope, receive, send)
             return
         scope.setdefault("state", {})["api_key"] = key
-        current_key.set(key)
         place = contextlib.ExitStack()
         place.callback(self._counts.add, FIRST_KEY + key, -1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
@@ -58,8 +58,6 @@ class Scheduler:
         """Tokens of new sequences that were looked up in the prefix cache."""
         self.prefix_hits = 0
         """Looked-up tokens that were found."""
-        self.on_end: Callable[[Sequence], None] | None = None
-        """Called with each sequence that has ended, whatever the reason."""
 
     @property
     def has_work(self) -> bool:
@@ -342,5 +340,3 @@ class Scheduler:
         sequence.give_row_back()
         sequence.phase = Phase.FINISHED
         del self._by_id[sequence.request_id]
-        if self.on_end is not None:
-            self.on_end(sequence)

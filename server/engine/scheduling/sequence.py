@@ -15,7 +15,6 @@ PLACEHOLDER = -1
 """Stands in a sequence's tokens for one that the device has sampled and the host has not read yet (async scheduling)."""
 
 
-Owner = tuple[bytes, int | None]
 """Whose an answer is: the salt of its adapter (empty without one) and the number of its API key (None without one)."""
 
 
@@ -147,10 +146,9 @@ class Sequence:
         self.adapter = None if adapter is None else adapter.slot
         """The slot of its LoRA adapter."""
         self.adapter_name = request.adapter
-        self.owner: Owner = (b"" if adapter is None else adapter.salt, request.api_key)
-        """Only sequences of the same owner are guessed from its answer."""
         # Every token of a prompt that is scored has to be computed.
-        self.cache_salt = self.owner[0] if self.sampling.prompt_logprobs is None else request.request_id.encode()
+        scored = self.sampling.prompt_logprobs is not None
+        self.cache_salt = request.request_id.encode() if scored else b"" if adapter is None else adapter.salt
         """Sequences of different salts share no blocks."""
         self.num_named = 0
         """KV blocks, from the first on, that other sequences can find by key."""

@@ -8,24 +8,17 @@ from heapq import nlargest
 from server.engine.scheduling.sequence import GuessSource, Sequence
 from server.engine.scheduling.step import Running, Step
 from server.engine.speculation.costs import MOST_GUESSES, StepCosts, gains_of
-from server.engine.speculation.guesser import Guesser, SharedReader
-from server.engine.speculation.shared_store import SharedStore
+from server.engine.speculation.guesser import Guesser
 
 FOLLOWED_PER_STEP = 1024
 """Tokens that are indexed before a step at most, so that a long prompt does not hold up other sequences (1 ms)."""
-LEAST_SHARED_PER_STEP = 32
-"""Tokens of earlier answers that are indexed behind a step, or as many as it has (30 us)."""
-SHARED_WHEN_IDLE = 1024
-"""Tokens of earlier answers that are indexed before it is seen whether there are new requests (1 ms)."""
 
 
 class Speculator:
     """Plans the guesses of steps by lookup, and counts how they fared."""
 
-    def __init__(self, costs: StepCosts, max_model_len: int, store: SharedStore | None = None) -> None:
-        """store: recent answers, where sequences are guessed from these, too."""
+    def __init__(self, costs: StepCosts, max_model_len: int) -> None:
         self.costs = costs
-        self.store = store
         self._max_model_len = max_model_len
         self.drafts = 0
         """Times that a sequence had guesses checked."""
@@ -83,8 +76,7 @@ class Speculator:
                 continue
             guesser = sequence.guesser
             if guesser is None:
-                shared = None if self.store is None else SharedReader(self.store, sequence.owner)
-                guesser = sequence.guesser = Guesser(sequence.num_prompt, shared)
+                guesser = sequence.guesser = Guesser(sequence.num_prompt)
             unknown = int(sequence.has_placeholder)
             known = len(sequence.tokens) - unknown
             if guesser.known < known:
@@ -116,21 +108,6 @@ class Speculator:
 
     def catch_up(self, step: Step) -> None:
         """Prepare for guesses behind a step that runs, or has run."""
-        if self.store is not None:
-            self.store.work(max(LEAST_SHARED_PER_STEP, step.num_tokens))
-
-    def use_idle_time(self) -> bool:
-        """Prepare for guesses while no sequence is there, for a millisecond; returns whether there is more to do."""
-        if self.store is None:
-            return False
-        self.store.work(SHARED_WHEN_IDLE)
-        return self.store.has_work
-
-    def note_end(self, sequence: Sequence) -> None:
-        """Keep the answer of a sequence that has ended, for later ones to be guessed from."""
-        answer = sequence.tokens[sequence.num_prompt : len(sequence.tokens) - sequence.has_placeholder]
-        if self.store is not None and answer and sequence.sampling.speculation and sequence.finish_reason != "error":
-            self.store.add(sequence.owner, answer)
 
     def note_guesses(self, sequence: Sequence, checked: int, accepted: int) -> None:
         """Count one sequence's guesses in one step; all that were accepted are among its tokens."""

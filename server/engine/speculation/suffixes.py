@@ -3,18 +3,9 @@
 A state stands for a set of substrings that end at the same positions; its length is that of the longest of them, and its
 link leads to the state of their longest suffix that ends at more positions (Blumer et al., 1985). The link of the state of
 all tokens is therefore the longest suffix that occurred before. A token adds at most two states, in amortised constant time.
-A reader follows another text through the same states.
 """
 
 from __future__ import annotations
-
-END = -1
-"""Stands behind a text in an index of several; no token is equal to it."""
-# Bytes of a state and of a token, its transitions included: somewhat more than CPython takes for texts of one token, of two,
-# of random ones and of words.
-_STATE_BYTES = 360
-_TOKEN_BYTES = 106
-_EMPTY_BYTES = 2048
 
 
 class SuffixIndex:
@@ -34,17 +25,6 @@ class SuffixIndex:
         """Tokens of the longest suffix that occurred before."""
         self.end = 0
         """Behind an earlier occurrence of that suffix: tokens[end] followed it. Of no meaning where match is 0."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes, at most."""
-        return _EMPTY_BYTES + _STATE_BYTES * len(self._lengths) + _TOKEN_BYTES * len(self.tokens)
-
-    def shrink(self, count: int) -> bool:
-        """Free that many states and tokens; returns whether any are left. It can do nothing else from then on."""
-        for part in (self.tokens, self._lengths, self._links, self._next, self._ends):
-            del part[-count:]
-        return bool(self._lengths or self.tokens)
 
     def append(self, token: int) -> None:
         """Index one more token."""
@@ -95,46 +75,3 @@ class SuffixIndex:
         while len(found) < count:
             found.append(found[-period])
         return found
-
-
-class IndexReader:
-    """Follows a text that is not in an index: the longest suffix of it that is, and what followed it there.
-
-    The index may grow meanwhile; what it then has of the text's past tokens is not looked for again. A token takes amortised
-    constant time.
-    """
-
-    def __init__(self, index: SuffixIndex) -> None:
-        self.index = index
-        self._state = 0
-        self.match = 0
-        """Tokens of the longest suffix of the text that are in the index."""
-        self.next = END
-        """What followed that suffix; END where nothing did."""
-
-    def append(self, token: int) -> None:
-        """Go on by a token."""
-        index = self.index
-        following, lengths, links = index._next, index._lengths, index._links
-        state, match = self._state, self.match
-        # Where the index has split the state since, its shorter substrings are its link's.
-        while state and match <= lengths[links[state]]:
-            state = links[state]
-        while state and token not in following[state]:
-            state = links[state]
-            match = lengths[state]
-        found = following[state].get(token)
-        if found is None:
-            self._state, self.match, self.next = 0, 0, END
-        else:
-            behind = index._ends[found] + 1
-            self._state, self.match = found, match + 1
-            self.next = index.tokens[behind] if behind < len(index.tokens) else END
-
-    def following(self, count: int) -> list[int]:
-        """Up to count tokens that followed that suffix, to the end of the text that it was in; none where match is 0."""
-        if not self.match:
-            return []
-        begin = self.index._ends[self._state] + 1
-        found = self.index.tokens[begin : begin + count]
-        return found[: found.index(END)] if END in found else found

@@ -38,7 +38,6 @@ from tests.engine.speculation.guessing import (
 FEW, MANY = 20, int(os.environ.get("SPECULATION_REQUESTS", "500")) // 3
 METHODS: dict[str, dict[str, Any]] = {
     "lookup": {"speculation": "lookup"},
-    "shared": {"speculation": "lookup", "speculation_shared_store": 2**20},
     "draft": {"speculation": "draft"},
 }
 
@@ -65,7 +64,7 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1500)]
 @pytest.mark.parametrize(
     ("kind", "method", "count"),
     [
-        *((kind, method, FEW) for kind in KINDS for method in METHODS if method != "shared" or kind == "async"),
+        *((kind, method, FEW) for kind in KINDS for method in METHODS),
         *(pytest.param(kind, method, MANY, marks=LONG) for kind in KINDS for method in METHODS),
     ],
 )
@@ -112,7 +111,6 @@ def test_answers_are_the_same_with_and_without(
     assert "trying each alone" not in caplog.text
     assert checked > 0.7 * count
     assert sum(stats.accepted_by_place) > (count // 4 if (kind, method) == ("async", "draft") else count)
-    assert (stats.shared_store_bytes or 0) > 0 or method != "shared"
     assert stats.draft_tokens > sum(stats.accepted_by_place)
     assert (stats.preemptions > 0) == (blocks < 240)
     runner = guessing._runner
