@@ -156,7 +156,6 @@ class Engine:
         before: EngineStats | None = None
         checked: Checked | None = None
         if pending is not None and pending.step.guesses:
-            self._guess_ahead(pending)
             # What is next depends on which guesses were right. The requests are told while the device goes on.
             # What was launched gives its pinned memory back when this returns, not while the device waits.
             ran, read, pending = pending.step, pending, None
@@ -268,18 +267,6 @@ class Engine:
             return self._runner.launch_check(step)
         speculator.costs.note_void()
         return self._runner.execute_async(step, None) if step.size else None
-
-    def _guess_ahead(self, launched: LaunchedStep) -> None:
-        """Have the next step's guesses made behind one with guesses that runs: the device does not wait for the host then.
-
-        They are for nothing where the next step is another one than expected, and a prompt would have to wait longer.
-        """
-        speculator, step = self._speculator, launched.step
-        assert speculator is not None
-        counts = {} if self._scheduler.may_admit else speculator.next_counts(step)
-        more = {own: count + len(step.guesses[own.request_id]) for own, count in counts.items()}
-        if more and self._scheduler.reserve_ahead(more):
-            speculator.draft_ahead(launched, counts)
 
     def _read_check(self, launched: LaunchedStep) -> Checked:
         """Wait for a launched step with guesses, and account for it."""

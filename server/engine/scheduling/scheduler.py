@@ -80,11 +80,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def may_admit(self) -> bool:
-        """Whether a sequence waits and there is a place for it."""
-        return bool(self._waiting) and len(self._running) < self._max_num_seqs
-
-    @property
     def adapters_in_use(self) -> set[int]:
         """Slots of the adapters of all sequences."""
         return {sequence.adapter for sequence in self._by_id.values() if sequence.adapter is not None}
@@ -143,16 +138,6 @@ class Scheduler:
                 if not guesses:
                     del step.guesses[sequence.request_id]
         step.chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.request_id in step.guesses)
-
-    def reserve_ahead(self, counts: dict[Sequence, int]) -> bool:
-        """Take the KV blocks for that many tokens of each sequence beyond its present ones, if there are enough for all."""
-        missing = sum(self._blocks.missing(own.blocks, len(own.tokens) + count) for own, count in counts.items())
-        # As in _admit(): guesses must not be what preempts a sequence.
-        if missing and missing > self._blocks.num_free - len(self._running):
-            return False
-        for sequence, count in counts.items():
-            self._grow(sequence, len(sequence.tokens) + count)
-        return True
 
     def follow(self, sequence: Sequence, tokens: list[int]) -> int:
         """Add accepted guesses, and the token behind them, to a sequence behind the token that resolve() has put there.

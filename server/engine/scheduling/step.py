@@ -194,12 +194,3 @@ class Step:
     def sampled(self) -> list[Chunk]:
         """Chunks that yield a token, in order."""
         return [chunk for chunk in self.chunks if chunk.samples]
-
-
-class Running(Protocol):
-    """A step that has been launched, and perhaps not read."""
-
-    @property
-    def step(self) -> Step:
-        """What it computes."""
-        ...

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
-from server.engine.scheduling.step import Drafted, Running, Step
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts, gains_of
 from server.engine.speculation.speculator import Speculator
 
@@ -41,21 +40,11 @@ class DraftModel(Protocol):
         """Compute that many more known tokens of each sequence, which their num_drafted says then."""
         ...
 
-    def guess(self, step: Step, ahead: Drafted | None = None) -> None:
+    def guess(self, step: Step) -> None:
         """Put guesses in the places that step.guesses has for them, or empty it where that fails.
 
-        The sequences' num_drafted says then that all their known tokens are computed. ahead: what guess_ahead() gave for
-        at least these places.
+        The sequences' num_drafted says then that all their known tokens are computed.
         """
-        ...
-
-    @property
-    def most_ahead(self) -> int:
-        """The most sequences for which guess_ahead() may be asked; 0: it cannot be."""
-        ...
-
-    def guess_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> Drafted | None:
-        """Guess behind a step with guesses that runs, or give None: see server.engine.runtime.speculation.draft_model."""
         ...
 
 
@@ -83,25 +72,17 @@ class DraftSpeculator(Speculator):
         self._steps_until_asked = 0
         # A plan made in advance: the sequences of a step, those that may have guesses, and what _chosen() gives for them.
         self._prepared: tuple[int, set[Sequence], list[Sequence]] | None = None
-        # Guesses that were launched for that plan, and those for the plan that is carried out now.
-        self._ahead: Drafted | None = None
-        self._planned_ahead: Drafted | None = None
 
     def plan(self, step: Step) -> bool:
         """Plan as Speculator does; step.guesses gets places for guesses, which draft() fills."""
         step.guesses, prepared, self._prepared = {}, self._prepared, None
-        ahead, self._ahead, self._planned_ahead = self._ahead, None, None
         chunks = step.chunks
         if not self.may_have_guesses(step):
             return False
         rates = [found for found in self._rates(step) if _lag(found[2]) <= SHORT_LAG]
         most = {sequence.request_id: own for _, own, sequence in rates}
         present = {own for *_, own in rates}
-        left = [] if prepared is None or ahead is None else [own for own in prepared[2] if own in present]
-        if prepared is not None and left and len(chunks) <= prepared[0] and present <= prepared[1]:
-            # Some of the sequences may have ended since; the others have their guesses already.
-            chosen, self._planned_ahead = left, ahead
-        elif prepared is not None and prepared[:2] == (len(chunks), present):
+        if prepared is not None and prepared[:2] == (len(chunks), present):
             chosen = prepared[2]
         else:
             chosen = self._chosen(len(chunks), rates)
@@ -150,9 +131,8 @@ class DraftSpeculator(Speculator):
 
     def draft(self, step: Step) -> None:
         before = {chunk.sequence: chunk.sequence.num_drafted for chunk in step.chunks}
-        ahead, self._planned_ahead = self._planned_ahead, None
         step.drafting = len(step.guesses), max(map(len, step.guesses.values()))
-        self._model.guess(step, ahead)
+        self._model.guess(step)
         self._name(before)
         for chunk in step.chunks:
             constraint, name = chunk.sequence.constraint, chunk.sequence.request_id
@@ -161,21 +141,6 @@ class DraftSpeculator(Speculator):
                 guesses = step.guesses[name]
                 # The first that is refused is checked as a wrong one, from which it is learned how often guesses are right.
                 step.guesses[name] = guesses[: constraint.permitted(guesses) + 1]
-
-    def next_counts(self, step: Step) -> dict[Sequence, int]:
-        counts = Counter(() if self._prepared is None else self._prepared[2])
-        if len(counts) > self._model.most_ahead:
-            return {}
-        for sequence, count in counts.items():
-            # Where a sequence has guesses now, the device finds out how it goes on.
-            checked = len(step.guesses.get(sequence.request_id, ()))
-            end = len(sequence.tokens) + checked + count
-            if not checked or end > self._max_model_len or sequence.phase is not Phase.RUNNING:
-                return {}
-        return counts
-
-    def draft_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> None:
-        self._ahead = self._model.guess_ahead(launched, counts)
 
     def note_guesses(self, sequence: Sequence, checked: int, accepted: int) -> None:
         super().note_guesses(sequence, checked, accepted)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from heapq import nlargest
 
 from server.engine.scheduling.sequence import GuessSource, Sequence
-from server.engine.scheduling.step import Running, Step
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import MOST_GUESSES, StepCosts, gains_of
 from server.engine.speculation.guesser import Guesser
 
@@ -98,13 +97,6 @@ class Speculator:
 
     def draft(self, step: Step) -> None:
         """Put guesses in the places that plan() has left for them; their KV blocks are taken."""
-
-    def next_counts(self, step: Step) -> dict[Sequence, int]:
-        """How many guesses each sequence will likely have behind a step that runs; none where they cannot be made yet."""
-        return {}
-
-    def draft_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> None:
-        """Have that many guesses made behind a step that runs; all their KV blocks are taken."""
 
     def catch_up(self, step: Step) -> None:
         """Prepare for guesses behind a step that runs, or has run."""

@@ -15,7 +15,6 @@ import math
 import numpy as np
 import torch
 from server.engine.runtime.attention.base import AttentionOptions
-from server.engine.runtime.attention.kernels.advance_kernel import advance
 from server.engine.runtime.attention.kernels.decode.attention import FIELDS, HEADER, layout
 from server.engine.runtime.attention.kernels.decode.triton_kernel import Partials, attend_newest
 from server.engine.runtime.attention.kernels.instances import Shared
@@ -27,7 +26,7 @@ from server.engine.runtime.trials import relative_error
 torch.cuda.get_device_capability = lambda device=None: (8, 0)
 
 
-def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare=6, shift=0):
+def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare=6):
     torch.manual_seed(sum(cached))
     kv_heads, size, dtype = 2, 16, torch.float16
     options = AttentionOptions(0.3, window=window, softcap=cap)
@@ -71,14 +70,8 @@ def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare
     lengths = np.array([a + i + 1 for a, b in zip(cached, new) for i in range(b)] + [1] * 3)
     rows = np.append(np.repeat(np.arange(len(cached)), new), [len(cached)] * 3)
     room = Room(spare, spare)
-    # With a shift the step is laid out for earlier tokens and then moved on.
-    earlier = lengths - shift * (rows < len(cached))
-    numbers = torch.from_numpy(layout(earlier, rows, [window], [room]))
+    numbers = torch.from_numpy(layout(lengths, rows, [window], [room]))
     items = (len(numbers) - HEADER) // FIELDS
-    if shift:
-        inputs, going = torch.zeros(3, len(rows), dtype=torch.int64), sum(new)
-        shifts = torch.full((going,), shift)
-        advance(numbers, HEADER, FIELDS, items, inputs, torch.arange(going), tables, size, shifts)
     partials = Partials(items, kv_heads, kv_heads * group, dim, torch.device("cpu"))
     found = attend_newest(
         cache, query, key, value, numbers, HEADER, 0, items, tables, partials, options, None, sinks=sinks,
@@ -102,7 +95,6 @@ STEPS = {
     "many": "check([0, 100], [40, 17])",
     # Parts of 64 keys: the first keys of the last one are among the step's.
     "parts": "numbers = check([126, 61], [9, 8], spare=60)\nassert numbers[0] > 20 + 9",
-    "moved on": "check([70, 9, 200], [2, 2, 3], shift=3)",
     "a window": "check([100, 2], [20, 20], window=11)",
     "sinks and a cap": "check([60], [5], cap=2.0, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0, 2.0, 1.0]))",
     "a large group": "check([60, 9], [5, 2], group=8, dim=128)",

@@ -156,40 +156,11 @@ def test_the_copies_of_a_few_steps_may_be_under_way() -> None:
     assert pool.turns[::2] == pool.turns[1::2] == [*range(1, PLANS_AHEAD), 0] * 2
 
 
-def test_a_step_that_is_moved_on_computes_later_tokens() -> None:
-    graphs, _, _ = make_graphs(4)
-    moved: list[tuple[list[int], list[int]]] = []
-
-    def advance(inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None) -> bool:
-        assert shifts is not None
-        moved.append((tokens.tolist(), shifts.tolist()))
-        count = len(tokens)
-        inputs[0, :count] = tokens
-        inputs[1:, :count] += shifts
-        return True
-
-    graphs._backend = cast(GraphBackend, SimpleNamespace(host_layout=lambda *_: None, advance_decode_graph=advance))
-    batch = make_batch([PLACEHOLDER] * 3)
-    newest, shifts = torch.tensor([30, 31, 32]), torch.tensor([0, 2, 5])
-    found = graphs.launch_shifted(batch, newest, shifts)
-    assert moved == [([30, 31, 32], [0, 2, 5])]
-    assert found is not None
-    logits, tokens = found
-    assert tokens.tolist() == expected(newest, batch.positions + shifts, batch.slots + shifts).tolist()
-    assert torch.equal(logits.argmax(-1), tokens)
-    graphs._backend = cast(
-        GraphBackend, SimpleNamespace(host_layout=lambda *_: None, advance_decode_graph=lambda *_: False)
-    )
-    replays = graphs.pool.replays
-    assert graphs.launch_shifted(batch, newest, shifts) is None
-    assert graphs.pool.replays == replays
-
-
 @pytest.mark.parametrize("advances", [True, False])
 def test_a_draft_models_guesses_outlive_the_replays_behind_them(advances: bool) -> None:
     graphs, _, _ = make_graphs(2, 4)
 
-    def advance(inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None) -> bool:
+    def advance(inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
         count = len(tokens)
         if advances:
             inputs[0, :count] = tokens
@@ -198,7 +169,7 @@ def test_a_draft_models_guesses_outlive_the_replays_behind_them(advances: bool) 
 
     graphs._backend = cast(GraphBackend, SimpleNamespace(host_layout=lambda *_: None, advance_decode_graph=advance))
     paged = SimpleNamespace(block_size=64, vocab_size=VOCABULARY)
-    draft = DraftModel(cast(PagedModel, paged), VOCABULARY, 99, DraftGraphs(graphs, None, False))
+    draft = DraftModel(cast(PagedModel, paged), VOCABULARY, 99, DraftGraphs(graphs, None))
     tables, sequences = BlockTables(3, 4), []
     for row in range(3):
         sequence = make_sequence(5 + row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,11 +21,7 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.inverse_cdf import uniforms
 from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
-from server.engine.runtime.speculation.draft_model import DraftModel
-from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
-from server.engine.runtime.speculation.verification import accepted
-from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
-from server.engine.scheduling.step import Drafted, Running, Step
+from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
 from tests.engine.factories import fix_costs
@@ -83,43 +78,6 @@ class LaunchingRunner(AsyncRunner):
             self._sampler = sampler
 
 
-class AheadDraftModel(DraftModel):
-    """Guesses behind steps that have not been read, as on a GPU; here their tokens are known."""
-
-    used = 0
-    most_ahead = 32
-
-    @classmethod
-    def of(cls, model: DraftModel) -> AheadDraftModel:
-        made = cls.__new__(cls)
-        vars(made).update(vars(model))
-        return made
-
-    def guess_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> LaunchedGuesses | None:
-        step = launched.step
-        assert isinstance(launched, ReadLater)
-        firsts, others = accepted(step, launched.results)
-        later: dict[Sequence, int] = {}
-        for chunk, first in zip(step.chunks, firsts, strict=True):
-            own = chunk.sequence
-            if own in counts:
-                following = others[own.request_id]
-                ahead = copy.copy(own)
-                assert ahead.tokens[-1] == PLACEHOLDER
-                ahead.tokens = [*ahead.tokens[:-1], first.token, *(result.token for result in following)]
-                ahead.num_drafted += min(len(following), len(step.guesses[own.request_id]) - 1)
-                later[ahead] = counts[own]
-        assert len(later) == len(counts)
-        sequences = sorted(later, key=lambda sequence: -later[sequence])
-        with torch.inference_mode():
-            columns = self._guesses(sequences, [later[sequence] for sequence in sequences])
-        return LaunchedGuesses(sequences, columns)
-
-    def guess(self, step: Step, ahead: Drafted | None = None) -> None:
-        self.used += ahead is not None
-        super().guess(step, ahead)
-
-
 def repeating_model(**sizes: Any) -> Any:
     """A model that says few tokens, most of them because of the one before: its answers often repeat themselves.
 
@@ -163,8 +121,6 @@ def make_engine(
         runner = kind(runner._paged, runner.limits)
         for name, value in kept.items():
             setattr(runner, name, value)
-        if runner.draft_model is not None:
-            runner.draft_model = AheadDraftModel.of(runner.draft_model)
     engine = Engine(runner, config, Grammars(folder, VOCABULARY, 2))
     if engine._speculator is not None:
         fix_costs(engine, CHEAP if kind is ModelRunner else DEAR_DRAFTS if drafts else DEAR)

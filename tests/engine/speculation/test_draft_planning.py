@@ -76,27 +76,18 @@ class Launched:
 class VirtualDraftModel:
     """Guesses token 5 at all places; see DraftModel."""
 
-    longest, most_ahead = 10**6, 32
+    longest = 10**6
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self.goes_ahead = True
 
     def follow(self, parts: Items[tuple[Sequence, int]]) -> None:
         self._machine.launch(FOLLOWING_MS, FOLLOWING_MS / 2)
         for sequence, count in parts:
             sequence.num_drafted += count
 
-    def guess_ahead(self, launched: Launched, counts: dict[Sequence, int]) -> object | None:
-        assert all(own.request_id in launched.step.guesses for own in counts)
-        if not self.goes_ahead:
-            return None
-        self._launch(list(counts.values()))
-        return self
-
-    def guess(self, step: Step, ahead: object | None = None) -> None:
-        if ahead is None:
-            self._launch([len(own) for own in step.guesses.values()])
+    def guess(self, step: Step) -> None:
+        self._launch([len(own) for own in step.guesses.values()])
         for chunk in step.chunks:
             name = chunk.sequence.request_id
             if name in step.guesses:
@@ -174,28 +165,19 @@ def _decoded(engine: Engine, machine: Machine, sequences: int, number: int) -> f
 
 
 @pytest.mark.parametrize(
-    ("sequences", "right", "goes_ahead", "least", "most"),
+    ("sequences", "right", "least", "most"),
     [
-        (1, 0.0, False, 0.98, 1.0),
-        (8, 0.0, False, 0.99, 1.0),
-        (1, 0.6, False, 1.4, 1.6),
-        (8, 0.6, False, 1.08, 1.2),
-        (8, 0.8, False, 1.5, 1.65),
-        (1, 0.0, True, 0.98, 1.0),
-        (8, 0.0, True, 0.985, 1.0),
-        (1, 0.6, True, 1.5, 1.65),
-        (1, 0.8, True, 2.0, 2.25),
-        (8, 0.6, True, 1.1, 1.25),
-        (8, 0.8, True, 1.55, 1.7),
+        (1, 0.0, 0.98, 1.0),
+        (8, 0.0, 0.99, 1.0),
+        (1, 0.6, 1.4, 1.6),
+        (8, 0.6, 1.08, 1.2),
+        (8, 0.8, 1.5, 1.65),
     ],
 )
-def test_gains(
-    sequences: int, right: float, goes_ahead: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gains(sequences: int, right: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(right)
     monkeypatch.setattr(time, "perf_counter", lambda: machine.now * 1e-3)
     runner = VirtualRunner(machine)
-    runner.draft_model.goes_ahead = goes_ahead
     options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "enable_prefix_caching": False}
     off, on = (
         Engine(cast(ModelRunner, runner), EngineConfig(speculation=way, draft_model=draft, **options))

@@ -22,7 +22,6 @@ from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.speculation.guessing import (
     GRAMMAR,
     WAVE,
-    AheadDraftModel,
     LaunchingRunner,
     close,
     is_at_a_boundary,
@@ -75,7 +74,6 @@ def test_answers_are_the_same_with_and_without(
     model: Any,
     adapter: LoraModule,
     embedded_folder: Path,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner_type, blocks = KINDS[kind]
     chance = random.Random(f"{runner_type.__name__} {blocks}")
@@ -107,8 +105,6 @@ def test_answers_are_the_same_with_and_without(
             checked += 1
         assert guessing.stats().kv_blocks_used == 0
     stats = guessing.stats()
-    # A step that fails is computed again without guesses, which would hide it.
-    assert "trying each alone" not in caplog.text
     assert checked > 0.7 * count
     assert sum(stats.accepted_by_place) > (count // 4 if (kind, method) == ("async", "draft") else count)
     assert stats.draft_tokens > sum(stats.accepted_by_place)
@@ -146,8 +142,6 @@ def test_steps_with_guesses_that_are_read_after_the_next_message(
     stats, runner = guessing.stats(), guessing._runner
     assert isinstance(runner, LaunchingRunner)
     assert runner.launched_guesses > 15
-    if isinstance(runner.draft_model, AheadDraftModel):
-        assert runner.draft_model.used > 10
     assert 0 < unfinished < 30
     assert stats.preemptions > 0
     assert stats.draft_tokens > sum(stats.accepted_by_place) > 20
@@ -183,7 +177,6 @@ def test_guesses_under_a_grammar(
     model: Any,
     adapter: LoraModule,
     embedded_folder: Path,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Guesses go on as the grammar has it, or are cut where it refuses them; the answer is the one without guesses."""
     plain = make_engine(model, adapter, embedded_folder)
@@ -211,7 +204,6 @@ def test_guesses_under_a_grammar(
         assert got.new_token_ids == wanted.new_token_ids
         assert (got.finish_reason, got.stop_token_id) == (wanted.finish_reason, wanted.stop_token_id)
     stats = guessing.stats()
-    assert "trying each alone" not in caplog.text
     # The draft model knows nothing of the bias and of the grammar. One of its guesses that is refused is checked, too.
     refused = 0 if method == "lookup" else 1
     assert sum(stats.accepted_by_place) > 30 or refused
@@ -220,7 +212,7 @@ def test_guesses_under_a_grammar(
 
 
 def test_grammars_that_refuse_all_guesses_of_some_sequences(
-    model: Any, adapter: LoraModule, embedded_folder: Path, caplog: pytest.LogCaptureFixture
+    model: Any, adapter: LoraModule, embedded_folder: Path
 ) -> None:
     """A step in which only some of the sequences that were to have guesses keep any is computed as it is."""
     plain = make_engine(model, adapter, embedded_folder)
@@ -246,7 +238,6 @@ def test_grammars_that_refuse_all_guesses_of_some_sequences(
         name = request.request_id
         assert tokens(found[name]) == tokens(expected[name])
         assert joined(found[name]).finish_reason == joined(expected[name]).finish_reason
-    assert "trying each alone" not in caplog.text
     assert any(len(set(some)) == 2 for some in lengths)
 
 
@@ -272,21 +263,3 @@ def test_guesses_under_penalties(
             assert got.new_token_ids == wanted.new_token_ids
     stats = guessing.stats()
     assert sum(stats.accepted_by_place) > (100 if penalties.get("repetition_penalty", 1) < 1 else 10)
-
-
-def test_a_step_with_guesses_that_fails_is_tried_without_them(
-    model: Any, adapter: LoraModule, embedded_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = make_request([5, 6, 7] * 5, max_tokens=20, logit_bias={9: 100.0}, ignore_eos=True)
-    guessing = make_engine(model, adapter, embedded_folder, speculation="lookup")
-    execute = guessing._runner.execute
-
-    def faulty(step: Step) -> list[Sampled]:
-        if step.guesses:
-            raise RuntimeError("no memory for so many tokens")
-        return execute(step)
-
-    monkeypatch.setattr(guessing._runner, "execute", faulty)
-    (outputs,) = run_together(guessing, request).values()
-    assert tokens(outputs) == [9] * 20
-    assert outputs[-1].finish_reason == "length"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,60 +209,6 @@ def test_a_draft_model_with_batch_invariant(tmp_path: Path) -> None:
     expected, got, engine = drafted(runner, config)
     assert got == expected
     assert sum(engine.stats().accepted_by_place) > 0
-
-
-def test_guesses_made_ahead_are_those_made_behind_known_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, config = drafting_runner(tmp_path)
-    model = runner.draft_model
-    assert model is not None
-    assert model._graphs is not None
-    assert model._graphs.go_ahead
-    guess, same = model.guess, [0, 0, 0]
-
-    def compared(step: Step, ahead: Any = None) -> None:
-        if ahead is None:
-            same[2] += 1
-            guess(step)
-            return
-        # Made anew they write the same keys and values once more.
-        other = Step(step.chunks, guesses={name: list(own) for name, own in step.guesses.items()})
-        drafted = {chunk.sequence: chunk.sequence.num_drafted for chunk in step.chunks}
-        guess(other)
-        other.read_guesses()
-        for sequence, count in drafted.items():
-            sequence.num_drafted = count
-        found = ahead.read()
-        for name, own in other.guesses.items():
-            same[found[name][: len(own)] == own] += 1
-        guess(step, ahead)
-
-    monkeypatch.setattr(model, "guess", compared)
-    # Their tokens are sampled on the device, and so only known there at first.
-    options: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.7, "seed": 3},
-        {"temperature": 0.3, "top_p": 0.9, "seed": 5},
-        {},
-    ]
-    asked = [make_request([5 + i, 9, 7] * 10, max_tokens=400, **own) for i, own in enumerate(options)]
-    got, engine = answers(runner, config, "draft", asked)
-    stats = engine.stats()
-    # Another number of tokens in a step rounds differently, and so a near tie may fall to the other side.
-    assert same[True] > 40, same
-    assert same[False] < 0.1 * same[True], same
-    # Made anew, guesses also mend keys and values that those made ahead might have got wrong; so both are tried alone, too.
-    monkeypatch.setattr(model, "guess", guess)
-    graphs, found = model._graphs, [(got, stats)]
-    for go_ahead in (True, False):
-        model._graphs = replace(graphs, go_ahead=go_ahead)
-        alone, engine = answers(runner, config, "draft", asked)
-        found.append((alone, engine.stats()))
-    rates = [sum(own.accepted_by_place) / own.draft_tokens for _, own in found]
-    assert max(rates) - min(rates) < 0.05, rates
-    for tokens_found, _ in found[:2]:
-        pairs = zip(found[2][0], tokens_found, strict=True)
-        same_tokens = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=False))
-        assert same_tokens > 0.3 * sum(map(len, found[2][0])), same_tokens
 
 
 def test_guesses_laid_out_on_the_device_are_those_laid_out_by_the_host(

@@ -99,15 +99,12 @@ class GraphBackend(AttentionBackend):
         self.plan_decode_graph(spans, size, shared)
         return None
 
-    def advance_decode_graph(
-        self, inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None
-    ) -> bool:
+    def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
         """Lay out the step behind the one that has been laid out last, in which the host plays no part but to launch.
 
-        The first len(tokens) sequences go on by one token each, or by as many as shifts says, int64 on the device. tokens:
-        int64, their newest ones; inputs: int64 [3, size], the graph's ids, positions and slots, which are advanced, too.
-        The host's block tables must have room for them, and must have had it at the last plan. False, with nothing done,
-        where only plan_decode_graph() can do so.
+        The first len(tokens) sequences go on by one token each. tokens: int64, their newest ones; inputs: int64 [3, size],
+        the graph's ids, positions and slots, which are advanced, too. The host's block tables must have room for them, and
+        must have had it at the last plan. False, with nothing done, where only plan_decode_graph() can do so.
         """
         return False
 

@@ -121,10 +121,8 @@ class TritonBackend(GraphBackend):
     def plan_decode_graph(self, spans: Spans, size: int, shared: bool = False) -> None:
         self._decode_for(size, 1).plan(spans, size, shared)
 
-    def advance_decode_graph(
-        self, inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None
-    ) -> bool:
-        return self._decode is not None and self._decode.advance(inputs, tokens, self._block_size, shifts)
+    def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
+        return self._decode is not None and self._decode.advance(inputs, tokens, self._block_size)
 
     def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         self._write_to(slots)

@@ -53,8 +53,6 @@ class AsyncStep:
     step: Step
     posted: Posted
     """The best logit and the token of each of step.sampled."""
-    ids: torch.Tensor | None = None
-    """int64, on the device: the tokens that the step computes, until another step is laid out for its graph."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while read() waits."""
 

@@ -121,9 +121,7 @@ class DecodeGraphs:
 
     def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
         """Launch a decode step; newest: as of launch()."""
-        posted = self._results.post(*self.launch(batch, launch, newest))
-        assert self._last is not None
-        return AsyncStep(step, posted, self._last.inputs[0])
+        return AsyncStep(step, self._results.post(*self.launch(batch, launch, newest)))
 
     def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """What the step's sequences come to, on the device: their best logits, float32, and sampled tokens, int64.
@@ -136,9 +134,7 @@ class DecodeGraphs:
         best, tokens, table = captured.best[:count], captured.tokens[:count], launch.table()
         return best, tokens if table is None else sample_by_table(captured.logits[:count], table, tokens)
 
-    def launch_next(
-        self, newest: torch.Tensor, table: npt.NDArray[np.float64] | torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def launch_next(self, newest: torch.Tensor, table: npt.NDArray[np.float64] | None) -> torch.Tensor | None:
         """Launch the step behind the last one of these graphs, without another step between; its tokens, on the device.
 
         newest: int64, the tokens of the last step's first sequences, which go on. table: as of sample_by_table(). None, with
@@ -151,20 +147,6 @@ class DecodeGraphs:
         count = len(newest)
         tokens = last.tokens[:count].clone()
         return tokens if table is None else sample_by_table(last.logits[:count], table, tokens)
-
-    def launch_shifted(
-        self, batch: Batch, newest: torch.Tensor, shifts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Launch a step whose sequences are further on than batch says, by shifts tokens, with newest for its ids.
-
-        newest and shifts int64 [sequences], on the device. Gives the logits, valid until the next replay, and the best
-        token of each sequence, int64. None, with no graph launched, where the attention cannot do it.
-        """
-        captured, count = self._filled(batch), len(newest)
-        if not self._backend.advance_decode_graph(captured.inputs, newest, shifts):
-            return None
-        self.pool.replay(captured.step)
-        return captured.logits[:count], captured.tokens[:count].clone()
 
     def _replay(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> _Graph:
         """Replay the graph that fits batch; newest and source: see GraphPool.fill()."""

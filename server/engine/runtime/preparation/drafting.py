@@ -16,7 +16,6 @@ from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel
-from server.engine.runtime.preparation.ahead_trial import can_go_ahead
 from server.engine.runtime.preparation.cache import CacheSpec
 from server.engine.runtime.preparation.compilation import compile_with_trials
 from server.engine.runtime.preparation.graph_capture import capture_verify
@@ -77,4 +76,4 @@ class DraftPreparation:
         decode = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, 0, pool, waited_for=True)
         decode.capture([1, *(size for size in SIZES if size < max(SIZES))], progress)
         verify = capture_verify(paged, backend, limits, SIZES, decode, progress)
-        return DraftGraphs(decode, verify, verify is not None and can_go_ahead(paged, decode, verify))
+        return DraftGraphs(decode, verify)

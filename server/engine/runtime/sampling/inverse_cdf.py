@@ -68,21 +68,12 @@ def sample_by_inversion(
     return tokens if table is None else sample_by_table(logits, table, tokens)
 
 
-def samples_by_kernel() -> bool:
-    """Whether sample_by_table() takes tables that are on the device."""
-    return _DeviceSampling.sample_rows is not None
-
-
-def sample_by_table(
-    logits: torch.Tensor, table: npt.NDArray[np.float64] | torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
-    """sample_by_inversion() by the sequences' sampling_table(); it may be on the device where samples_by_kernel()."""
+def sample_by_table(logits: torch.Tensor, table: npt.NDArray[np.float64], tokens: torch.Tensor) -> torch.Tensor:
+    """sample_by_inversion() by the sequences' sampling_table()."""
     if logits.is_cuda and _DeviceSampling.sample_rows is not None:
         tokens = tokens.clone()
-        given = table if isinstance(table, torch.Tensor) else to_device(table, logits.device)
-        _DeviceSampling.sample_rows(logits, given, tokens)
+        _DeviceSampling.sample_rows(logits, to_device(table, logits.device), tokens)
         return tokens
-    assert not isinstance(table, torch.Tensor)
     filtered = (table[:, 3] < logits.shape[1]) | (table[:, 4] < 1) | (table[:, 5] > 0)
     for chosen, pick in ((table[~filtered], _pick), (table[filtered], _pick_filtered)):
         if len(chosen):

@@ -8,7 +8,6 @@ uniform number, so that two models which agree on a distribution agree on the to
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,18 +17,17 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.batch import Batch, batch_of
-from server.engine.runtime.graphs.async_step import AsyncStep, Launch
+from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table, sampling_table
-from server.engine.runtime.speculation.draft_model_ahead import guesses_ahead
 from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
 from server.engine.runtime.speculation.verification import SequenceAhead
 from server.engine.runtime.step_input import StepInput
-from server.engine.runtime.trials import first_line, summary
+from server.engine.runtime.trials import first_line
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
-from server.engine.scheduling.step import Drafted, Running, Step
+from server.engine.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +48,6 @@ class DraftGraphs:
     decode: DecodeGraphs
     verify: VerifyGraphs | None
     """They make the first guess where the draft model has yet to compute tokens in front of the newest one."""
-    go_ahead: bool = False
-    """Whether guesses may be made behind a step of the other model whose tokens the host does not know."""
 
 
 class DraftModel:
@@ -86,38 +82,11 @@ class DraftModel:
             part.sequence.num_drafted = part.start + len(part.ids)
 
     @torch.inference_mode()
-    def guess_ahead(self, launched: Running, counts: Mapping[Sequence, int]) -> LaunchedGuesses | None:
-        """Launch guesses behind a step with guesses that runs: as many as counts says for each of its sequences.
-
-        Which of the running step's guesses are right is found on the device. All these sequences have some there, and KV
-        blocks for all that may come. None where that cannot be; guess() has to be told of the result.
-        """
-        graphs = self._graphs
-        if graphs is None or graphs.verify is None or not isinstance(launched, AsyncStep):
-            return None
-        try:
-            return guesses_ahead(launched, counts, graphs.decode, graphs.verify, self._paged, self._vocabulary)
-        except torch.AcceleratorError:
-            raise  # the device's context is lost
-        except Exception as e:
-            logger.warning("a draft model guesses when the model's tokens are known from now on: %s", summary(e))
-            self._graphs = replace(graphs, go_ahead=False)
-            return None
-
-    @property
-    def most_ahead(self) -> int:
-        """The most sequences for which guess_ahead() may be asked."""
-        graphs = self._graphs
-        if graphs is None or graphs.verify is None or not graphs.go_ahead:
-            return 0
-        return min(graphs.verify.sizes[-1] // 2, graphs.decode.sizes[-1])
-
-    @torch.inference_mode()
-    def guess(self, step: Step, ahead: Drafted | None = None) -> None:
+    def guess(self, step: Step) -> None:
         """Fill the places of step.guesses with guesses; where that fails, step.guesses is emptied.
 
         On CUDA the guesses are launched only, and step.drafted has them. The sequences' num_drafted says then that all
-        their known tokens are computed. ahead: guess_ahead() of the step before, for at least these places.
+        their known tokens are computed.
         """
         counts = {
             chunk.sequence: len(step.guesses[chunk.sequence.request_id])
@@ -127,9 +96,7 @@ class DraftModel:
         # Sequences with the most guesses come first, so that the others drop out at the end.
         asked = sorted(counts, key=lambda sequence: -counts[sequence])
         try:
-            if ahead is None:
-                ahead = LaunchedGuesses(asked, self._guesses(asked, [counts[sequence] for sequence in asked]))
-            step.drafted = ahead
+            step.drafted = LaunchedGuesses(asked, self._guesses(asked, [counts[sequence] for sequence in asked]))
             if self._graphs is None:
                 step.read_guesses()
         except torch.AcceleratorError:

@@ -188,10 +188,8 @@ class FlashInferBackend(GraphBackend):
                 raise ValueError(wrong)
         self._decode = decode
 
-    def advance_decode_graph(
-        self, inputs: torch.Tensor, tokens: torch.Tensor, shifts: torch.Tensor | None = None
-    ) -> bool:
-        return self._decode is not None and self._decode.advance(inputs, tokens, self._block_size, shifts)
+    def advance_decode_graph(self, inputs: torch.Tensor, tokens: torch.Tensor) -> bool:
+        return self._decode is not None and self._decode.advance(inputs, tokens, self._block_size)
 
     def begin_decode_graph(self, slots: torch.Tensor, shared: bool = False) -> None:
         self._write_to(slots)

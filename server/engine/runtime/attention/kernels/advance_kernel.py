@@ -18,22 +18,19 @@ def advance(
     tokens: torch.Tensor,
     tables: torch.Tensor,
     block_size: int,
-    shifts: torch.Tensor | None = None,
 ) -> None:
     """Let the first len(tokens) sequences of a decode step go on by one token each; the others stay as they are.
 
     numbers: int32, decode.layout() of one window that has all keys; its items, at most that many, lie from first on, fields
     numbers each. A sequence's last part gets its new key. inputs int64 [3, size], the graph's: token ids, positions, cache
     slots. tokens int64: the sequences' new tokens. tables int32 [any, blocks of the longest], contiguous: the rows that
-    items name, in which the new tokens have their blocks already. shifts int64 [tokens]: by how many tokens each sequence
-    goes on instead.
+    items name, in which the new tokens have their blocks already.
     """
     _advance[(triton.cdiv(items, _ITEMS),)](
         numbers,
         inputs,
         tokens,
         tables,
-        tokens if shifts is None else shifts,
         len(tokens),
         inputs.shape[1],
         tables.shape[1],
@@ -41,18 +38,16 @@ def advance(
         first,
         fields,
         _ITEMS,
-        shifts is not None,
     )
 
 
-# Compiled once with shifts and once without, not anew for sizes of 1 or multiples of 16: steps would wait for it.
+# Compiled once, not anew for sizes of 1 or multiples of 16: steps would wait for it.
 @triton.jit(do_not_specialize=["going", "size", "width"])  # type: ignore[untyped-decorator]
 def _advance(  # type: ignore[no-untyped-def]
     numbers,
     inputs,
     tokens,
     tables,
-    shifts,
     going,
     size,
     width,
@@ -60,7 +55,6 @@ def _advance(  # type: ignore[no-untyped-def]
     first: tl.constexpr,
     fields: tl.constexpr,
     items: tl.constexpr,
-    shifted: tl.constexpr,
 ):
     item = tl.program_id(0) * items + tl.arange(0, items)
     at = numbers + first + item * fields
@@ -69,13 +63,10 @@ def _advance(  # type: ignore[no-untyped-def]
     moving = inside & (sequence < going)
     end = tl.load(at + 2, mask=moving, other=0)
     newest = tl.load(at + 3, mask=moving, other=0)
-    shift = 1
-    if shifted:
-        shift = tl.load(shifts + sequence, mask=moving, other=0).to(tl.int32)
     lead = tl.load(at + 4, mask=moving, other=0)
     row = tl.load(at + 6, mask=moving, other=0).to(tl.int64)
-    tl.store(at + 2, end + shift, mask=moving & (end == newest + 1))
-    newest += shift
+    tl.store(at + 2, end + 1, mask=moving & (end == newest + 1))
+    newest += 1
     tl.store(at + 3, newest, mask=moving)
     # A sequence's first item writes its inputs.
     leading = moving & (lead == item)
@@ -83,5 +74,5 @@ def _advance(  # type: ignore[no-untyped-def]
     token = tl.load(tokens + sequence, mask=leading, other=0)
     position = tl.load(inputs + size + sequence, mask=leading, other=0)
     tl.store(inputs + sequence, token, mask=leading)
-    tl.store(inputs + size + sequence, position + shift, mask=leading)
+    tl.store(inputs + size + sequence, position + 1, mask=leading)
     tl.store(inputs + 2 * size + sequence, block * block_size + newest % block_size, mask=leading)

@@ -231,14 +231,12 @@ class DecodeAttention:
         new = self.tables.pinned_new(spans)
         return HostLayout(self._numbers, pinned, count, self.tables.blocks, *new, self.tables.forget)
 
-    def advance(
-        self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int, shifts: torch.Tensor | None = None
-    ) -> bool:
+    def advance(self, inputs: torch.Tensor, tokens: torch.Tensor, block_size: int) -> bool:
         """Lay out the step behind the one that plan() or this has laid out, see GraphBackend.advance_decode_graph()."""
         if self._layouts.windows != [None]:
             return False  # a window's first key would move, too
         items = inputs.shape[1] + self._rooms.most_spare
-        self._advance(self._numbers, HEADER, FIELDS, items, inputs, tokens, self.tables.blocks, block_size, shifts)
+        self._advance(self._numbers, HEADER, FIELDS, items, inputs, tokens, self.tables.blocks, block_size)
         return True
 
     def plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
