@@ -64,6 +64,9 @@ CASES: list[tuple[Callable[[], ToolParser], str, Outcome]] = [
      ("end", [("f", "{}"), ("g", "{}")])),
     (hermes, '<tool_call>{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\":1}"}}</tool_call>',
      ("", [("f", '{"a":1}')])),
+    *((hermes, f'<tool_call>{{"name": "f", "arguments": {none}}}</tool_call>', ("", [("f", "{}")]))
+      for none in ('""', '" "', "null", '"null"', "{}", '"{}"')),
+    (hermes, '<tool_call>{"function": {"name": "f", "arguments": ""}}</tool_call>', ("", [("f", "{}")])),
     (hermes, '<tool_call>{"name": "f", "arguments": {"a": 1', ("", [("f", '{"a": 1')])),
     (hermes, '<tool_call>{"name": "f", "argum', ("", [])),
     (hermes, "<tool_call>no json</tool_call>", ("<tool_call>no json</tool_call>", [])),

@@ -14,7 +14,7 @@ from server.api.answering.images import TakenImages, give_back, image_parts, tak
 from server.api.answering.limits import admit, check_known, check_length
 from server.api.answering.plan import GenerationPlan, start_generation
 from server.api.answering.service import Backend, Service
-from server.api.http.errors import bad_request
+from server.api.http.errors import ApiError, bad_request
 from server.api.http.replies import json_response
 from server.api.http.streaming import EventStream, closing, unless_disconnected
 from server.api.openai.chat_options import ChatOptions
@@ -226,10 +226,21 @@ def _encode_chat(
         else:
             text = template.render(messages, **form)
     except PromptError as e:
-        raise bad_request(str(e), "messages", "invalid_prompt") from e
+        raise _refused(messages, str(e)) from e
     check_length(backend, template.guard.plain(text), "messages")
     ids = tokenizer.encode_chat(text)
     return EncodedChat(ids, text, taken.placed(ids))
+
+
+def _refused(messages: list[dict[str, Any]], reason: str) -> ApiError:
+    """400: why a conversation is no prompt. Templates that go through the arguments of calls do not say what is wrong."""
+    for i, message in enumerate(messages):
+        for j, call in enumerate(message.get("tool_calls", ())):
+            if not isinstance(call["function"]["arguments"], dict):
+                where = f"messages[{i}].tool_calls[{j}].function.arguments"
+                text = f"Invalid '{where}': it is no JSON object, which this model's chat template needs."
+                return bad_request(text, where, "invalid_value")
+    return bad_request(reason, "messages", "invalid_prompt")
 
 
 def _prompt(options: ChatOptions, backend: Backend, messages: list[dict[str, Any]], taken: TakenImages) -> _Prompt:

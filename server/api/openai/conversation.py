@@ -100,7 +100,12 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     for i, call in enumerate(value):
         param = f"{where}[{i}]"
         match call:
-            case {"id": str(call_id), "function": {"name": str(name), "arguments": str(written)}}:
+            case {"id": str(call_id), "function": {"name": str(name), **rest}}:
+                written = rest.get("arguments")
+            case _:
+                written = False
+        match written:
+            case str() | None:
                 pass
             case _:
                 raise bad_request(
@@ -115,13 +120,18 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _arguments(written: str) -> Any:
-    """Arguments as an object, which is what templates write; a text that is none stays one."""
+def _arguments(written: str | None) -> Any:
+    """Arguments as an object, which is what templates write; a text that is none stays one.
+
+    Models and clients say in many ways that there are none.
+    """
+    if written is None or not written.strip():
+        return {}
     try:
         arguments = json.loads(written)
     except (ValueError, RecursionError):
         return written
-    return arguments if isinstance(arguments, dict) else written
+    return {} if arguments is None else arguments if isinstance(arguments, dict) else written
 
 
 def _role(raw: dict[str, Any], where: str) -> str:

@@ -28,7 +28,7 @@ _CALL = _object(
     ["id", "type", "function"],
     id=_TEXT,
     type={"const": "function"},
-    function=_object(["name", "arguments"], name=_TEXT, arguments={"type": "string", "description": "JSON"}),
+    function=_object(["name"], name=_TEXT, arguments={"type": ["string", "null"], "description": "JSON"}),
 )
 _ASSISTANT = {
     "role": {"const": "assistant"},

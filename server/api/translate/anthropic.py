@@ -141,8 +141,13 @@ def _read_block(block: Any, role: str, param: str, made: dict[str, Any], results
             ignore(f"{param}.redacted_thinking", "only its provider can read it")
         case "assistant", {"type": "thinking", "thinking": str(text)}:
             made["reasoning_content"] = made.get("reasoning_content", "") + text
-        case "assistant", {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
-            function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+        case "assistant", {
+            "type": "tool_use",
+            "id": str(call_id),
+            "name": str(name),
+            "input": dict() | None | "" as given,
+        }:
+            function = {"name": name, "arguments": json.dumps(given or {}, ensure_ascii=False)}
             made.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
         case "user", {"type": "tool_result", "tool_use_id": str(call_id)}:
             content = _result(block.get("content") or "", f"{param}.content", bool(block.get("is_error")))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection
 
 from server.text.calls.parser import CallDelta, call_id
-from server.text.calls.scanner import ObjectScanner, is_object
+from server.text.calls.scanner import ObjectScanner, is_object, written_out
 from server.text.holdback import overlap, split_at
 
 
@@ -143,9 +143,7 @@ class JsonToolParser:
         arguments = inner.get("arguments", inner.get("parameters"))
         if self._bare is not None and not self._marked and not (inner["name"] in self._bare and is_object(arguments)):
             return False
-        arguments = {} if arguments is None else arguments
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(CallDelta(self._calls, self._make_id(), inner["name"], written))
+        calls.append(CallDelta(self._calls, self._make_id(), inner["name"], written_out(arguments)))
         self._calls += 1
         self._unused = None
         return True

@@ -23,6 +23,12 @@ def is_object(arguments: Any) -> bool:
         return False
 
 
+def written_out(arguments: Any) -> str:
+    """Arguments as JSON, whether they are that already or not; models say in many ways that there are none."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return "{}" if text.strip() in ("", "null") else text
+
+
 class ObjectScanner:
     """Reads one `{"name": ..., "arguments": {...}}`, in any order of keys. "parameters" is another name for arguments.
 
@@ -151,8 +157,7 @@ class ObjectScanner:
                     self._arguments_seen = True
                     if not self._composite:
                         self.takes_object = is_object(value)
-                        written = value if isinstance(value, str) else "{}" if value is None else json.dumps(value)
-                        self._pending.append(written)
+                        self._pending.append(written_out(value))
         self._value_begun = False
         if self._depth == 0 and self._of_call and not self._arguments_seen:
             self._pending.append("{}")

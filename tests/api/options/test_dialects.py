@@ -92,3 +92,45 @@ def test_json_with_a_name_is_an_answer(llama: httpx.Client) -> None:
             assert [json.loads(item["content"][0]["text"]) for item in output] == [ANSWER]
             answered += 1
     assert answered > 2
+
+
+def history(**function: Any) -> list[dict[str, Any]]:
+    call = {"id": "a", "type": "function", "function": {"name": "now"} | function}
+    return [
+        *user("Hi"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "12"},
+    ]
+
+
+def test_no_arguments_in_many_ways(llama: httpx.Client) -> None:
+    """The template goes through the arguments, as Qwen3-Coder's does, and refuses what is no object."""
+
+    def prompt(**function: Any) -> str:
+        body = {"model": MODEL, "messages": history(**function)}
+        tokens = post(llama, "/tokenize", body).json()["tokens"]
+        return str(post(llama, "/detokenize", {"model": MODEL, "tokens": tokens}).json()["prompt"])
+
+    empty = prompt(arguments="{}")
+    for nothing in (
+        {},
+        {"arguments": None},
+        *({"arguments": text} for text in ("", " ", "\n", "null", " null ", "{ }")),
+    ):
+        assert prompt(**nothing) == empty
+    assert "a=1;" in prompt(arguments='{"a": 1}')
+    for text in ("[]", "{bad", "3", '"a"'):
+        error = llama.post(CHAT, json=chat_body(messages=history(arguments=text)))
+        assert (error.status_code, error.json()["error"]["param"]) == (
+            400,
+            "messages[1].tool_calls[0].function.arguments",
+        )
+        assert "no JSON object" in error.json()["error"]["message"]
+    item = {"type": "function_call", "call_id": "a", "name": "now"}
+    for nothing in ({}, {"arguments": ""}):
+        asked = {"model": MODEL, "input": [{"role": "user", "content": "Hi"}, item | nothing], "max_output_tokens": 1}
+        post(llama, "/v1/responses", asked)
+    for block in ({"input": {}}, {"input": None}, {"input": ""}):
+        used = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "now"} | block]}
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "12"}]}
+        post(llama, "/v1/messages", {"model": MODEL, "max_tokens": 1, "messages": [*user("Hi"), used, result]})
