@@ -19,6 +19,12 @@ class Part:
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
+    def add(self, other: Part) -> None:
+        """Take what comes next."""
+        self.reasoning += other.reasoning
+        self.content += other.content
+        self.calls += other.calls
+
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 

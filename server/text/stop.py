@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 
 class StopStrings:
@@ -43,6 +44,39 @@ class StopStrings:
         """What was held back, when the text ends without a match."""
         held, self._held = self._held, ""
         return held
+
+
+class SpecialStops:
+    """Stop strings with special tokens in them that leave no text: each such token counts as one character of its own."""
+
+    _FIRST = 0xF0000  # in a plane for private use
+
+    def __init__(self, stops: Sequence[str], hidden: Mapping[str, int], *, include: bool = False) -> None:
+        """hidden: special tokens that leave no text, and their ids."""
+        names = sorted(filter(None, hidden), key=len, reverse=True)
+        found = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        used = dict.fromkeys(name for stop in stops for name in found.findall(stop))
+        marks = {name: chr(self._FIRST + i) for i, name in enumerate(used)}
+        self._marks = {hidden[name]: mark for name, mark in marks.items()}
+        self._originals = {found.sub(lambda name: marks[name[0]], stop): stop for stop in stops if found.search(stop)}
+        self._unmarked = str.maketrans("", "", "".join(marks.values()))
+        self._stops = StopStrings(tuple(self._originals), include=include)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found, as it was given."""
+        return None if self._stops.matched is None else self._originals[self._stops.matched]
+
+    def push(self, text: str, token_id: int | None = None) -> str:
+        """Text that may be sent now; token_id: the token that this text is of."""
+        if not self._stops.active:
+            return text
+        mark = "" if token_id is None else self._marks.get(token_id, "")
+        return self._stops.push(text + mark).translate(self._unmarked)
+
+    def release(self) -> str:
+        """What was held back, when the text ends without a match."""
+        return self._stops.release().translate(self._unmarked)
 
 
 def _overlap(text: str, stop: str) -> int:

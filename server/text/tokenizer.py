@@ -121,6 +121,11 @@ class Tokenizer:
         table = self._marked_table if keep_marks and skip_special_tokens else self._tables[skip_special_tokens]
         return ByteDetokenizer(table, strip_leading_space=strip)
 
+    def hidden(self, *, keep_marks: bool) -> dict[str, int]:
+        """Special tokens that leave no text where special tokens are skipped, and their ids; see detokenizer()."""
+        kept = self.dialect.marks if keep_marks and self.vocabulary.kind != "other" else ()
+        return {text: i for text, i in self.vocabulary.special_ids_by_text.items() if text not in kept}
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence at once."""
         if self._backend is not None:

@@ -16,6 +16,7 @@ from server.api.openai.protocol import Usage
 from server.engine.supervisor.base import EngineBase, EngineUnavailableError
 from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline, timelines
+from server.text.answer import Part
 from server.text.output import OutputText
 from server.types import GenerateRequest, RequestOutput, TokenLogprob
 
@@ -30,7 +31,7 @@ class Delta:
     """What one step added to one sequence. finish_reason is set on the sequence's last delta."""
 
     index: int
-    text: str
+    part: Part
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: Ending | None = None
     stop_reason: str | int | None = None
@@ -52,11 +53,13 @@ class SequenceRun:
         self.index = index
         self.request = request
         self.timeline = timeline
-        self._text = text
+        self.text = text
         self._include_stop = include_stop
         self._custom_stops = frozenset(request.sampling.stop_token_ids)
         self._logprobs: list[TokenLogprob] = []
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self._counted = 0
         self.embedding: bytes | None = None
         """The prompt's hidden state, where the request is for that: float32 little-endian."""
         self._expired = asyncio.Event()
@@ -155,25 +158,35 @@ class SequenceRun:
         self.embedding = output.embedding
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        before = self._text.consumed
-        text = self._text.push(token_ids[:-1] if hidden else token_ids)
-        if output.finish_reason is not None:
-            text += self._text.finish()
-        finish_reason, stop_reason = self._ending(output)
+        before, thought = self.text.consumed, self.text.parser.thinking
+        part = self.text.push(token_ids[:-1] if hidden else token_ids)
         # Tokens of the same step after the one that completed a stop string do not count.
-        taken = self._text.consumed - before + (1 if hidden and self._text.stop_string is None else 0)
+        taken = self.text.consumed - before + (1 if hidden and self.text.stop_string is None else 0)
         self.completion_tokens += taken
+        self._count_reasoning(part, thought=thought)
+        if output.finish_reason is not None or self.text.stop_string is not None:
+            part.add(self.text.finish())
+        finish_reason, stop_reason = self._ending(output)
         self._logprobs.extend((output.logprobs or [])[:taken])
-        if not text and finish_reason is None:
+        if not part and finish_reason is None and not self.text.parser.repeated:
             return None
         if finish_reason is not None:
             self.timeline.finish_reason = finish_reason
         logprobs, self._logprobs = self._logprobs, []
-        return Delta(self.index, text, logprobs, finish_reason, stop_reason)
+        return Delta(self.index, part, logprobs, finish_reason, stop_reason)
+
+    def _count_reasoning(self, part: Part, *, thought: bool) -> None:
+        """thought: whether the tokens before these ended in thoughts."""
+        count = self.completion_tokens
+        if thought or self.text.parser.thinking or part.reasoning:
+            self.reasoning_tokens += count - self._counted
+        elif not part:
+            return  # what is held back may become the mark of thoughts
+        self._counted = count
 
     def _ending(self, output: RequestOutput) -> tuple[Ending | None, str | int | None]:
-        if self._text.stop_string is not None:
-            return "stop", self._text.stop_string
+        if self.text.stop_string is not None:
+            return "stop", self.text.stop_string
         if output.finish_reason == "stop":
             custom = output.stop_token_id in self._custom_stops
             return "stop", output.stop_token_id if custom else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.api.answering.generation import Generation, SequenceRun
@@ -15,6 +15,7 @@ from server.api.http.deadline import allowed_seconds
 from server.api.openai.options import GenerationOptions
 from server.logs import request_id
 from server.observability.timeline import RequestTimeline
+from server.text.answer import AnswerParser
 from server.text.output import OutputText
 from server.types import GenerateRequest, ImageInput, SamplingParams
 
@@ -51,6 +52,8 @@ class GenerationPlan:
     """The images of each prompt."""
     keep_marks: bool = False
     """Whether the marks of tool calls and thoughts stay in the text."""
+    parser: Callable[[], AnswerParser] = AnswerParser
+    """Splits one sequence's text into thoughts, content and calls."""
 
 
 def start_generation(service: Service, backend: Backend, ticket: Ticket, plan: GenerationPlan) -> Generation:
@@ -96,13 +99,18 @@ def _sampling(service: Service, backend: Backend, plan: GenerationPlan, prompt_t
 
 def _output_text(backend: Backend, plan: GenerationPlan, min_tokens: int) -> OutputText:
     options = plan.options
+    skip = options.skip_special_tokens is not False
     detokenizer = backend.tokenizer.detokenizer(
-        skip_special_tokens=options.skip_special_tokens is not False,
-        at_start=plan.at_start,
-        keep_marks=plan.keep_marks,
+        skip_special_tokens=skip, at_start=plan.at_start, keep_marks=plan.keep_marks
     )
-    include_stop = bool(options.include_stop_str_in_output)
-    return OutputText(detokenizer, options.stop or (), include_stop=include_stop, min_tokens=min_tokens)
+    return OutputText(
+        detokenizer,
+        options.stop or (),
+        include_stop=bool(options.include_stop_str_in_output),
+        min_tokens=min_tokens,
+        parser=plan.parser(),
+        hidden=backend.tokenizer.hidden(keep_marks=plan.keep_marks) if skip and options.stop else {},
+    )
 
 
 def new_id(prefix: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answering.generation import Delta, Ending, Generation
+from server.api.answering.generation import Ending, Generation
 from server.api.answering.images import TakenImages, give_back, image_parts, take_images
 from server.api.answering.limits import admit, check_known, check_length
 from server.api.answering.plan import GenerationPlan, start_generation
@@ -61,16 +61,15 @@ class _Prompt:
 class Turn:
     """One request's answers. The caller reads them to the end or calls close()."""
 
-    def __init__(self, generation: Generation, parsers: list[AnswerParser]) -> None:
+    def __init__(self, generation: Generation) -> None:
         self.generation = generation
-        self._parsers = parsers
-        self._counted = [0] * len(parsers)
-        self._reasoning_tokens = 0
 
     def usage(self) -> Usage:
         """Tokens so far, how many of them were thoughts, and how guesses fared if any were checked."""
         usage = self.generation.usage()
-        usage.completion_tokens_details = details = CompletionTokensDetails(self._reasoning_tokens)
+        usage.completion_tokens_details = details = CompletionTokensDetails(
+            sum(run.reasoning_tokens for run in self.generation.runs)
+        )
         known = [run.timeline.timings for run in self.generation.runs if run.timeline.timings is not None]
         checked = sum(timings.draft_tokens for timings in known)
         if checked:
@@ -80,40 +79,20 @@ class Turn:
 
     async def deltas(self) -> AsyncIterator[TurnDelta]:
         """Deltas of all answers, each when it has been generated. Raises ApiError."""
-        waiting: dict[int, list[TokenLogprob]] = {}
         ended: set[int] = set()
         async with closing(self.generation.deltas()) as deltas:
             async for delta in deltas:
                 if delta.index in ended:
                     continue
-                split = self._split(delta)
-                repeated = self._parsers[delta.index].repeated
-                logprobs = [*waiting.pop(delta.index, ()), *delta.logprobs]
-                if not split and delta.finish_reason is None and not repeated:
-                    waiting[delta.index] = logprobs
-                    continue
-                reason: str | None = delta.finish_reason
-                if repeated and delta.finish_reason is None:
+                run = self.generation.runs[delta.index]
+                repeated, reason = run.text.parser.repeated, delta.finish_reason
+                if repeated and reason is None:
                     ended.add(delta.index)
-                    self.generation.runs[delta.index].end()
-                if repeated or (reason == "stop" and self._parsers[delta.index].called):
-                    reason = "tool_calls"
-                yield TurnDelta(delta.index, split, logprobs, reason, delta.stop_reason)
-
-    def _split(self, delta: Delta) -> Part:
-        parser = self._parsers[delta.index]
-        thought = parser.thinking
-        part = parser.push(delta.text) if delta.text else Part()
-        count = self.generation.runs[delta.index].completion_tokens
-        if thought or parser.thinking or part.reasoning:
-            self._reasoning_tokens += count - self._counted[delta.index]
-        elif not part:
-            count = self._counted[delta.index]  # what is held back may become the mark of thoughts
-        self._counted[delta.index] = count
-        if delta.finish_reason is not None:
-            last = parser.finish()
-            part = Part(part.reasoning + last.reasoning, part.content + last.content, [*part.calls, *last.calls])
-        return part
+                    run.end()
+                called = repeated or (reason == "stop" and run.text.parser.called)
+                yield TurnDelta(
+                    delta.index, delta.part, delta.logprobs, "tool_calls" if called else reason, delta.stop_reason
+                )
 
     def close(self) -> None:
         """Give up the turn's place among the requests."""
@@ -175,21 +154,18 @@ async def start_turn(
             at_start=not options.continue_final_message,
             grammar=prompt.grammar,
             keep_marks=bool(prompt.functions) or dialect.reasoning is not None,
-        )
-        generation = start_generation(service, backend, ticket, plan)
-        parsers = [
-            AnswerParser(
+            parser=lambda: AnswerParser(
                 dialect.reasoning_splitter(prompt.chat.text),
                 dialect.tool_parser(prompt.functions) if prompt.functions else None,
                 single_call=options.parallel_tool_calls is False,
                 forced=prompt.forced,
-            )
-            for _ in generation.runs
-        ]
+            ),
+        )
+        generation = start_generation(service, backend, ticket, plan)
     except BaseException:
         ticket.release()
         raise
-    return Turn(generation, parsers)
+    return Turn(generation)
 
 
 async def count_chat(service: Service, options: ChatOptions, size: int) -> list[int]:

@@ -28,6 +28,7 @@ from server.api.openai.options import MAX_TOKEN_COUNT, UNSUPPORTED, GenerationOp
 from server.api.openai.other_names import OTHER_NAMES, take_other_names
 from server.api.openai.protocol import Completion, CompletionChoice, Timings, Usage
 from server.api.openai.structured import check_grammar, form_grammar
+from server.text.answer import Part
 from server.types import TokenLogprob
 
 router = APIRouter()
@@ -154,13 +155,13 @@ class _Answer:
         last: dict[int, Delta] = {}
         async with closing(generation.deltas()) as deltas:
             async for delta in deltas:
-                texts[delta.index].append(delta.text)
+                texts[delta.index].append(delta.part.content)
                 logprobs[delta.index].extend(delta.logprobs)
                 last[delta.index] = delta
         choices = [
             self._choice(
                 generation,
-                replace(delta, text="".join(texts[index]), logprobs=logprobs[index]),
+                replace(delta, part=Part(content="".join(texts[index])), logprobs=logprobs[index]),
                 CompletionLogprobsBuilder(self._tokenizer),
                 first=True,
             )
@@ -189,10 +190,10 @@ class _Answer:
         """A delta as a choice; the first one of a sequence begins with the prompt where that is echoed."""
         if self._only_echo:
             ended = delta.finish_reason and "length"
-            delta = replace(delta, text="", logprobs=[], finish_reason=ended, stop_reason=None)
+            delta = replace(delta, part=Part(), logprobs=[], finish_reason=ended, stop_reason=None)
         run = generation.runs[delta.index]
         ids = run.request.prompt_token_ids
-        text, logprobs = delta.text, None
+        text, logprobs = delta.part.content, None
         if first and self._echo:
             text = self._prompt_text(delta.index, len(generation.runs), ids) + text
             if self._logprobs is not None:

@@ -70,3 +70,12 @@ def test_what_is_cut_is_no_markup_and_no_empty_call(long_context: httpx.Client) 
         answer = long_context.post("/v1/messages", json=anthropic | {"max_tokens": limit, "temperature": 0}).json()
         if answer["stop_reason"] == "max_tokens":
             assert [block for block in answer["content"] if block["input"].keys() != {"city"}] == []
+
+
+@pytest.mark.parametrize("stop", ["\n", '"', "}", "Observation", "<tool_call>"])
+def test_stop_strings_do_not_cut_calls(long_context: httpx.Client, stop: str) -> None:
+    options: dict[str, Any] = {"parallel_tool_calls": False, "temperature": 0, "max_tokens": 100, "stop": [stop]}
+    (choice,) = ask(long_context, **options).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +12,7 @@ from server.api.answering.generation import Delta, Generation, SequenceRun
 from server.api.answering.turn import Turn
 from server.api.http.admission import Admission
 from server.api.http.errors import ApiError
-from server.api.openai.protocol import CompletionTokensDetails, Usage
+from server.api.openai.protocol import CompletionTokensDetails
 from server.engine.supervisor.client import EngineClient, EngineStatus, EngineUnavailableError
 from server.observability.metrics import Metrics
 from server.observability.timeline import RequestTimeline
@@ -72,14 +71,20 @@ def output(*token_ids: int, **fields: Any) -> RequestOutput:
 
 
 def generation(
-    engine: ScriptedEngine, tokenizer: Tokenizer, count: int = 1, *, stop: tuple[str, ...] = (), **sampling: Any
+    engine: ScriptedEngine,
+    tokenizer: Tokenizer,
+    count: int = 1,
+    *,
+    stop: tuple[str, ...] = (),
+    parser: AnswerParser | None = None,
+    **sampling: Any,
 ) -> tuple[Generation, Metrics, Admission]:
     metrics, admission = Metrics("m"), Admission(8)
     runs = [
         SequenceRun(
             index,
             GenerateRequest(str(index), [5, 6], SamplingParams(max_tokens=99, **sampling)),
-            OutputText(tokenizer.detokenizer(), stop),
+            OutputText(tokenizer.detokenizer(), stop, parser=parser),
             RequestTimeline(),
         )
         for index in range(count)
@@ -101,7 +106,7 @@ async def test_several_tokens_in_one_output_stop_in_the_middle(byte_tokenizer: T
     engine = ScriptedEngine([output(*ids, logprobs=logprobs), None])
     work, metrics, admission = generation(engine, byte_tokenizer, stop=(" three",))
     (delta,) = await collect(work)
-    assert delta.text == "one two"
+    assert delta.part.content == "one two"
     assert (delta.finish_reason, delta.stop_reason) == ("stop", " three")
     assert [entry.token_id for entry in delta.logprobs] == ids[:3]
     assert work.usage().completion_tokens == 3
@@ -118,7 +123,7 @@ async def test_stop_token_counts_but_is_not_text(
     engine = ScriptedEngine([output(word), output(2, finish_reason="stop", stop_token_id=2)])
     work, _, _ = generation(engine, byte_tokenizer, stop_token_ids=custom)
     deltas = await collect(work)
-    assert [delta.text for delta in deltas] == [" cat", ""]
+    assert [delta.part.content for delta in deltas] == [" cat", ""]
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", reason)
     assert work.usage().completion_tokens == 2
 
@@ -131,7 +136,7 @@ async def test_text_that_is_held_back_keeps_its_logprobs(byte_tokenizer: Tokeniz
     ]
     work, _, _ = generation(ScriptedEngine(script), byte_tokenizer, stop=(" office",))
     (delta,) = await collect(work)
-    assert delta.text == " of cat"
+    assert delta.part.content == " of cat"
     assert [entry.token_id for entry in delta.logprobs] == [first, second]
     assert delta.finish_reason == "length"
 
@@ -141,7 +146,7 @@ async def test_unfinished_character_is_shown_at_the_end(byte_tokenizer: Tokenize
     script = [output(token_id) for token_id in ids[:-1]]
     script[-1] = output(ids[-2], finish_reason="length")
     work, _, _ = generation(ScriptedEngine(script), byte_tokenizer)
-    assert [delta.text for delta in await collect(work)] == ["\N{REPLACEMENT CHARACTER}"]
+    assert [delta.part.content for delta in await collect(work)] == ["\N{REPLACEMENT CHARACTER}"]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +201,7 @@ async def test_choices_are_merged_in_order_of_arrival(byte_tokenizer: Tokenizer)
     work, _, _ = generation(ScriptedEngine(slow, fast), byte_tokenizer, 2)
     deltas = await collect(work)
     assert [delta.index for delta in deltas if delta.finish_reason] == [1, 0]
-    assert "".join(delta.text for delta in deltas if delta.index == 0) == " cat" * 6
+    assert "".join(delta.part.content for delta in deltas if delta.index == 0) == " cat" * 6
     assert work.usage().completion_tokens == 7
     assert work.usage().prompt_tokens == 4
 
@@ -233,7 +238,7 @@ async def test_request_that_had_not_begun_is_asked_again(byte_tokenizer: Tokeniz
     (cat,) = byte_tokenizer.encode(" cat")
     engine = ScriptedEngine([[ended()], [output(cat, finish_reason="length")]])  # type: ignore[list-item]
     work, _, admission = generation(engine, byte_tokenizer)
-    assert [delta.text for delta in await collect(work)] == [" cat"]
+    assert [delta.part.content for delta in await collect(work)] == [" cat"]
     assert engine.waited == 1
     assert admission.held == 0
 
@@ -271,23 +276,16 @@ def test_prompts_under_way_are_bounded_by_their_tokens() -> None:
     admission.acquire(1).hold_tokens(500)
 
 
-async def test_tokens_of_thoughts_are_those_up_to_their_end_mark() -> None:
-    texts = ["<th", "ink>", "So ", "it ", "is</", "think>", "\n", "Paris", "."]
-    run = SimpleNamespace(completion_tokens=0, timeline=RequestTimeline())
-
-    async def deltas() -> AsyncIterator[Delta]:
-        for text in texts:
-            run.completion_tokens += 1
-            yield Delta(0, text, finish_reason="stop" if text == "." else None)
-
-    def usage() -> Usage:
-        return Usage.of(5, run.completion_tokens, 0)
-
-    generation: Any = SimpleNamespace(runs=[run], deltas=deltas, usage=usage)
-    turn = Turn(generation, [AnswerParser(ReasoningSplitter(MARKS[0], opened=False))])
+async def test_tokens_of_thoughts_are_those_up_to_their_end_mark(byte_tokenizer: Tokenizer) -> None:
+    steps = [
+        byte_tokenizer.encode(text) for text in ("<th", "ink>", "So ", "it ", "is</", "think>", "\n", "Paris", ".")
+    ]
+    engine = ScriptedEngine([*(output(*ids) for ids in steps[:-1]), output(*steps[-1], finish_reason="stop")])
+    parser = AnswerParser(ReasoningSplitter(MARKS[0], opened=False))
+    turn = Turn(generation(engine, byte_tokenizer, parser=parser)[0])
     parts = [delta.part async for delta in turn.deltas()]
     assert ("".join(part.reasoning for part in parts), "".join(part.content for part in parts)) == (
         "So it is",
         "Paris.",
     )
-    assert turn.usage().completion_tokens_details == CompletionTokensDetails(6)
+    assert turn.usage().completion_tokens_details == CompletionTokensDetails(sum(map(len, steps[:6])))

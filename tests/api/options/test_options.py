@@ -64,6 +64,23 @@ def test_thoughts_are_split_off_whole_and_streamed(thinking: httpx.Client) -> No
     assert not any(delta.get("content") for delta in deltas)
 
 
+def test_stop_strings_do_not_end_thoughts(thinking: httpx.Client) -> None:
+    thoughts = message(thinking)["reasoning_content"]
+    for cut in (thoughts[2:5], thoughts[-3:]):
+        answer = thinking.post(CHAT, json=chat_body(max_tokens=8, stop=[cut])).json()["choices"][0]
+        assert (answer["message"]["reasoning_content"], answer["finish_reason"]) == (thoughts, "length")
+    # What is a special token ends them, as it does any text.
+    bias = {"1": 100}
+    for stop in (["<|im_start|>"], ["<|im_start|><|im_start|>"]):
+        answer = thinking.post(CHAT, json=chat_body(max_tokens=8, stop=stop, logit_bias=bias)).json()
+        assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("stop", stop[0])
+        assert answer["usage"]["completion_tokens"] == stop[0].count("<")
+    whole = {"model": MODEL, "prompt": "Hi", "max_tokens": 6, "temperature": 0, "logit_bias": bias}
+    for options in ({}, {"skip_special_tokens": False}):
+        choice = thinking.post(TEXT, json=whole | {"stop": "<|im_start|>"} | options).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "<|im_start|>")
+
+
 def test_tokens_of_thoughts_are_counted(thinking: httpx.Client) -> None:
     def usage(**options: Any) -> dict[str, Any]:
         answer = thinking.post(CHAT, json=chat_body(**options))
