@@ -41,7 +41,10 @@ class ChatTemplate:
         )
         self._wants_parts = self.source is not None and self._only_takes_parts()
         self._knows_developer = self.source is not None and "developer" in self.source
-        self._takes_late_system = self.source is not None and self._shows_late_system()
+        self._takes_system = self._takes_late_system = True
+        if self.source is not None:
+            self._takes_system = self._shows("system", "user")
+            self._takes_late_system = self._shows("system", "system", "user", "system", "assistant", "user", "system")
 
     def render(
         self,
@@ -66,10 +69,12 @@ class ChatTemplate:
         if reserved:
             raise PromptError(f"{sorted(reserved)[0]!r} cannot be set through chat_template_kwargs")
         messages = [self._prepared(message) for message in messages]
-        if not self._takes_late_system:
-            messages = _with_early_system(messages)
         if self.dialect.family == "generic":
             messages, tools = self.dialect.with_tools(messages, tools), ()
+        if not self._takes_late_system:
+            messages = _with_early_system(messages)
+        if not self._takes_system:
+            messages = _without_system(messages)
         try:
             text = self._tokenizer.apply_chat_template(
                 self.guard.mark([self._in_parts(message, images=images_in_parts) for message in messages]),
@@ -120,31 +125,21 @@ class ChatTemplate:
     def _only_takes_parts(self) -> bool:
         """Whether the template drops a content that is a string, and shows one that is a list of parts."""
         self._wants_parts = False
-        self._knows_developer = self._takes_late_system = True
-        if self._shows_probe():
+        self._knows_developer = self._takes_system = self._takes_late_system = True
+        if self._shows("user"):
             return False
         self._wants_parts = True
-        return self._shows_probe()
+        return self._shows("user")
 
-    def _shows_late_system(self) -> bool:
-        """Whether the template takes system messages after the first message and shows them where they stand."""
-        roles = ("system", "system", "user", "system", "assistant", "user", "system")
+    def _shows(self, *roles: str) -> bool:
+        """Whether the template takes messages of these roles and shows them in their order."""
         probes = [f"{_PROBE}{i}" for i in range(len(roles))]
-        self._takes_late_system = True
         try:
-            text = self.render(
-                [{"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)],
-            )
+            text = self.render([{"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)])
         except PromptError:
             return False
         places = [text.find(probe) for probe in probes]
         return -1 not in places and places == sorted(places)
-
-    def _shows_probe(self) -> bool:
-        try:
-            return _PROBE in self.render([{"role": "user", "content": _PROBE}])
-        except PromptError:
-            return False
 
 
 def _with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -159,4 +154,17 @@ def _with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
             result[-1]["content"] = f"{result[-1]['content']}\n\n{message['content']}"
         else:
             result.append({"role": "user", "content": message["content"]})
+    return result
+
+
+def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for a template that takes no system message: it is the beginning of what the user says first."""
+    result = [dict(message) for message in messages]
+    if not result or result[0]["role"] != "system":
+        return result
+    if len(result) == 1 or result[1]["role"] != "user":
+        result[0]["role"] = "user"
+        return result
+    system = result.pop(0)
+    result[0]["content"] = f"{system['content']}\n\n{result[0]['content']}"
     return result

@@ -134,3 +134,45 @@ def test_late_system_messages_are_what_the_user_says_where_it_does_not(embedded_
     template = template.replace("{% endif %}[", "{% else %}[").replace("{% endfor %}", "{% endif %}{% endfor %}")
     text = Templated(embedded_folder, template).render(TALK)
     assert text == "[system:S1\n\nS2][user:U1\n\nS3][assistant:A1][user:S4][assistant:A2]"
+
+
+REFUSES = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+
+
+LEAVES_OUT = "{% for m in messages if m.role != 'system' %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [REFUSES, LEAVES_OUT])
+def test_system_messages_are_what_the_user_says_first_where_the_template_takes_none(
+    embedded_folder: Path, template: str
+) -> None:
+    """Gemma 2's refuses them; another leaves them out."""
+    render = Templated(embedded_folder, template).render
+    system = {"role": "system", "content": "S"}
+    assert render([system, USER]) == f"[user:S\n\n{USER['content']}]"
+    assert render([USER]) == f"[user:{USER['content']}]"
+    assert render([{"role": "developer", "content": "D"}, system, USER]) == f"[user:D\n\nS\n\n{USER['content']}]"
+    assert render([system, {"role": "assistant", "content": "A"}, USER, system]) == (
+        f"[user:S][assistant:A][user:{USER['content']}\n\nS]"
+    )
+    assert render([system]) == "[user:S]"
+
+
+def test_instructions_for_tools_need_no_system_message(embedded_folder: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    template = Templated(embedded_folder, REFUSES)
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": {}}}
+    text = template.render(
+        [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "12"},
+         {"role": "system", "content": "S"}], tools=tools,
+    )  # fmt: skip
+    first, asked, given = text.strip("[]").split("][")
+    assert first.startswith("user:You may call")
+    assert '"clock"' in first
+    assert first.endswith(f"\n\n{USER['content']}")
+    assert asked.startswith("assistant:<tool_call>")
+    assert given == "user:<tool_response>\n12\n</tool_response>\n\nS"
