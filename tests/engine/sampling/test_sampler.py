@@ -13,7 +13,7 @@ import torch
 
 from server.engine.runtime.sampling import sampler
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
-from server.engine.runtime.sampling.inverse_cdf import uniforms
+from server.engine.runtime.sampling.inverse_cdf import sampling_table, uniforms
 from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
 from server.engine.runtime.sampling.sampler import sample
@@ -284,10 +284,22 @@ def test_logprobs_are_taken_before_temperature_and_filters() -> None:
 
 def test_rows_that_are_not_numbers_are_errors_of_their_own() -> None:
     logits = torch.tensor([[0.0, 1.0], [math.nan, 1.0], [0.0, math.inf], [-math.inf, -math.inf]])
-    sequences = [make_sequence([0], temperature=t) for t in (0.0, 1.0, 0.0, 1.0)]
-    results = sample(logits, sequences)
-    assert results[0].token == 1
-    assert [r.error is None for r in results] == [True, False, False, False]
+    for filters in ({}, {"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.5}):
+        sequences = [make_sequence([0], temperature=t, **filters) for t in (0.0, 1.0, 0.0, 1.0)]
+        results = sample(logits.clone(), sequences)
+        assert results[0].token == 1
+        assert [r.error is None for r in results] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-38, 1e-45, 1e-46, 5e-324])
+def test_temperatures_near_zero_take_the_largest(temperature: float) -> None:
+    """Some are numbers in float64 and zero in float32."""
+    logits = torch.tensor([0.0, 3.0, -math.inf, 2.999, 1.0])
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"logprobs": 2}):
+        assert frequencies(logits, 50, temperature=temperature, **filters) == {1: 1.0}
+        table = sampling_table([make_sequence([1], temperature=temperature, **filters)], 5)
+        assert table is not None
+        assert table[0, 1].astype("float32") >= 1e-38  # what the kernel on CUDA divides by
 
 
 def test_a_banned_token_is_never_sampled() -> None:

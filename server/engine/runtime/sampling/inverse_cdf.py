@@ -27,6 +27,8 @@ _MASK64 = (1 << 64) - 1
 _FIRST_CANDIDATES = 1024
 # No sequence is this long, so positions from here on are free: a token that is sampled again takes its number from there.
 _RESAMPLING_OFFSET = 1 << 40
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+"""Logits are divided in float32, on CUDA without subnormal numbers. This gives the largest, as anything below does."""
 _TRIALS = 16
 _SampleRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -149,7 +151,7 @@ def sampling_table(sequences: list[Sequence], vocabulary: int, again: bool = Fal
     given = [s.sampling for s in chosen]
     table = np.empty((len(rows), 6), np.float64)
     table[:, 0] = rows
-    table[:, 1] = [sampling.temperature for sampling in given]
+    table[:, 1] = [max(sampling.temperature, _LEAST_TEMPERATURE) for sampling in given]
     table[:, 2] = uniforms([s.seed for s in chosen], [len(s.tokens) + shift for s in chosen])
     table[:, 3] = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in given]
     table[:, 4] = [sampling.top_p for sampling in given]
@@ -239,5 +241,6 @@ def _least_kept(
     before = weights.double().cumsum(-1) - weights
     kept = (before < parameters.top_p * mass) | (place == 0)
     kept &= (weights >= parameters.min_p * weights[:, :1]) & (place < parameters.top_k)
-    least = best.gather(1, kept.sum(-1, keepdim=True) - 1)
+    # None is kept of logits that are not numbers, which becomes an error of their sequence.
+    least = best.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
     return least, (best[:, -1:] < least).squeeze(1) | (candidates == vocabulary)
