@@ -193,6 +193,17 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def is_too_short(self) -> bool:
+        """Whether it has fewer than min_tokens, so that none of its ends may come next."""
+        return self.num_generated < self.sampling.min_tokens
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether its next token's logits are changed before a token is chosen."""
+        banned = self.is_too_short and bool(self.stop_ids)
+        return self.is_penalized or bool(self.sampling.logit_bias) or self.constraint is not None or banned
+
+    @property
     def num_pending(self) -> int:
         """Tokens still to be computed before the next one can be sampled; 1 while decoding."""
         return len(self.tokens) - self.num_computed

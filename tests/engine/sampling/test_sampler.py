@@ -36,6 +36,23 @@ def test_greedy_takes_the_largest() -> None:
     assert next_token([0.0, 3.0, 1.0], make_sequence([1])) == 1
 
 
+def test_which_logits_are_changed_before_a_token_is_chosen() -> None:
+    for options in (
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {3: 1.0}},
+    ):
+        assert make_sequence([1], **options).is_adjusted
+    for options in ({}, {"temperature": 1.0}, {"logprobs": 0}, {"min_tokens": 2}):
+        assert not make_sequence([1], **options).is_adjusted
+    sequence = make_sequence([1], min_tokens=2, stop_token_ids=[9])
+    assert sequence.is_adjusted
+    for token in (5, 6):
+        sequence.append(token)
+    assert not sequence.is_adjusted
+
+
 def test_tokens_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
     found = frequencies(probabilities.log())

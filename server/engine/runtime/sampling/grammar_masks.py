@@ -119,4 +119,4 @@ def _is_permitted(token: int, sequence: Sequence) -> bool:
 
 def _ends(sequence: Sequence) -> Collection[int]:
     """Tokens that may end the sequence where its grammar lets the text end."""
-    return sequence.stop_ids if sequence.num_generated >= sequence.sampling.min_tokens else ()
+    return sequence.stop_ids if not sequence.is_too_short else ()

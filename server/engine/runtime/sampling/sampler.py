@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
     Order: penalties, logit_bias and the min_tokens ban, (log-probabilities are taken here,) temperature, top_k, top_p,
     min_p. A token is sampled by inverting the cumulative distribution at one uniform number per (seed, position).
     """
-    if any(_is_adjusted(sequence) for sequence in sequences):
+    if any(sequence.is_adjusted for sequence in sequences):
         logits = logits.float()
         penalized = [row for row, sequence in enumerate(sequences) if sequence.is_penalized]
         if penalized:
@@ -54,23 +54,13 @@ def is_sampled_from_raw_logits(sequence: Sequence) -> bool:
     return plain and len(sequence.tokens) - sequence.num_prompt >= sequence.sampling.min_tokens
 
 
-def _is_adjusted(sequence: Sequence) -> bool:
-    sampling = sequence.sampling
-    return (
-        bool(sampling.logit_bias)
-        or sequence.is_penalized
-        or sequence.num_generated < sampling.min_tokens
-        or sequence.constraint is not None
-    )
-
-
 def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
     """Add the bias to one sequence's logits [vocabulary], and ban its ends before min_tokens, in place."""
     sampling, device = sequence.sampling, logits.device
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=device)
         logits[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype, device=device)
-    if sequence.num_generated < sampling.min_tokens and sequence.stop_ids:
+    if sequence.is_too_short and sequence.stop_ids:
         banned = [i for i in sequence.stop_ids if 0 <= i < logits.shape[0]]
         logits[torch.tensor(banned, dtype=torch.int64, device=device)] = -math.inf
 

@@ -68,8 +68,8 @@ class StepPlan:
         self.sequences = list(sequences)
         self._device = device
         self._vocabulary = vocabulary
-        self._waiting = [s for s in sequences if s.num_generated < s.sampling.min_tokens]
-        rows = [row for row, s in enumerate(sequences) if _is_adjusted(s)]
+        self._waiting = [s for s in sequences if s.is_too_short]
+        rows = [row for row, s in enumerate(sequences) if s.is_adjusted]
         rows.sort(key=lambda row: not sequences[row].is_penalized)
         self.adjusted = self._adjusted(rows, table) if rows else None
         changed = set(rows)
@@ -86,7 +86,7 @@ class StepPlan:
 
     def valid(self, sequences: list[Sequence]) -> bool:
         """Whether this is the plan of a step of these sequences now."""
-        return self.sequences == sequences and all(s.num_generated < s.sampling.min_tokens for s in self._waiting)
+        return self.sequences == sequences and all(s.is_too_short for s in self._waiting)
 
     def _adjusted(self, rows: list[int], table: PenaltyTable | None) -> AdjustedRows:
         own, vocabulary = [self.sequences[row] for row in rows], self._vocabulary
@@ -96,7 +96,7 @@ class StepPlan:
         banned = [
             place * vocabulary + token
             for place, s in enumerate(own)
-            if s.num_generated < s.sampling.min_tokens
+            if s.is_too_short
             for token in s.stop_ids
             if 0 <= token < vocabulary
         ]
@@ -144,13 +144,3 @@ class StepPlan:
 
     def _integers(self, numbers: list[int]) -> torch.Tensor:
         return to_device(np.array(numbers, np.int64), self._device)
-
-
-def _is_adjusted(sequence: Sequence) -> bool:
-    sampling = sequence.sampling
-    return (
-        sequence.is_penalized
-        or bool(sampling.logit_bias)
-        or sequence.constraint is not None
-        or (sequence.num_generated < sampling.min_tokens and bool(sequence.stop_ids))
-    )
