@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from server.text.detokenizer import Detokenizer
 from server.text.tokenizer import Tokenizer
 from server.types import TokenLogprob
 
@@ -91,36 +92,74 @@ def prompt_scores(
 
 
 class CompletionLogprobsBuilder:
-    """Log-probabilities of one sequence in the shape of text completions, whose offsets go on from chunk to chunk."""
+    """Log-probabilities of one sequence in the shape of text completions, whose offsets go on from chunk to chunk.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    An offset is where in the choice's text a token begins; all tokens of one character are where the character is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        """skip_special_tokens: whether special tokens leave no text in the answer."""
         self._tokenizer = tokenizer
-        self._offset = 0
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, at_start=False)
+        self._decoded = self._sent = 0
 
-    def build(self, entries: list[TokenLogprob]) -> CompletionLogprobs:
-        """The next tokens' log-probabilities."""
-        return self._extended(CompletionLogprobs([], [], [], []), entries)
+    def build(self, entries: list[TokenLogprob], text: str, *, last: bool) -> CompletionLogprobs:
+        """The next tokens' log-probabilities; text: what the choice has more; last: whether that is all."""
+        return self._extended(CompletionLogprobs([], [], [], []), entries, text, last=last)
 
     def with_prompt(
-        self, prompt: list[int], scores: list[TokenLogprob], entries: list[TokenLogprob]
+        self,
+        prompt: tuple[list[int], str],
+        scores: list[TokenLogprob],
+        entries: list[TokenLogprob],
+        text: str,
+        *,
+        last: bool,
     ) -> CompletionLogprobs:
-        """The prompt's log-probabilities (its first token has none), and after them the first tokens'."""
-        first = self._text(prompt[0])
-        self._offset += len(first)
-        return self._extended(CompletionLogprobs([0], [None], [first], [None]), [*scores, *entries])
+        """The log-probabilities of the prompt (its ids and text; the first token has none), and after them build()."""
+        ids, shown = prompt
+        result = CompletionLogprobs(_prompt_offsets(self._tokenizer, ids, shown), [None], [self._text(ids[0])], [None])
+        self._add(result, scores)
+        self._decoded = self._sent = len(shown)
+        return self._extended(result, entries, text, last=last)
 
-    def _extended(self, result: CompletionLogprobs, entries: list[TokenLogprob]) -> CompletionLogprobs:
+    def _extended(
+        self, result: CompletionLogprobs, entries: list[TokenLogprob], text: str, *, last: bool
+    ) -> CompletionLogprobs:
+        self._sent += len(text)
+        offsets = []
+        for entry in entries:
+            offsets.append(self._decoded)
+            self._decoded += len(self._detokenizer.push((entry.token_id,)))
+        # What a stop string has cut off is beyond the text.
+        result.text_offset += [min(offset, self._sent) for offset in offsets] if last else offsets
+        self._add(result, entries)
+        return result
+
+    def _add(self, result: CompletionLogprobs, entries: list[TokenLogprob]) -> None:
         for entry in entries:
             text = self._text(entry.token_id)
-            result.text_offset.append(self._offset)
             result.tokens.append(text)
             result.token_logprobs.append(max(entry.logprob, LOWEST_LOGPROB))
             top = {self._text(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob in reversed(entry.top)}
             # The sampled token is always among them, as OpenAI's API has it.
             top.setdefault(text, max(entry.logprob, LOWEST_LOGPROB))
             result.top_logprobs.append(dict(sorted(top.items(), key=lambda item: -item[1])))
-            self._offset += len(text)
-        return result
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _prompt_offsets(tokenizer: Tokenizer, ids: list[int], text: str) -> list[int]:
+    """Where in a prompt's text its tokens begin. Special tokens are in the text if that was written so."""
+    offsets, place = [], 0
+    detokenizer: Detokenizer | None = None
+    for token_id in ids:
+        offsets.append(min(place, len(text)))
+        if token_id in tokenizer.vocabulary.special_ids:
+            written = tokenizer.token_bytes(token_id).decode()
+            place += len(written) if text.startswith(written, place) else 0
+        else:
+            detokenizer = detokenizer or tokenizer.detokenizer(at_start=place == 0)
+            place += len(detokenizer.push((token_id,)))
+    return offsets

@@ -142,6 +142,7 @@ class _Answer:
         self._logprobs = options.logprobs
         self._prompt_logprobs = options.prompt_logprobs
         self._timings = bool(options.timings)
+        self._skip_special_tokens = options.skip_special_tokens is not False
         self._echo = bool(options.echo)
         self._only_echo = options.max_tokens == 0
         self._prompt = options.prompt
@@ -162,7 +163,7 @@ class _Answer:
             self._choice(
                 generation,
                 replace(delta, part=Part(content="".join(texts[index])), logprobs=logprobs[index]),
-                CompletionLogprobsBuilder(self._tokenizer),
+                self._builder(),
                 first=True,
             )
             for index, delta in sorted(last.items())
@@ -170,7 +171,7 @@ class _Answer:
         return Completion(self.id, self._created, self._model, choices, self._usage(generation))
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        builders = [CompletionLogprobsBuilder(self._tokenizer) for _ in generation.runs]
+        builders = [self._builder() for _ in generation.runs]
         begun: set[int] = set()
         async with closing(generation.deltas()) as deltas:
             async for delta in deltas:
@@ -194,16 +195,21 @@ class _Answer:
         run = generation.runs[delta.index]
         ids = run.request.prompt_token_ids
         text, logprobs = delta.part.content, None
+        last = delta.finish_reason is not None
         if first and self._echo:
-            text = self._prompt_text(delta.index, len(generation.runs), ids) + text
+            prompt = self._prompt_text(delta.index, len(generation.runs), ids)
             if self._logprobs is not None:
                 scores = [fewer(entry, self._logprobs) for entry in run.prompt_logprobs]
-                logprobs = builder.with_prompt(ids, scores, delta.logprobs)
+                logprobs = builder.with_prompt((ids, prompt), scores, delta.logprobs, text, last=last)
+            text = prompt + text
         elif self._logprobs is not None:
-            logprobs = builder.build(delta.logprobs)
+            logprobs = builder.build(delta.logprobs, text, last=last)
         timings = self._timings_of(generation, delta)
         scored = prompt_scores(self._tokenizer, run.prompt_logprobs, self._prompt_logprobs)
         return CompletionChoice(delta.index, text, logprobs, delta.finish_reason, delta.stop_reason, timings, scored)
+
+    def _builder(self) -> CompletionLogprobsBuilder:
+        return CompletionLogprobsBuilder(self._tokenizer, skip_special_tokens=self._skip_special_tokens)
 
     def _prompt_text(self, index: int, count: int, ids: list[int]) -> str:
         """The prompt as it was given, or the text of its ids."""
