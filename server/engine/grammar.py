@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -79,8 +81,8 @@ class GrammarState:
 
     @property
     def done(self) -> bool:
-        """Whether nothing but the end can follow."""
-        return self._matcher is not None and self._matcher.is_stopped()
+        """Whether nothing but the end can follow. A matcher that has failed stops, too; the next token shows that."""
+        return self._matcher is not None and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def accept(self, token: int) -> None:
         """Take a generated token. One that the grammar forbids shows as GrammarError when the next one is asked for."""
@@ -290,11 +292,26 @@ def _tokenizer(folder: Path, vocab_size: int | None, eos_token_id: int | None) -
             raise GrammarError(f"this model's tokenizer does not work with grammars: {_line(str(e))}") from e
     try:
         try:
-            return LLTokenizer(definition, n_vocab=vocab_size, eos_token=eos_token_id)
+            return LLTokenizer(_without_prefix(definition), n_vocab=vocab_size, eos_token=eos_token_id)
         except ValueError:  # it refuses a size below the tokenizer's own
             return LLTokenizer(definition, eos_token=eos_token_id)
     except Exception as e:
         raise GrammarError(f"this model's tokenizer does not work with grammars: {_line(str(e))}") from e
+
+
+def _without_prefix(definition: str) -> str:
+    """The tokenizer without the space that byte-level ones may put in front of a text.
+
+    llguidance encodes pieces of an answer with it, which begin no text.
+    """
+    if re.search(r'"add_prefix_space"\s*:\s*true', definition) is None:
+        return definition  # which may have tens of megabytes
+    document = json.loads(definition)
+    stages = document.get("pre_tokenizer") or {}
+    for stage in stages.get("pretokenizers", [stages]):
+        if stage.get("type") == "ByteLevel":
+            stage["add_prefix_space"] = False
+    return json.dumps(document, ensure_ascii=False)
 
 
 def _line(message: str) -> str:

@@ -1,0 +1,83 @@
+"""Grammars with tokenizers of other kinds than the embedded model's, and matchers that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from server.engine.grammar import GrammarError, Grammars, GrammarState
+from server.engine.scheduling.sequence import Sequence
+from server.text.grammars.grammar import choice_grammar, json_grammar
+from server.types import GenerateRequest, SamplingParams
+
+END = 0
+BYTES = pre_tokenizers.ByteLevel
+PRE_TOKENIZERS = {
+    "a space in front": lambda: BYTES(add_prefix_space=True),
+    "in a sequence": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(), BYTES(add_prefix_space=True)]),
+    "no space": lambda: BYTES(add_prefix_space=False),
+}
+
+
+@pytest.fixture(params=PRE_TOKENIZERS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A byte-level tokenizer, which may put a space in front of every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[request.param](), decoders.ByteLevel()
+    texts = ["Hello there, hello there, a > b, and so on and on"] * 9
+    alphabet = BYTES.alphabet()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False),
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def written(state: GrammarState, tokenizer: Tokenizer, choose: int) -> str:
+    """What comes out if the first or last of the permitted tokens is taken every time."""
+    tokens: list[int] = []
+    while not state.done:
+        allowed = state.allowed()
+        permitted = [i for i in range(tokenizer.get_vocab_size()) if i != END and allowed[i // 8] >> i % 8 & 1]
+        if not permitted:
+            break
+        tokens.append(permitted[choose])
+        state.accept(tokens[-1])
+    return str(tokenizer.decode(tokens))
+
+
+def test_an_answer_is_its_grammar_s_text(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    grammars = Grammars(folder, None, END)
+    schema = {"type": "object", "properties": {"ab": {"const": "x y 12"}}, "required": ["ab"], "additionalProperties": False,
+              "x-guidance": {"key_separator": ": ", "item_separator": ", ", "whitespace_flexible": False}}  # fmt: skip
+    wanted = {text: choice_grammar([text]) for text in ("a>", "Hello there", " there", "12 and 34")}
+    wanted['{"ab": "x y 12"}'] = json_grammar(schema)
+    for text, grammar in wanted.items():
+        for choose in (0, -1):
+            assert written(grammars.start(grammar), tokenizer, choose) == text
+    grammars.close()
+
+
+def test_a_matcher_that_fails_is_not_done(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    grammars = Grammars(folder, None, END)
+    grammar = choice_grammar(["a>"])
+    sequence = Sequence(GenerateRequest("0", [1], SamplingParams(max_tokens=9, grammar=grammar)), 0, frozenset({END}))
+    state = sequence.constraint = grammars.start(grammar)
+    wrong, right = tokenizer.token_to_id("b"), tokenizer.token_to_id("a")
+    assert state.permits(right)
+    sequence.append(wrong)
+    assert not state.done
+    assert sequence.finish_reason is None
+    with pytest.raises(GrammarError):
+        state.allowed()
+    finished = grammars.start(grammar)
+    for text in "a>":
+        assert not finished.done
+        finished.accept(tokenizer.token_to_id(text))
+    assert finished.done
+    grammars.close()
