@@ -30,9 +30,20 @@ def closing(iterator: AsyncIterator[T]) -> AbstractAsyncContextManager[AsyncIter
     return contextlib.aclosing(cast("AsyncGenerator[T]", iterator))
 
 
-def event(document: Any) -> bytes:
-    """A document as one server-sent event."""
-    return b"data: " + _encode(document) + b"\n\n"
+# Line ends to Python's splitlines(), by which some clients read events; in JSON they stand within strings only.
+_LINE_ENDS = {character.encode(): rf"\u{ord(character):04x}".encode() for character in "\x85\u2028\u2029"}
+
+
+def event(document: Any, name: str | None = None) -> bytes:
+    """A document as one server-sent event (of a name)."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + _data(_encode(document))
+
+
+def _data(document: bytes) -> bytes:
+    for raw, escaped in _LINE_ENDS.items():
+        document = document.replace(raw, escaped)
+    return b"data: " + document + b"\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -94,11 +105,11 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except ApiError as e:
                 logger.warning("a stream ended with an error: %s", e.message)
-                await send({"type": "http.response.body", "body": b"data: " + e.body() + b"\n\n", "more_body": True})
+                await send({"type": "http.response.body", "body": _data(e.body()), "more_body": True})
             except Exception:
                 logger.exception("a stream failed")
                 body = internal_error(request_id.get()).body()
-                await send({"type": "http.response.body", "body": b"data: " + body + b"\n\n", "more_body": True})
+                await send({"type": "http.response.body", "body": _data(body), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -18,7 +18,7 @@ from server.api.answering.turn import Turn, count_chat, respond, start_turn
 from server.api.http.errors import ApiError, renamed
 from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
-from server.api.http.streaming import closing
+from server.api.http.streaming import closing, event
 from server.api.http.validation import given, read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.openai.message_schemas import ANTHROPIC_MESSAGES, ANTHROPIC_SYSTEM
@@ -243,4 +243,4 @@ def _block_event(happened: ContentBlockEvent) -> bytes:
 
 
 def _event(kind: str, /, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
+    return event({"type": kind, **fields}, kind)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
@@ -21,7 +20,7 @@ from server.api.answering.turn import Turn, respond, start_turn
 from server.api.http.errors import ApiError, bad_request, renamed
 from server.api.http.hints import take_hints
 from server.api.http.ignored import rename_options
-from server.api.http.streaming import closing
+from server.api.http.streaming import closing, event
 from server.api.http.validation import given, read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.openai.options import SamplingDefaults
@@ -192,7 +191,7 @@ class _Answer:
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         document = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(document) + b"\n\n"
+        return event(document, kind)
 
     def _block_event(self, happened: ContentBlockEvent, status: str = "completed") -> bytes:
         """The events of what happened; status is a block's when it ends."""

@@ -127,3 +127,41 @@ def test_hostile_forms_hold_up_nobody(long_context: httpx.Client, form: dict[str
         assert other.result(timeout=45).status_code == 200
     assert answer.status_code in (200, 400), answer.text
     assert long_context.post(CHAT, json=chat_body()).status_code == 200
+
+
+def test_events_are_lines_to_clients_that_split_text_at_any_line_end(long_context: httpx.Client) -> None:
+    """Such as httpx' iter_lines(): U+0085, U+2028 and U+2029 end a line for str.splitlines()."""
+    text = "a\u2028b\u2029c\x85d\\\u2028e"
+    schema = {"enum": [text]}
+    chat = chat_body(structured_outputs={"choice": [text]}, max_tokens=60)
+    form = {"type": "json_schema", "schema": schema}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: chat,
+        "/v1/completions": {"model": MODEL, "prompt": "Hi", "structured_outputs": {"choice": [text]}, "max_tokens": 60},
+        "/v1/messages": {
+            "model": MODEL,
+            "max_tokens": 60,
+            "messages": user("Hi"),
+            "output_config": {"format": form},
+        },
+        "/v1/responses": {
+            "model": MODEL,
+            "max_output_tokens": 60,
+            "input": "Hi",
+            "text": {"format": form | {"name": "x"}},
+        },
+    }
+    for path, body in bodies.items():
+        lines = long_context.post(path, json=body | {"stream": True}).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
+        assert all(line == "" or line.startswith(("data: ", "event: ")) for line in lines)
+        match path:
+            case "/v1/chat/completions":
+                written = "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
+            case "/v1/completions":
+                written = "".join(e["choices"][0]["text"] for e in events)
+            case "/v1/messages":
+                written = json.loads("".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta"))
+            case _:
+                written = json.loads("".join(e["delta"] for e in events if e["type"] == "response.output_text.delta"))
+        assert written == text
