@@ -84,7 +84,9 @@ def _check_fields(message: dict[str, Any], where: str) -> None:
         if key in message and role != owner:
             param = f"{where}.{key}"
             raise bad_request(f"'{param}' belongs to messages of the role '{owner}'.", param, "invalid_value")
-    needed = ["tool_call_id", "content"] if role == "tool" else [] if "tool_calls" in message else ["content"]
+    # Answers whose thoughts were cut come back without content.
+    complete = "tool_calls" in message or message.get("reasoning_content")
+    needed = ["tool_call_id", "content"] if role == "tool" else [] if complete else ["content"]
     for key in needed:
         if key not in message:
             param = f"{where}.{key}"

@@ -44,6 +44,11 @@ MESSAGES_SCHEMA = _some(
             _object(["role", "content"], role={"const": "user"}, content=_CONTENT_WITH_IMAGES, name=_TEXT_OR_NULL),
             _object(["role", "content"], **_ASSISTANT, content=_CONTENT),
             _object(["role", "tool_calls"], **_ASSISTANT, content={"type": "null"}, tool_calls=_some(_CALL)),
+            _object(
+                ["role", "reasoning_content"],
+                **_ASSISTANT | {"reasoning_content": {**_TEXT, "minLength": 1}},
+                content={"type": "null"},
+            ),
             _object(["role", "content", "tool_call_id"], role={"const": "tool"}, content=_CONTENT, tool_call_id=_TEXT),
         ]
     }

@@ -134,3 +134,16 @@ def test_no_arguments_in_many_ways(llama: httpx.Client) -> None:
         used = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "now"} | block]}
         result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "12"}]}
         post(llama, "/v1/messages", {"model": MODEL, "max_tokens": 1, "messages": [*user("Hi"), used, result]})
+
+
+def test_thoughts_without_an_answer_go_on(llama: httpx.Client) -> None:
+    for message in (
+        {"content": None, "reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"content": "", "reasoning": "hm"},
+    ):
+        messages = [*user("Hi"), {"role": "assistant"} | message, *user("Well?")]
+        post(llama, CHAT, chat_body(messages=messages))
+    for message in ({"content": None}, {"content": None, "reasoning_content": None}, {"reasoning_content": ""}):
+        answer = llama.post(CHAT, json=chat_body(messages=[*user("Hi"), {"role": "assistant"} | message]))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].content")
