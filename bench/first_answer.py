@@ -1,8 +1,8 @@
 """How long the server takes from its start to its first answer: python -m bench.first_answer --help.
 
-The real server with random weights, asked by HTTP. Its first start finds nothing compiled: what torch and Triton keep, and
-what the server keeps, are in new folders. The later starts find it. Python's bytecode and FlashInfer's modules are there, as
-in an installation that has served another model. Writes bench/results/first-answer-<device>.json.
+The real server with random weights, asked by HTTP. Its first start finds nothing compiled: what torch and Triton keep, what
+the server keeps and FlashInfer's modules are in new folders. The later starts find it. Python's bytecode is there, as in an
+installation that has served another model. Writes bench/results/first-answer-<device>.json.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from bench.e2e.results import Row
 from bench.e2e.served import READY_S, running, write_folder
 from bench.machine import cpu_name, current_commit, gpu_in_file_names, versions
 
+CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+"""Variables that say where compiled code is kept."""
+
 
 def first_answer(folder: Path, settings: dict[str, int | str], caches: Path) -> dict[str, float]:
     """Seconds from the process's start until it is ready and until one request is answered. Raises RuntimeError."""
-    kept = {name: str(caches / name) for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    kept = {name: str(caches / name) for name in CACHES}
     started = time.perf_counter()
     with running(folder, settings, **kept) as url:
         ready = time.perf_counter() - started

@@ -8,13 +8,20 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from server.config.engine import ASYNC_OPTIONS_VARIABLE, EngineConfig, KVCacheDtype, LoraModule
+from server.config.engine import (
+    ASYNC_OPTIONS_VARIABLE,
+    WRITTEN_LAYERS_VARIABLE,
+    EngineConfig,
+    KVCacheDtype,
+    LoraModule,
+)
 from server.config.http import HttpConfig, MetricsNames
 from server.config.section import ConfigError, Section
 
 __all__ = [
     "ASYNC_OPTIONS_VARIABLE",
     "EMBEDDED_MODEL",
+    "WRITTEN_LAYERS_VARIABLE",
     "Config",
     "ConfigError",
     "EngineConfig",

@@ -12,6 +12,9 @@ from server.config.section import Section
 ASYNC_OPTIONS_VARIABLE = "NF4_ASYNC_OPTIONS"
 """0: on CUDA, penalties, log-probabilities, grammars and the like leave async scheduling (docs/adr/0022)."""
 
+WRITTEN_LAYERS_VARIABLE = "NF4_WRITTEN_LAYERS"
+"""0: decoder layers are compiled from transformers' code even if they could be written ones; 1: written ones on CPU, too."""
+
 KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
 
 
@@ -117,9 +120,7 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _kept_in_16_bits(self) -> EngineConfig:
         if self.batch_invariant and self.kv_cache_dtype != "auto":
-            raise ValueError(
-                "kv_cache_dtype has to be auto with batch_invariant, whose steps FlashInfer's kernels compute"
-            )
+            raise ValueError("kv_cache_dtype has to be auto with batch_invariant")
         return self
 
     @model_validator(mode="after")

@@ -9,10 +9,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from server.config import ASYNC_OPTIONS_VARIABLE, Config, ConfigError
+from server.config import ASYNC_OPTIONS_VARIABLE, WRITTEN_LAYERS_VARIABLE, Config, ConfigError
 
 KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
 """Environment variables with our prefix that belong to nf4_kernels."""
+_NO_FIELDS = {*KERNEL_VARIABLES, ASYNC_OPTIONS_VARIABLE, WRITTEN_LAYERS_VARIABLE}
 
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
@@ -33,7 +34,7 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> C
             raise ConfigError(f"{path}: expected a mapping at the top, got {type(loaded).__name__}")
         data = loaded or {}
     for key, value in os.environ.items():
-        if key.startswith("NF4_") and key not in {*KERNEL_VARIABLES, ASYNC_OPTIONS_VARIABLE} and value:
+        if key.startswith("NF4_") and key not in _NO_FIELDS and value:
             _set(data, key.removeprefix("NF4_").lower().replace("__", "."), value)
     for key, value in (overrides or {}).items():
         if value is not None:

@@ -14,7 +14,7 @@ from bench.e2e.fidelity import make_exact
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.attention.flashinfer.backend import FlashInferBackend
+from server.engine.runtime.attention.paged_cuda import CudaBackend
 from server.engine.runtime.preparation.assembly import build_runner
 from server.types import GenerateRequest, SamplingParams
 
@@ -96,7 +96,7 @@ def compare(
     make_exact(exact)
     config = EngineConfig(device=device.type, max_model_len=512, **limits)
     runner = build_runner(model, config)
-    assert device.type == "cpu" or isinstance(runner._paged.backend, FlashInferBackend)
+    assert device.type == "cpu" or isinstance(runner._paged.backend, CudaBackend)
     engine = Engine(runner, config)
     rows = [
         torch.minimum(*(behind_best(oracle, prompt, answer) for oracle in (rounded, exact)))

@@ -13,7 +13,7 @@ import torch
 
 from nf4_kernels import cuda
 from server.config import EngineConfig
-from server.engine.runtime.attention.flashinfer import backend as flashinfer
+from server.engine.runtime.attention import paged_cuda
 from server.engine.runtime.preparation import graph_capture
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.engine.greedy_answers import LIMITS, NEAR_TIE, VOCABULARY, check_answers, random_prompts, small
@@ -99,7 +99,7 @@ def test_attention_of_graphs_is_compiled_before_they_are_captured(
     from triton import knobs  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     if by_triton:
-        monkeypatch.setattr(flashinfer, "can_attend", lambda *_: False)
+        monkeypatch.setattr(paged_cuda, "can_attend", lambda *_: False)
     # Kernels are compiled for the length of the block tables, which no other test has.
     model = small(name, tmp_path, torch.device("cuda", 0))
     config = EngineConfig(device="cuda", max_model_len=6000, max_num_seqs=136, kv_cache_bytes=1 << 28)

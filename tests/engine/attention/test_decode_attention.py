@@ -1,5 +1,5 @@
 """Which thread block of the decode kernel takes which keys, and its block tables; the kernel itself is tested in
-test_flashinfer.py."""
+test_attention_cuda.py."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def check_images(
     assert runner.tower is not None
     assert runner.tower.runs == 5
     if device.type == "cuda":
-        assert type(runner._paged.backend).__name__ == "FlashInferBackend"
+        assert type(runner._paged.backend).__name__ == "CudaBackend"
         assert runner.graph_replays > 0
     # What was checked depends on the images, and on what is special about their tokens.
     others = [

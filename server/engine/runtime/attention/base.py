@@ -57,6 +57,9 @@ class AttentionBackend(ABC):
     windows: Mapping[int, int | None] = MappingProxyType({})
     """The windows that layers' masks would have had, by layer; a layer that is not here has the one it is called with."""
 
+    def load_long_chunks(self) -> None:  # noqa: B027 - most have none
+        """Load what is faster for long chunks but takes long to load, while steps run. Call behind all captures."""
+
     @abstractmethod
     def begin(self, batch: Batch) -> None:
         """Prepare what all layers of the coming forward pass share."""
@@ -82,17 +85,36 @@ class AttentionBackend(ABC):
         """attend() for the layer after the last one that attended, as compiled model code calls it."""
         raise UnsupportedModelError(f"{type(self).__name__} does not run compiled layers")
 
-    def attend_rotary_next(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
+    def attend_rotary(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+        rotary: RotaryEmbedding,
+        tile: int = 0,
     ) -> torch.Tensor:
-        """Do as attend_next() does, for a query and a key that get their rotary embedding first.
+        """Do as attend() does, for a query and a key that get their rotary embedding first.
 
         tile: where it is not 0, the result is [T, heads * dim] as tiled activations, see result_shape(); in the last tile,
         tokens beyond T may hold anything.
         """
+        out = self.attend(layer, *rotary.rotate(query, key), value, options)
+        tokens, heads, dim = out.shape
+        return out if tile == 0 else tile_activations(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
+
+    def attend_rotary_next(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
+    ) -> torch.Tensor:
+        """attend_rotary() for the layer after the last one that attended, as compiled model code calls it."""
         out = self.attend_next(*rotary.apply(query, key), value)
         tokens, heads, dim = out.shape
         return out if tile == 0 else tile_activations(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
+
+    def tiles_result(self, tokens: int) -> bool:
+        """Whether the launch of attend_rotary() writes tiled activations itself in the pass that has begun."""
+        return False
 
 
 def result_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, ...]:

@@ -39,6 +39,13 @@ def attending(backend: AttentionBackend) -> Iterator[None]:
         _Active.backend = previous
 
 
+def active_backend() -> AttentionBackend:
+    """The backend through which the forward pass that is running attends. Raises RuntimeError outside attending()."""
+    if _Active.backend is None:
+        raise RuntimeError("the model was called outside attending()")
+    return _Active.backend
+
+
 def is_attending(backend: AttentionBackend) -> bool:
     """Whether a forward pass runs that attends through this backend."""
     return _Active.backend is backend
@@ -111,9 +118,7 @@ def _paged_attention(
         # The layer's index stays out of the compiled code, so that one compilation serves all layers.
         rows = (t[0].transpose(0, 1) for t in (query, key, value))
         return torch.ops.nf4_server.attend(*rows).unsqueeze(0), None
-    backend = _Active.backend
-    if backend is None:
-        raise RuntimeError("the model was called outside attending()")
+    backend = active_backend()
     for name in ("position_bias", "head_mask", "cache"):
         if others.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses {name}, which the paged attention does not have")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from server.config import KVCacheDtype, default_cache_dir
+from server.config import KVCacheDtype
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape, UnsupportedModelError
-from server.engine.runtime.attention.flashinfer.compiler import missing_compiler, prepare_compiler
 from server.engine.runtime.attention.kernels.kv_cache import stored_dtype
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend, paged_cpu_error
 from server.engine.runtime.attention.sdpa import SdpaBackend
@@ -35,25 +34,26 @@ def create_backend(
 ) -> AttentionBackend:
     """The backend for a device, with its cache allocated: the fast one where it can run, else the reference.
 
-    cache_dtype: the dtype of keys and values; None means what auto_cache_dtype() gives. A dtype of 8 bits takes the Triton
-    backend, see check_cache_dtype().
+    cache_dtype: the dtype of keys and values; None means what auto_cache_dtype() gives. For one of 8
+    bits see check_cache_dtype().
     """
-    if cache_dtype is not None and cache_dtype.itemsize == 1:
-        from server.engine.runtime.attention.paged_triton import TritonBackend
-
-        return TritonBackend(shapes, options, num_blocks, block_size, cache_dtype, device)
     if device.type == "cpu":
         reason = paged_cpu_error()
         if reason is None:
             return PagedCpuBackend(shapes, options, num_blocks, block_size, device)
         logger.warning("attention runs on torch's SDPA, slower than our own: %s", reason)
         return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
-    if flashinfer_error(tuple(shapes), tuple(options), block_size, dtype, device) is None:
-        from server.engine.runtime.attention.flashinfer.backend import FlashInferBackend
-
-        chunks = long_chunks_kernels(tuple(shapes), tuple(options), block_size, dtype, device)
-        return FlashInferBackend(shapes, options, num_blocks, block_size, dtype, device, chunks)
+    stored = dtype if cache_dtype is None else cache_dtype
+    if stored.itemsize == 1 or cuda_error(tuple(shapes), tuple(options), block_size, dtype, device) is None:
+        return _cuda_backend(shapes, options, num_blocks, block_size, stored, device)
     return SdpaBackend(shapes, num_blocks, block_size, dtype, device)
+
+
+def _cuda_backend(*given: Any) -> AttentionBackend:
+    # Triton is not installed without CUDA.
+    from server.engine.runtime.attention.paged_cuda import CudaBackend
+
+    return CudaBackend(*given)
 
 
 def auto_cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -62,51 +62,38 @@ def auto_cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 @functools.cache
-def flashinfer_error(
+def cuda_error(
     shapes: tuple[LayerShape, ...],
     options: tuple[AttentionOptions, ...],
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Why FlashInfer cannot run these layers, logged once with what runs instead; None when it has run them.
+    """Why our kernels cannot attend for these layers on CUDA, logged once; None when they have done so.
 
-    Raises torch.OutOfMemoryError and torch.AcceleratorError, which are not FlashInfer's.
+    Raises torch.OutOfMemoryError and torch.AcceleratorError, which are not the kernels'.
     """
-    reason = _flashinfer_unsuitable(shapes, dtype)
+    reason = _unsuitable(shapes, dtype)
     if reason is None:
-        failed = failure(lambda: _load_flashinfer(list(shapes), list(options), block_size, dtype, device))
-        if failed is not None:
-            reason = missing_compiler() or f"FlashInfer fails (pip install 'nf4-server[cuda]'): {failed}"
+        reason = failure(lambda: _try_cuda(list(shapes), list(options), block_size, dtype, dtype, device))
     if reason is not None:
         logger.warning("attention runs on torch's SDPA, much slower and without CUDA graphs: %s", reason)
     return reason
 
 
-@functools.cache
-def long_chunks_kernels(
-    shapes: tuple[LayerShape, ...],
-    options: tuple[AttentionOptions, ...],
+def _try_cuda(
+    shapes: list[LayerShape],
+    options: list[AttentionOptions],
     block_size: int,
     dtype: torch.dtype,
+    stored: torch.dtype,
     device: torch.device,
-) -> str | None:
-    """Name the kernels of FlashInfer that are faster than its others for prompts' chunks: FA3 on Hopper, None elsewhere.
-
-    Raises torch.OutOfMemoryError and torch.AcceleratorError, which are not FlashInfer's.
-    """
-    from server.engine.runtime.attention.flashinfer.backend import is_plain
-
-    plain = [(shape, option) for shape, option in zip(shapes, options, strict=True) if is_plain(option)]
-    if not plain or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    logger.info("loading FlashInfer's attention for long prompts; it, too, is compiled the first time")
-    plain_shapes, plain_options = [shape for shape, _ in plain], [option for _, option in plain]
-    failed = failure(lambda: _try_flashinfer(plain_shapes, plain_options, block_size, dtype, device, "fa3"))
-    if failed is None:
-        return "fa3"
-    logger.warning("prompts' attention runs on FlashInfer's FA2 kernels, slower than FA3, which fail: %s", failed)
-    return None
+) -> None:
+    backend = _cuda_backend(shapes, options, 4, block_size, stored, device)
+    sinks = [torch.zeros(shape.heads, device=device) for shape in shapes]
+    backend.sinks = {layer: sinks[layer] for layer, option in enumerate(options) if option.sinks}
+    for tokens in (1, 2):
+        try_layers(backend, shapes, options, block_size, dtype, device, tokens)
 
 
 def check_cache_dtype(
@@ -122,14 +109,8 @@ def check_cache_dtype(
         return
     reason = _eight_bits_unsuitable(name, shapes, dtype, device)
     if reason is None:
-        from server.engine.runtime.attention.paged_triton import TritonBackend
-
-        def attempt() -> None:
-            backend = TritonBackend(shapes, options, 4, block_size, stored_dtype(name, dtype), device)
-            for tokens in (1, 2):
-                try_layers(backend, shapes, options, block_size, dtype, device, tokens)
-
-        reason = failure(attempt)
+        stored = stored_dtype(name, dtype)
+        reason = failure(lambda: _try_cuda(shapes, options, block_size, dtype, stored, device))
     if reason is not None:
         raise UnsupportedModelError(f"engine.kv_cache_dtype: {name} cannot be used: {reason}")
 
@@ -139,13 +120,20 @@ def _eight_bits_unsuitable(
 ) -> str | None:
     if device.type != "cuda":
         return "it needs CUDA"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"activations are in {dtype}, and the kernels take bfloat16 and float16"
     if name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < (8, 9):
         return "this GPU does not compute in fp8 (int8 works)"
+    return _unsuitable(shapes, dtype)
+
+
+def _unsuitable(shapes: Iterable[LayerShape], dtype: torch.dtype) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"activations are in {dtype}, and the kernels take bfloat16 and float16"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    return _odd_heads(shapes)
+    for shape in shapes:
+        if shape.key_dim != shape.value_dim or shape.key_dim not in HEAD_DIMS:
+            return f"there are no kernels for heads of {shape.key_dim} and {shape.value_dim}"
+    return None
 
 
 def try_layers(
@@ -167,45 +155,3 @@ def try_layers(
         key = torch.zeros(tokens, shape.kv_heads, shape.key_dim, dtype=dtype, device=device)
         value = torch.zeros(tokens, shape.kv_heads, shape.value_dim, dtype=dtype, device=device)
         backend.attend(layer, query, key, value, option)
-
-
-def _load_flashinfer(
-    shapes: list[LayerShape], options: list[AttentionOptions], block_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    # FlashInfer's logger does not write to ours, and has a format of its own. So this line says that it compiles.
-    os.environ.setdefault("FLASHINFER_LOGGING_LEVEL", "error")
-    prepare_compiler(default_cache_dir())
-    logger.info("loading FlashInfer's attention; the first time on this GPU it is compiled, which takes minutes")
-    _try_flashinfer(shapes, options, block_size, dtype, device)
-
-
-def _try_flashinfer(
-    shapes: list[LayerShape],
-    options: list[AttentionOptions],
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    long_chunks: str | None = None,
-) -> None:
-    from server.engine.runtime.attention.flashinfer.backend import LONG_CHUNKS, FlashInferBackend
-
-    tokens = LONG_CHUNKS if long_chunks else 1
-    backend = FlashInferBackend(shapes, options, -(-tokens // block_size), block_size, dtype, device, long_chunks)
-    sinks = [torch.zeros(shape.heads, device=device) for shape in shapes]
-    backend.sinks = {layer: sinks[layer] for layer, option in enumerate(options) if option.sinks}
-    try_layers(backend, shapes, options, block_size, dtype, device, tokens)
-
-
-def _flashinfer_unsuitable(shapes: tuple[LayerShape, ...], dtype: torch.dtype) -> str | None:
-    if importlib.util.find_spec("flashinfer") is None:
-        return "FlashInfer is not installed (pip install 'nf4-server[cuda]')"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashInfer has no kernels for {dtype}"
-    return _odd_heads(shapes)
-
-
-def _odd_heads(shapes: Iterable[LayerShape]) -> str | None:
-    for shape in shapes:
-        if shape.key_dim != shape.value_dim or shape.key_dim not in HEAD_DIMS:
-            return f"there are no kernels for heads of {shape.key_dim} and {shape.value_dim}"
-    return None

@@ -12,6 +12,12 @@ import torch
 from server.engine.runtime.attention.base import AttentionBackend
 from server.engine.runtime.batch import Spans
 
+ROTARY_FROM = 8
+"""Sequences of a decode graph from which on the launch that attends computes rotary embeddings.
+
+With fewer sequences a kernel of its own for them takes less time than the start of the attention's launch, which that
+kernel hides (docs/adr/0011-decode-attention.md).
+"""
 PLANS_AHEAD = 4
 """Steps of graphs that may be laid out before the copies of the first of these layouts to the device are over."""
 

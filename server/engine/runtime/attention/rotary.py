@@ -15,6 +15,18 @@ class RotaryEmbedding(Rotation):
     first half and element i + dim / 2 are rotated together, which is Llama's pairing and that of nearly all models.
     """
 
+    def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """query and key, normalised and rotated, by one launch on CUDA.
+
+        The angles may be those of a head's first columns only; the others are not rotated.
+        """
+        if not query.is_cuda:
+            return self.apply(query, key)
+        # Triton is not installed without CUDA.
+        from server.engine.runtime.attention.kernels.rotate import rotate
+
+        return rotate(self, query, key)
+
     def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """query and key, normalised and rotated by torch's operations."""
         query_norm, key_norm = self.norms or (None, None)
@@ -25,7 +37,8 @@ class RotaryEmbedding(Rotation):
         if weight is not None:
             mean = wide.pow(2).mean(-1, keepdim=True)
             wide = wide * torch.rsqrt(mean + self.eps) * (weight.float() + self.offset)
-        first, second = wide.chunk(2, -1)
-        swapped = torch.cat((-second, first), -1)
         cos, sin = self.cos.float()[:, None], self.sin.float()[:, None]
-        return (wide * cos + swapped * sin).to(x.dtype)
+        turned, rest = wide[..., : cos.shape[-1]], wide[..., cos.shape[-1] :]
+        first, second = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat((-second, first), -1) * sin
+        return torch.cat((turned, rest), -1).to(x.dtype)

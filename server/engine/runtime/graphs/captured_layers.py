@@ -69,16 +69,36 @@ def compiled_layers(
         # torch's embedding reads up to 16 rows one after another: 13 us of an H200 for 16 tokens, where indexing takes 2.
         embedding.forward = embedding.weight.__getitem__
         outer.append(embedding)
-    if cut is not None:
-        for index in {-(-len(layers) // part) for part in _CUTS}:
-            if index < len(layers):
-                layers[index].forward = partial(_after, cut, layers[index].forward)
     try:
-        with dependent_launches(), small_kernels_by_rule(), fused_operations(applies_rotary), NF4Linear.for_graph():
+        with (
+            cut_layers(model, cut),
+            dependent_launches(),
+            small_kernels_by_rule(),
+            fused_operations(applies_rotary),
+            NF4Linear.for_graph(),
+        ):
             yield
     finally:
         for module in (*layers, *outer):
             del module.forward
+
+
+@contextmanager
+def cut_layers(model: PreTrainedModel, cut: Callable[[], None] | None) -> Iterator[None]:
+    """Call cut before the layers behind the parts that _CUTS has, while entered; None: nothing."""
+    if cut is None:
+        yield
+        return
+    layers = decoder_layers(model)
+    places = {-(-len(layers) // part) for part in _CUTS}
+    own = {index: layers[index].forward for index in places if index < len(layers)}
+    for index, forward in own.items():
+        layers[index].forward = partial(_after, cut, forward)
+    try:
+        yield
+    finally:
+        for index, forward in own.items():
+            layers[index].forward = forward
 
 
 def _is_expanded(layer: nn.Module, tokens: int) -> bool:

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.calls import attending
-from server.engine.runtime.attention.graph_backend import GraphBackend
+from server.engine.runtime.attention.graph_backend import ROTARY_FROM, GraphBackend
 from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.compile.kept_layers import KeptLayers
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before
-from server.engine.runtime.graphs.captured_layers import compiled_layers
+from server.engine.runtime.graphs.captured_layers import compiled_layers, cut_layers
 from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
@@ -29,10 +29,6 @@ from server.engine.runtime.transfers.host_results import HostResults
 from server.engine.scheduling.step import Step
 
 WARM_UPS = 1
-# From this many sequences on, the attention's launch computes rotary embeddings. With fewer sequences a kernel of its own
-# for them takes less time than the start of the attention's launch, which that kernel hides
-# (docs/adr/0011-decode-attention.md).
-ROTARY_FROM = 8
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -76,8 +72,12 @@ class DecodeGraphs:
         adapter_slots: int = 0,
         pool: GraphPool | None = None,
         waited_for: bool = False,
+        written: bool = False,
     ) -> None:
-        """pool: the pool of other graphs, which these share. waited_for: whether the device is idle before a step."""
+        """pool: the pool of other graphs, which these share. waited_for: whether the device is idle before a step.
+
+        written: whether the layers are written ones, which are captured as they are; others are compiled first.
+        """
         self._model = model
         self._backend = backend
         self._graphs: dict[int, _Graph] = {}
@@ -85,6 +85,8 @@ class DecodeGraphs:
         self._results = HostResults(clock)
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for
+        self.written = written
+        """Whether the layers are captured as they are."""
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
         self._adapted: dict[int, _Graph] = {}
         self._largest = 0
@@ -198,9 +200,15 @@ class DecodeGraphs:
             return logits, *largest_of_rows(logits)
 
         cut = self.pool.cut if self._waited_for else None
-        with compiled_layers(self._model, size, self.applies_rotary(size), self.shared, cut, self._kept):
+        rotary = self.applies_rotary(size)
+        layers = (
+            cut_layers(self._model, cut)
+            if self.written
+            else compiled_layers(self._model, size, rotary, self.shared, cut, self._kept)
+        )
+        with layers:
             captured, found = self.pool.capture(forward, WARM_UPS)
-            if count:
+            if count and not self.written:
                 self.fused = count_fused(forward)
         logits, best, tokens = map(unowned, found)
         return _Graph(captured, inputs, logits, best, tokens, others)

@@ -33,8 +33,9 @@ class VerifyGraphs(DecodeGraphs):
         clock: DeviceClock | None,
         adapter_slots: int,
         pool: GraphPool,
+        written: bool = False,
     ) -> None:
-        super().__init__(model, backend, block_size, clock, adapter_slots, pool, waited_for=True)
+        super().__init__(model, backend, block_size, clock, adapter_slots, pool, waited_for=True, written=written)
         self._block_size = block_size
 
     def fits(self, batch: Batch) -> bool:

@@ -58,10 +58,12 @@ class NF4Linear(WeightBuffers):
         """Whether a decode graph of so many tokens multiplies by the expanded weight, by cuBLAS."""
         return self.expanded is not None and tokens > self.fused_up_to
 
-    def planned(self, tokens: int) -> tuple[torch.device, torch.dtype, int, list[int], int, bool]:
-        """The arguments of ops.can_fuse(), ops.can_gate() and ops.token_tile() for a GEMM in bfloat16."""
+    def planned(
+        self, tokens: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[torch.device, torch.dtype, int, list[int], int, bool]:
+        """The first arguments of ops.can_fuse(), ops.can_gate() and ops.token_tile() for a GEMM."""
         shape, nested = [self.out_features, self.in_features], self.absmax_8bit is not None
-        return self.packed.device, torch.bfloat16, tokens, shape, self.blocksize, nested
+        return self.packed.device, dtype, tokens, shape, self.blocksize, nested
 
     def expand(self, dtype: torch.dtype) -> None:
         """Keep a dequantized copy of the weight in dtype beside the codes; it equals bitsandbytes' bit for bit."""
@@ -143,7 +145,8 @@ class GroupMember(nn.Module):
     def __init__(self, index: int, sizes: list[int], shared: _Shared, linear: nn.Module | None) -> None:
         super().__init__()
         self._index = index
-        self._sizes = sizes
+        self.sizes = sizes
+        """Columns of each member's result."""
         self._shared = shared
         self.linear = linear
         """The group's GEMM, in its first member only."""
@@ -152,11 +155,11 @@ class GroupMember(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., this member's out_features]; a view of the group's result."""
         if self.linear is not None:
-            self._shared.outputs = self.linear(x).split(self._sizes, -1)
+            self._shared.outputs = self.linear(x).split(self.sizes, -1)
         outputs = self._shared.outputs
         if outputs is None:
             raise RuntimeError("a projection was called before the first one of its group")
-        if self._index == len(self._sizes) - 1:
+        if self._index == len(self.sizes) - 1:
             self._shared.outputs = None
         return outputs[self._index]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.cuda import load_error, start_clock
 from server.checkpoint.base import Progress
 from server.checkpoint.sharding.sharded import ShardedModel
-from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
+from server.config import ASYNC_OPTIONS_VARIABLE, WRITTEN_LAYERS_VARIABLE, EngineConfig
 from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import least
 from server.engine.runtime.followers import Followers
@@ -36,6 +36,7 @@ from server.engine.runtime.preparation.graph_capture import (
 )
 from server.engine.runtime.preparation.recording import record_with_trials
 from server.engine.runtime.preparation.step_costs import measure_steps
+from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import ModelRunner, StepGraphs
 from server.engine.runtime.sampling.device_sampler import DeviceSampler
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
@@ -88,28 +89,42 @@ def build_runner(
     limits = model_limits(model, spec.bytes_per_block + (drafting.bytes_per_block if drafting else 0), config, budget)
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
-        graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress)
+        written = not (sharded or config.enforce_eager) and _wants_written_layers(device)
+        written = written and write_layers(paged, spec.options)
+        graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress, written)
         draft_model, draft_times = drafting.finish(limits, graphs, progress) if drafting else (None, None)
         costs = measure_steps(paged, limits, graphs, draft_times) if config.speculation != "off" else None
+    if not config.batch_invariant:
+        paged.backend.load_long_chunks()
     sampler = _device_sampler(paged, limits) if config.speculation == "off" and sharded is None else None
     return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers, draft_model)
 
 
-def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress) -> StepGraphs:
-    """Compile paged's layers and capture its steps, as far as its backend can. Raises EngineConfigError."""
+def _wants_written_layers(device: torch.device) -> bool:
+    """Whether layers are to be written ones: on CUDA unless the environment says 0. On CPU compiled ones are faster."""
+    return os.environ.get(WRITTEN_LAYERS_VARIABLE, "1" if device.type == "cuda" else "0") == "1"
+
+
+def _prepare_steps(
+    paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress, written: bool
+) -> StepGraphs:
+    """Compile paged's layers and capture its steps, as far as its backend can. Raises EngineConfigError.
+
+    written: whether its layers are written ones, which are not compiled.
+    """
     backend = paged.backend
     if not isinstance(backend, GraphBackend):
         if config.batch_invariant:
             raise EngineConfigError(
-                "engine.batch_invariant needs CUDA graphs, and attention has them with FlashInfer only; a warning in the"
-                " log says why that cannot be used"
+                "engine.batch_invariant needs CUDA graphs, and attention has them with our own kernels only; a warning"
+                " in the log says why these cannot be used"
             )
-        if backend.runs_compiled_layers and compile_with_trials(paged, progress):
+        if not written and backend.runs_compiled_layers and compile_with_trials(paged, progress):
             record_with_trials(paged, limits.num_blocks)
         return StepGraphs()
     # Decode graphs first: they compile the model's own code, for each of their sizes.
     try:
-        decode = capture_decode(paged, backend, limits, config, progress)
+        decode = capture_decode(paged, backend, limits, config, progress, written)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as e:
@@ -120,7 +135,7 @@ def _prepare_steps(paged: PagedModel, limits: ModelLimits, config: EngineConfig,
         return StepGraphs()
     sizes = verify_sizes(config)
     verify = capture_verify(paged, backend, limits, sizes, decode, progress) if sizes else None
-    compiled = backend.runs_compiled_layers and compile_with_trials(paged, progress)
+    compiled = written or (backend.runs_compiled_layers and compile_with_trials(paged, progress))
     mixed = None
     if compiled and not config.batch_invariant:
         mixed = capture_mixed(paged, backend, limits, config, decode, progress)

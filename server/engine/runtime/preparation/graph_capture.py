@@ -11,9 +11,9 @@ import torch
 
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
-from server.engine.runtime.attention.graph_backend import GraphBackend
+from server.engine.runtime.attention.graph_backend import ROTARY_FROM, GraphBackend
 from server.engine.runtime.exchange import agreed
-from server.engine.runtime.graphs.decode import ROTARY_FROM, DecodeGraphs, ladder
+from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
 from server.engine.runtime.graphs.fused_launches import decode_forms, possible_launches, report_fused
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.graphs.mixed import MixedGraphs
@@ -28,12 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 def capture_decode(
-    paged: PagedModel, backend: GraphBackend, limits: ModelLimits, config: EngineConfig, progress: Progress
+    paged: PagedModel,
+    backend: GraphBackend,
+    limits: ModelLimits,
+    config: EngineConfig,
+    progress: Progress,
+    written: bool = False,
 ) -> DecodeGraphs:
-    """Capture decode steps of up to the configured number of sequences. Call in inference mode, before compilation."""
+    """Capture decode steps of up to the configured number of sequences. Call in inference mode, before compilation.
+
+    written: whether the layers are written ones, which are captured as they are.
+    """
     # A graph's GEMMs prefetch the next weight only if its order is known when they are captured.
-    set_weight_order(paged.model, TrialSteps(paged).run)
-    graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots)
+    if not written:
+        set_weight_order(paged.model, TrialSteps(paged).run)
+    graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots, written=written)
     cached = limits.num_blocks * config.block_size
     sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device, cached))
     largest = max(sizes)
@@ -63,7 +72,8 @@ def capture_verify(
 
     Call in inference mode, before compilation.
     """
-    graphs = VerifyGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots, decode.pool)
+    own = paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots
+    graphs = VerifyGraphs(*own, decode.pool, decode.written)
     steps = TrialSteps(paged)
 
     def attempt() -> None:

@@ -71,7 +71,8 @@ def disagreement(
     block is not used.
     """
     spans, slots = _steps(cache)
-    reference.begin(Batch(slots, slots, slots, slots, spans, len(spans)))
+    # As chunks of one token each, which another kernel takes.
+    reference.begin(Batch(slots, slots, slots, slots, spans, 0))
     for form in decode.forms(kind):
         with decode.in_form(form):
             decode.plan(spans, len(spans))

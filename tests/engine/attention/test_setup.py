@@ -1,4 +1,4 @@
-"""What the engine does about FlashInfer before it runs a model: its compiler, and going on without it."""
+"""The choice of attention on CUDA, and FlashInfer's loading behind it: its compiler, and going on without it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 
 from nf4_kernels import build
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.factory import create_backend, flashinfer_error, try_layers
+from server.engine.runtime.attention.factory import create_backend, cuda_error, try_layers
 from server.engine.runtime.attention.flashinfer.compiler import missing_compiler, prepare_compiler, toolkit
+from server.engine.runtime.attention.flashinfer.prefill import _environment, load_in_background
+from server.engine.runtime.attention.kernels.kv_cache import Kind
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.trials import summary
@@ -27,7 +29,8 @@ META = torch.device("meta")
 
 @pytest.fixture(autouse=True)
 def _ask_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flashinfer_error.cache_clear()
+    cuda_error.cache_clear()
+    _environment.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", os.environ["PATH"])
     for name in ("CUDA_HOME", "FLASHINFER_LOGGING_LEVEL"):
@@ -113,15 +116,42 @@ def test_a_missing_compiler_is_named_with_the_cure(tmp_path: Path, monkeypatch: 
     assert missing_compiler() is None
 
 
-def test_without_flashinfer_one_line_says_what_runs_and_the_cure(
+def test_without_triton_one_line_says_what_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     for _ in range(2):  # the engine makes a backend to measure memory, and then the one that it keeps
         assert isinstance(create_backend(SHAPES, OPTIONS, 3, 16, torch.bfloat16, META), SdpaBackend)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "SDPA" in caplog.text
-    assert "pip install 'nf4-server[cuda]'" in caplog.text
+    assert "Triton is not installed" in caplog.text
+
+
+def test_our_kernels_are_not_asked_for_what_they_cannot_do() -> None:
+    assert "float32" in str(cuda_error(tuple(SHAPES), tuple(OPTIONS), 16, torch.float32, META))
+
+
+KINDS = [
+    Kind(shape.heads, shape.kv_heads, shape.key_dim, options) for shape, options in zip(SHAPES, OPTIONS, strict=True)
+]
+
+
+def used(_: object) -> None:
+    raise AssertionError("FlashInfer was used")
+
+
+def test_without_flashinfer_the_log_says_what_is_slower(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert load_in_background(KINDS, 16, torch.bfloat16, META, used) is None
+    assert "FlashInfer is not installed" in caplog.text
+
+
+def test_nothing_is_loaded_for_layers_that_flashinfer_does_not_take() -> None:
+    assert load_in_background(KINDS[1:], 16, torch.bfloat16, META, used) is None
+    assert load_in_background(KINDS, 16, torch.float32, META, used) is None
 
 
 def test_a_flashinfer_that_fails_is_passed_over(
@@ -135,23 +165,13 @@ def test_a_flashinfer_that_fails_is_passed_over(
     (tmp_path / "flashinfer").mkdir()
     (tmp_path / "flashinfer" / "__init__.py").write_text("raise ImportError('no module for it:\\n tvm')\n")
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-    assert isinstance(create_backend(SHAPES, OPTIONS, 3, 16, torch.bfloat16, META), SdpaBackend)
+    loading = load_in_background(KINDS, 16, torch.bfloat16, META, used)
+    assert loading is not None
+    loading.join()
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning.endswith("FlashInfer fails (pip install 'nf4-server[cuda]'): ImportError: no module for it:")
+    assert warning.endswith("FlashInfer fails: ImportError: no module for it:")
     # FlashInfer's own logger writes past ours, in a format of its own.
     assert os.environ["FLASHINFER_LOGGING_LEVEL"] == "error"
-
-
-def test_flashinfer_is_not_asked_for_what_it_has_no_kernels_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "flashinfer").mkdir()
-    (tmp_path / "flashinfer" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-    assert "float32" in str(flashinfer_error(tuple(SHAPES), tuple(OPTIONS), 16, torch.float32, META))
-    odd = (LayerShape(2, 80, 80),)
-    assert "heads of 80" in str(flashinfer_error(odd, tuple(OPTIONS[:1]), 16, torch.bfloat16, META))
 
 
 def test_each_kind_of_layer_is_tried_once() -> None:

@@ -1,24 +1,33 @@
-"""Attention of all steps by our own Triton kernels on CUDA, over a cache in 16 bits or in 8.
+"""Attention of all steps on CUDA by our own kernels, over a cache in 16 bits or in 8, and of long chunks by FlashInfer.
 
-A step's one-token sequences go to the decode kernel, its chunks to the chunk kernel. FlashInfer's kernels are faster for
-prompts but read no cache in 8 bits with a scale for each token and head, and take long to compile.
+A step's one-token sequences go to the decode kernels, its chunks to the chunk kernel. FlashInfer's kernels are faster for
+long chunks, but they read no cache in 8 bits with a scale for each token and head, and take minutes to compile. So they
+are loaded while the engine runs already, and take over once they have computed the same as ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.graph_backend import DecodeForm, GraphBackend, HostLayout
+from server.engine.runtime.attention.flashinfer.prefill import LONG_CHUNKS, FlashInferPrefill, load_in_background
+from server.engine.runtime.attention.graph_backend import ROTARY_FROM, DecodeForm, GraphBackend, HostLayout
 from server.engine.runtime.attention.kernels import chunk_items
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
+from server.engine.runtime.attention.kernels.decode.compiled_kernel import can_attend
+from server.engine.runtime.attention.kernels.decode.trial import compile_forms, disagreement
 from server.engine.runtime.attention.kernels.instances import Shared
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
 from server.engine.runtime.attention.rotary import RotaryEmbedding
+from server.engine.runtime.attention.whole_images import ImageQueries, attend_again, image_queries
 from server.engine.runtime.batch import Batch, Spans
+from server.engine.runtime.trials import failure
+
+logger = logging.getLogger(__name__)
 
 # The least room for a sequence, in KV blocks: a step that is captured is one sequence of all the step's tokens.
 _LEAST_TOKENS = 1024
@@ -34,7 +43,7 @@ class _Launches:
     """chunk_items.layout() on the device, and items that there is room for, by the tokens of one; empty: no such launch."""
 
 
-class TritonBackend(GraphBackend):
+class CudaBackend(GraphBackend):
     """A LayerCache of num_blocks + 1 KV blocks for each layer; the last one is scratch.
 
     A graph's launches are fixed by its size; a replay reads what the latest plan laid out.
@@ -64,6 +73,11 @@ class TritonBackend(GraphBackend):
         self._kinds = [Kind(s.heads, s.kv_heads, s.key_dim, o) for s, o in zip(shapes, options, strict=True)]
         self._tokens_per_item = {kind: tokens_per_item(kind.heads, kind.kv_heads) for kind in self._kinds}
         self._split_keys = True
+        # The kinds for which decode graphs attend by the compiled kernel, once it has been tried.
+        self._compiled: Collection[Kind] = ()
+        self._prefill: FlashInferPrefill | None = None
+        self._long: FlashInferPrefill | None = None
+        self._image_queries: Sequence[ImageQueries] = ()
         # Made for the first steps, and for good when graphs are set up.
         self._decode: DecodeAttention | None = None
         self._room = (0, 0)
@@ -84,6 +98,19 @@ class TritonBackend(GraphBackend):
                 chunks[tokens] = numbers.to(self._device, non_blocking=True), len(numbers) - 1
         self._launches = _Launches(singles, chunks)
         self._write_to(batch.slots)
+        if self._prefill is not None and batch.num_tokens - singles >= LONG_CHUNKS:
+            self._long = self._prefill
+            self._long.plan(batch.spans, singles)
+        self._image_queries = image_queries(batch)
+
+    def load_long_chunks(self) -> None:
+        """Load FlashInfer's kernels for long chunks in a thread. Call once no more graphs are captured."""
+        if self._cache[0].scales is None:
+            load_in_background(self._kinds, self._block_size, self._cache[0].data.dtype, self._device, self._use)
+
+    def _use(self, prefill: FlashInferPrefill) -> None:
+        # A step that has begun keeps what it has planned.
+        self._prefill = prefill
 
     def _plan_singles(self, spans: Spans, singles: int, sequences: int) -> None:
         decode = self._decode_for(len(spans), int(spans.counts.max(initial=1)))
@@ -105,15 +132,42 @@ class TritonBackend(GraphBackend):
             least = -(-_LEAST_TOKENS // self._block_size)
             self._room = max(self._room[0], sequences), max(self._room[1], blocks, least)
             kinds = list(dict.fromkeys(self._kinds))
-            self._decode = DecodeAttention(kinds, *self._room, self.scratch_block, self._device, self._split_keys)
+            scratch, device = self.scratch_block, self._device
+            self._decode = DecodeAttention(
+                kinds, *self._room, scratch, device, self._split_keys, compiled=self._compiled
+            )
         return self._decode
 
     def set_up_graphs(
         self, max_model_len: int, max_num_seqs: int, split_keys: bool, forms: Collection[DecodeForm] = ()
     ) -> None:
-        # Forms are left to FlashInfer's backend: with this one there is one form, which has been compiled for a trial.
+        """Do as GraphBackend says. With split_keys the compiled kernel attends, where it computes what Triton's does."""
+        room = max_num_seqs, -(-max_model_len // self._block_size)
         self._split_keys, self._decode = split_keys, None
-        self._decode_for(max_num_seqs, -(-max_model_len // self._block_size))
+        cache = self._cache[0]
+        if split_keys and cache.scales is None:
+            own = cache.data.dtype, self._block_size, self._device
+            self._compiled = [kind for kind in dict.fromkeys(self._kinds) if can_attend(kind, *own)]
+            failed = failure(lambda: self._try_decode(self._decode_for(*room), forms))
+            if failed is not None and self._compiled:
+                logger.warning(
+                    "decode steps attend by Triton's kernel, more slowly: the compiled one fails: %s", failed
+                )
+                self._compiled, self._decode = (), None
+                failed = failure(lambda: self._try_decode(self._decode_for(*room), forms))
+            if failed is not None:
+                raise RuntimeError(f"decode steps cannot attend: {failed}")
+        self._decode_for(*room)
+
+    def _try_decode(self, decode: DecodeAttention, forms: Collection[DecodeForm]) -> None:
+        """Raise what decode's kernels raise, and ValueError if they compute something else than the chunk kernel."""
+        firsts = {kind: self._kinds.index(kind) for kind in self._kinds}
+        compile_forms(decode, [(self._cache[n].data, kind, self.sinks.get(n)) for kind, n in firsts.items()], forms)
+        norms = not forms or any(form.norms for form in forms)
+        for kind, layer in firsts.items():
+            wrong = disagreement(decode, self, self._cache[layer].data, layer, kind, norms)
+            if wrong is not None:
+                raise ValueError(wrong)
 
     def host_layout(self, spans: Spans, size: int, shared: bool = False) -> HostLayout | None:
         return self._decode_for(size, 1).host_layout(spans, size, shared)
@@ -164,9 +218,18 @@ class TritonBackend(GraphBackend):
         launches = self._launches
         if launches.sequences:
             decode.attend(cache, query, key, value, options, sinks=sinks, sequences=launches.sequences, out=out)
-        if launches.chunks:
-            numbers, items = launches.chunks[self._tokens_per_item[self._kinds[layer]]]
+        kind = self._kinds[layer]
+        if launches.chunks and self._long is not None and self._long.takes(kind):
+            self._long.attend(kind, query, cache.data, out)
+        elif launches.chunks:
+            numbers, items = launches.chunks[self._tokens_per_item[kind]]
             self._attend_chunks(cache, query, out, numbers, items, decode.tables.blocks, options, sinks)
+        if self._image_queries and cache.scales is None:
+            own = None if sinks is None else sinks.unsqueeze(-1)
+            pages = cache.data
+            attend_again(
+                self._image_queries, lambda blocks: (pages[blocks, 0], pages[blocks, 1]), query, out, options, own
+            )
         return out
 
     def _write(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -178,6 +241,24 @@ class TritonBackend(GraphBackend):
     def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         layer = self._next_layer
         return self.attend(layer, query, key, value, self._kinds[layer].options)
+
+    def attend_rotary(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+        rotary: RotaryEmbedding,
+        tile: int = 0,
+    ) -> torch.Tensor:
+        if not self.tiles_result(query.shape[0]) or rotary.cos.shape[-1] != query.shape[-1]:
+            return super().attend_rotary(layer, query, key, value, options, rotary, tile)
+        self._next_layer = layer
+        return self.attend_rotary_next(query, key, value, rotary, tile)
+
+    def tiles_result(self, tokens: int) -> bool:
+        return self._newest_only and not self._shared and tokens >= ROTARY_FROM
 
     def attend_rotary_next(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
@@ -197,4 +278,5 @@ class TritonBackend(GraphBackend):
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots
         self._newest_only = self._shared = False
+        self._long, self._image_queries = None, ()
         self._next_layer = 0

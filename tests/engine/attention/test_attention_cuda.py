@@ -1,5 +1,5 @@
-"""Attention beside the reference in float32: FlashInfer's, of one-token sequences and chunks in one step, and our own, of
-decode steps; shuffled blocks."""
+"""Attention on CUDA against the reference in float32: one-token sequences and chunks in one step, the latter by our own
+kernel and by FlashInfer's, and decode steps; shuffled blocks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nf4_kernels.reference import untile_activations
+from server.engine.runtime.attention import paged_cuda
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
-from server.engine.runtime.attention.factory import long_chunks_kernels
-from server.engine.runtime.attention.flashinfer import backend as flashinfer
-from server.engine.runtime.attention.flashinfer.backend import LONG_CHUNKS, FlashInferBackend
+from server.engine.runtime.attention.flashinfer.prefill import LONG_CHUNKS, load_in_background
 from server.engine.runtime.attention.kernels.decode.attention import DecodeAttention
 from server.engine.runtime.attention.kernels.kv_cache import Kind, LayerCache
+from server.engine.runtime.attention.paged_cuda import CudaBackend
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
@@ -59,16 +59,22 @@ def make_batch(pieces: list[tuple[int, int]], tables: list[tuple[int, ...]]) -> 
         ([5, 0], [6, LONG_CHUNKS]),
     ],
 )
-def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int]) -> None:
+@pytest.mark.parametrize("by_flashinfer", [False, True])
+@torch.inference_mode()
+def test_a_step_attends_as_the_reference(earlier: list[int], now: list[int], by_flashinfer: bool) -> None:
     """earlier, now: tokens of each sequence before and after the step."""
     torch.manual_seed(0)
     blocks = list(range(200))
     random.Random(1).shuffle(blocks)
     free = iter(blocks)
     tables = [tuple(itertools.islice(free, -(-end // BLOCK))) for end in now]
-    kernels = long_chunks_kernels(tuple(SHAPES), tuple(OPTIONS), BLOCK, torch.bfloat16, DEVICE)
-    assert kernels == ("fa3" if torch.cuda.get_device_capability() == (9, 0) else None)
-    tested = FlashInferBackend(SHAPES, OPTIONS, len(blocks), BLOCK, torch.bfloat16, DEVICE, kernels)
+    tested = CudaBackend(SHAPES, OPTIONS, len(blocks), BLOCK, torch.bfloat16, DEVICE)
+    if by_flashinfer:
+        loading = load_in_background(tested._kinds, BLOCK, torch.bfloat16, DEVICE, tested._use)
+        assert loading is not None
+        loading.join()
+        assert tested._prefill is not None
+        assert [tested._prefill.takes(kind) for kind in tested._kinds] == [True, False, False, False]
     reference = SdpaBackend(SHAPES, len(blocks), BLOCK, torch.float32, DEVICE)
     tested.sinks = reference.sinks = {layer: torch.randn(8, device=DEVICE) * 3 for layer in (2, 3)}
     before = [i for i, end in enumerate(earlier) if end > 0]
@@ -204,21 +210,23 @@ def shuffled(lengths: list[int]) -> tuple[list[Span], int]:
     ], len(blocks)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the compiled kernel is Hopper's"
+)
 def test_a_decode_kernel_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shapes, options = SHAPES[:2], OPTIONS[:2]
-    backend = FlashInferBackend(shapes, options, 40, BLOCK, torch.bfloat16, DEVICE)
+    backend = CudaBackend(shapes, options, 40, BLOCK, torch.bfloat16, DEVICE)
     backend.set_up_graphs(640, 4, split_keys=True)
-    assert backend._decode is not None
-    backend = FlashInferBackend(shapes, options, 40, BLOCK, torch.bfloat16, DEVICE)
-    monkeypatch.setattr(flashinfer, "disagreement", lambda *_: "outputs are off by 1.0")
+    assert backend._compiled
+    monkeypatch.setattr(paged_cuda, "disagreement", lambda decode, *_: "off by 1.0" if backend._compiled else None)
     backend.set_up_graphs(640, 4, split_keys=True)
-    assert backend._decode is None
-    assert "decode steps attend by FlashInfer's kernels, more slowly" in caplog.text
-    backend.plan_decode_graph(Spans.of([Span(0, 5, 1, (0,))]), 4)
-    backend.begin_decode_graph(torch.zeros(4, dtype=torch.int64, device=DEVICE))
-    assert backend._parts
+    assert not backend._compiled
+    assert "decode steps attend by Triton's kernel, more slowly" in caplog.text
+    monkeypatch.setattr(paged_cuda, "disagreement", lambda *_: "off by 1.0")
+    with pytest.raises(RuntimeError, match="decode steps cannot attend: ValueError: off by"):
+        backend.set_up_graphs(640, 4, split_keys=True)
 
 
 def attend(

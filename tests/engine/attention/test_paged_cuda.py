@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from server.engine.runtime.attention.base import AttentionOptions, LayerShape
-from server.engine.runtime.attention.paged_triton import TritonBackend
+from server.engine.runtime.attention.paged_cuda import CudaBackend
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.graphs.invariant import in_groups
@@ -79,7 +79,7 @@ def check(
     random.Random(1).shuffle(blocks)
     free = iter(blocks)
     tables = [tuple(itertools.islice(free, -(-end // BLOCK))) for end in now]
-    tested = TritonBackend([shape], [options], len(blocks), BLOCK, cache_dtype, DEVICE)
+    tested = CudaBackend([shape], [options], len(blocks), BLOCK, cache_dtype, DEVICE)
     if graph:
         tested.set_up_graphs(max(now), sum(now) - sum(earlier) + 3, True)
     reference = SdpaBackend([shape], len(blocks), BLOCK, torch.float32, DEVICE)
@@ -228,7 +228,7 @@ def test_tokens_of_one_sequence_see_each_other_in_a_shared_graph(
 
 def test_without_splitting_a_sequence_has_the_same_bits_in_any_batch() -> None:
     shape, lengths = LayerShape(2, 128, 128, 8), [3000, 5, 700, 1999]
-    tested = TritonBackend([shape], [PLAIN], 400, BLOCK, torch.int8, DEVICE)
+    tested = CudaBackend([shape], [PLAIN], 400, BLOCK, torch.int8, DEVICE)
     tested.set_up_graphs(3000, 4, False)
     tables = [tuple(range(100 * i, 100 * i + 100)) for i in range(4)]
     tables[0] = tuple(range(200, 388))

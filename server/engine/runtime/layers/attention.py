@@ -1,0 +1,73 @@
+"""The attention of a decoder layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.calls import active_backend
+from server.engine.runtime.attention.rotary import RotaryEmbedding
+from server.engine.runtime.layers.norm import Norm, RmsNorm
+from server.engine.runtime.layers.projection import JoinedProjection, Projection
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin [T, columns], contiguous."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Queries, keys and values from one input, norms, rotary embedding, attention over the paged cache, output."""
+
+    layer: int
+    """Its place among the layers that attend."""
+    head_dim: int
+    qkv: JoinedProjection
+    output: Projection
+    options: AttentionOptions
+    head_norms: tuple[RmsNorm, RmsNorm] | None = None
+    """The norms of each head of the queries and of the keys, in front of the rotary embedding."""
+    row_norms: tuple[Norm, Norm] | None = None
+    """The norms of all heads of the queries together, and of the keys."""
+    is_rotary: bool = True
+    angles_once: bool = False
+    """Whether the layer's own code takes each angle once, for both elements that it rotates (gpt-oss)."""
+
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None, angles: Angles | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """residual + the output for norm(x), x [T, width]."""
+        tokens = x.shape[0]
+        query, key, value = self.qkv(x, norm)
+        if self.row_norms is not None:
+            query, key = self.row_norms[0](query), self.row_norms[1](key)
+        query, key, value = (rows.unflatten(-1, (-1, self.head_dim)) for rows in (query, key, value))
+        backend = active_backend()
+        if not self.is_rotary or angles is None:
+            if self.head_norms is not None:
+                query, key = (_of_heads(norm, rows) for norm, rows in zip(self.head_norms, (query, key), strict=True))
+            out = backend.attend(self.layer, query, key, value, self.options)
+            return self.output(out.flatten(1), residual=residual)
+        rotary = self._rotary(angles)
+        tile = self.output.tile(tokens, x.dtype) if self._tiles(tokens, rotary) else 0
+        out = backend.attend_rotary(self.layer, query, key, value, self.options, rotary, tile)
+        if tile:
+            return self.output.of_tiles(out, tokens, residual)
+        return self.output(out.flatten(1), residual=residual)
+
+    def _rotary(self, angles: Angles) -> RotaryEmbedding:
+        if self.angles_once and 2 * angles[0].shape[-1] <= self.head_dim:
+            angles = angles[0].repeat(1, 2), angles[1].repeat(1, 2)
+        if self.head_norms is None:
+            return RotaryEmbedding(*angles)
+        of_queries, of_keys = self.head_norms
+        return RotaryEmbedding(*angles, (of_queries.weight, of_keys.weight), of_queries.eps, of_queries.offset)
+
+    def _tiles(self, tokens: int, rotary: RotaryEmbedding) -> bool:
+        return rotary.cos.shape[-1] == self.head_dim and active_backend().tiles_result(tokens)
+
+
+def _of_heads(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
+    """The norm of each head of rows [T, heads, dim]."""
+    return norm(rows.reshape(-1, rows.shape[-1])).view(rows.shape)

@@ -1,0 +1,66 @@
+"""A decoder layer as the launches that it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from server.engine.runtime.layers.attention import Angles, Attention
+from server.engine.runtime.layers.experts import Experts
+from server.engine.runtime.layers.mlp import GatedMlp, Mlp
+from server.engine.runtime.layers.norm import Norm
+
+FeedForward = GatedMlp | Mlp | Experts
+
+
+@dataclass(frozen=True)
+class Block:
+    """x + multiplier * after(part(before(x))): a part of a layer with its norms and its residual."""
+
+    before: Norm | None
+    after: Norm | None
+    multiplier: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the part's last GEMM adds the residual."""
+        return self.after is None and self.multiplier == 1.0
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x + multiplier * after(y)."""
+        if self.after is not None and self.multiplier == 1.0:
+            return self.after(y, x)
+        return torch.add(x, y if self.after is None else self.after(y), alpha=self.multiplier)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Attention and then a feed-forward part, each with norms before it, after it or both."""
+
+    attention: Attention
+    attention_block: Block
+    mlp: FeedForward
+    mlp_block: Block
+
+    def __call__(
+        self, hidden_states: torch.Tensor, *_: Any, position_embeddings: Angles | None = None, **__: Any
+    ) -> torch.Tensor:
+        """Hidden states [1, T, width] to the same shape, as transformers' layer is called. Overwrites its input.
+
+        position_embeddings: cos and sin [1, T, columns].
+        """
+        x = hidden_states.view(-1, hidden_states.shape[-1])
+        angles = None
+        if position_embeddings is not None:
+            cos, sin = position_embeddings
+            angles = cos.view(-1, cos.shape[-1]), sin.view(-1, sin.shape[-1])
+        block = self.attention_block
+        if block.is_plain:
+            x = self.attention(x, block.before, angles, x)
+        else:
+            x = block.add(x, self.attention(x, block.before, angles, None))
+        block = self.mlp_block
+        x = self.mlp(x, block.before, x) if block.is_plain else block.add(x, self.mlp(x, block.before, None))
+        return x.view(hidden_states.shape)

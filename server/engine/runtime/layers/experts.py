@@ -1,0 +1,124 @@
+"""Mixtures of experts as the feed-forward part of a decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import nf4_kernels.cuda.routing
+import nf4_kernels.cuda.top_k  # noqa: F401 - these two register torch.ops.nf4
+from server.engine.runtime.layers.mlp import GatedMlp
+from server.engine.runtime.layers.norm import Norm
+
+Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""x [T, width] to the routing weights and the experts of each token, both [T, top_k]."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The weighted sum of each token's experts, and of an expert that all tokens share."""
+
+    router: Router
+    experts: nn.Module
+    """[T, width], experts and weights to [T, width], as checkpoint.experts.NF4Experts."""
+    shared: GatedMlp | None = None
+    shared_gate: nn.Module | None = None
+    """[T, width] to [T, 1]: the shared expert's result is multiplied by its sigmoid."""
+    is_partial: bool = False
+    """Whether the result is this rank's part of a sum."""
+
+    def __call__(self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None) -> torch.Tensor:
+        """residual + the result for norm(x), x [T, width]."""
+        x = x if norm is None else norm(x)
+        weights, experts = self.router(x)
+        y: torch.Tensor = self.experts(x, experts, weights)
+        if self.shared is not None:
+            z = self.shared(x, None, None)
+            y = y + (z if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * z)
+        if not self.is_partial:
+            return y if residual is None else _sum(residual, y)
+        if residual is None:
+            torch.ops.nf4_server_exchange.all_reduce(y)
+        else:
+            torch.ops.nf4_server_exchange.all_reduce_add(y, residual)
+        return y
+
+
+def _sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if not x.is_cuda:
+        return x + y
+    # Triton is not installed without CUDA.
+    from server.engine.runtime.layers.kernels import add
+
+    return add(x, y)
+
+
+@dataclass(frozen=True)
+class SoftmaxRouter:
+    """The top_k greatest of softmax(x @ weight.T), divided by their sum if normalised: one launch for few tokens."""
+
+    weight: torch.Tensor
+    """[experts, width], contiguous."""
+    top_k: int
+    normalised: bool
+    rounded: torch.dtype
+    """The dtype to which weights are rounded."""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Router."""
+        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.nf4.route_linear(
+            x, self.weight, self.top_k, self.normalised, self.rounded
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class LogitsRouter:
+    """The top_k greatest of x @ weight.T + bias, and the softmax of these (gpt-oss)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    top_k: int
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Router."""
+        values, experts = torch.ops.nf4.top_k(nn.functional.linear(x, self.weight, self.bias), self.top_k)
+        return torch.softmax(values, -1), experts
+
+
+class ModuleRouter:
+    """A router by transformers' own code."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Router."""
+        _, weights, experts = self._module(x)
+        return weights, experts
+
+
+@torch.inference_mode()
+def read_router(module: nn.Module) -> Router:
+    """The router that a module is, found by what it gives for random input; else its own code."""
+    weight, bias, top_k = (getattr(module, name, None) for name in ("weight", "bias", "top_k"))
+    own = ModuleRouter(module)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(top_k, int) or top_k < 2:
+        return own
+    random = torch.Generator(device="cpu").manual_seed(top_k)
+    x = torch.randn(8, weight.shape[1], generator=random).to(weight)
+    weights, experts = own(x)
+    # Without a bias, the softmax of the greatest logits is what normalised probabilities are.
+    candidates: list[Router] = [LogitsRouter(weight, bias, top_k)]
+    if bias is None:
+        candidates = [SoftmaxRouter(weight, top_k, normalised, weights.dtype) for normalised in (True, False)]
+    for candidate in candidates:
+        found, chosen = candidate(x)
+        # Of equal logits another one may be chosen.
+        same = float((chosen.long() == experts.long()).float().mean()) > 0.9
+        if same and torch.allclose(found.sort(-1)[0].float(), weights.sort(-1)[0].float(), rtol=0.02, atol=1e-3):
+            return candidate
+    return own

@@ -1,0 +1,55 @@
+"""What a decoder computes once for all its layers: rotary angles, and the norm behind the last layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
+
+# Types of rotary embeddings whose frequencies do not depend on how long a sequence is.
+_FIXED = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+def write_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What may take the place of a norm's forward, [..., width] to the same; None where it is no RMS norm."""
+    rms = read_rms_norm(norm)
+    if rms is None:
+        return None
+    found: RmsNorm = rms
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return found(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    return forward
+
+
+def write_rotary(module: nn.Module) -> Callable[..., Any] | None:
+    """What may take the place of a rotary embedding's forward on CUDA, one launch; None where it has another form."""
+    frequencies, own = getattr(module, "inv_freq", None), module.forward
+    kind, scaling = getattr(module, "rope_type", None), getattr(module, "attention_scaling", None)
+    if not isinstance(frequencies, torch.Tensor) or kind not in _FIXED or not isinstance(scaling, int | float):
+        return None
+    if frequencies.dim() != 1 or not frequencies.is_cuda or frequencies.dtype != torch.float32:
+        return None
+    # Triton is not installed without CUDA.
+    from server.engine.runtime.layers.kernels import angles
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if others or named or position_ids.dim() != 2:  # positions of several axes
+            return own(x, position_ids, *others, **named)
+        cos, sin = angles(position_ids.reshape(-1), frequencies, float(scaling), x.dtype)
+        return cos.view(*position_ids.shape, -1), sin.view(*position_ids.shape, -1)
+
+    positions = torch.tensor([[0, 1, 77, 4095, 131071]], device=frequencies.device)
+    example = torch.empty(0, dtype=torch.float32, device=frequencies.device)
+    try:
+        expected = own(example, positions)
+    except TypeError:  # it takes more than that
+        return None
+    found = forward(example, positions)
+    same = all(a.shape == b.shape and torch.allclose(a, b, atol=2e-5) for a, b in zip(found, expected, strict=True))
+    return forward if same else None

@@ -1,0 +1,175 @@
+"""Which parts a decoder layer has, read from transformers' module of it by rule.
+
+A rule goes by the names of a layer's modules and by what they compute on random input, never by a family. What a rule gets
+wrong is found by the warm-up check, which compares every layer with transformers' own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.layers.attention import Attention
+from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForward
+from server.engine.runtime.layers.experts import Experts, read_router
+from server.engine.runtime.layers.mlp import GatedMlp, Mlp, read_activation
+from server.engine.runtime.layers.norm import read_norm, read_rms_norm
+from server.engine.runtime.layers.projection import JoinedProjection, joined, projection_of
+from server.engine.runtime.model.exchanged_experts import ReducedBlock
+
+# The places of a layer's norms, by their names: before and after attention, before and after the feed-forward part.
+_PLACES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+)
+_DROPOUTS = (nn.Dropout, nn.Identity)
+
+
+class UnknownLayerError(Exception):
+    """No rule describes a layer; the message says what it has, in one line."""
+
+
+def read_layer(layer: nn.Module, index: int, options: AttentionOptions) -> DecoderLayer:
+    """The written layer for transformers' module of it, whose projections are in their final form.
+
+    index: its place among the layers that attend, with the options that the layer attends with. Raises UnknownLayerError.
+    """
+    children = _children(layer, ("self_attn", "mlp"))
+    norms = {name: child for name, child in children.items() if name not in ("self_attn", "mlp")}
+    places = next((places for places in _PLACES if set(norms) == {name for name in places if name}), None)
+    if places is None or len(norms) + 2 != len(children):
+        raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(children)}")
+    attention = _read_attention(children["self_attn"], index, options)
+    mlp = _read_mlp(children["mlp"])
+    before, after, before_mlp, after_mlp = (None if name is None else read_norm(norms[name]) for name in places)
+    multiplier = float(getattr(layer, "residual_multiplier", 1.0))
+    return DecoderLayer(attention, Block(before, after, multiplier), mlp, Block(before_mlp, after_mlp, multiplier))
+
+
+def _children(module: nn.Module, needed: tuple[str, ...]) -> Mapping[str, nn.Module]:
+    """A module's children but for those that do nothing; UnknownLayerError if it lacks one or has parameters itself."""
+    found = {name: child for name, child in module.named_children() if not isinstance(child, _DROPOUTS)}
+    missing = [name for name in needed if name not in found]
+    # The attention's backend has seen the sinks.
+    own = [name for name, _ in module.named_parameters(recurse=False) if name != "sinks"]
+    if missing or own:
+        raise UnknownLayerError(f"{type(module).__name__} has {', '.join([*found, *own])}")
+    return found
+
+
+def _read_attention(module: nn.Module, index: int, options: AttentionOptions) -> Attention:
+    head_dim = getattr(module, "head_dim", None)
+    children = dict(_children(module, ("o_proj",)))
+    output = projection_of(children.pop("o_proj"))
+    if not isinstance(head_dim, int):
+        raise UnknownLayerError(f"{type(module).__name__} does not say how wide a head is")
+    if "qkv_proj" in children:
+        qkv = _fused_qkv(children.pop("qkv_proj"), module, head_dim)
+    elif {"q_proj", "k_proj", "v_proj"} <= set(children):
+        qkv = joined([children.pop(name) for name in ("q_proj", "k_proj", "v_proj")])
+    else:
+        raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
+    queries, keys = children.pop("q_norm", None), children.pop("k_norm", None)
+    if children or (queries is None) != (keys is None):
+        raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children) or 'one norm for queries and keys'}")
+    norms = {} if queries is None or keys is None else _qk_norms(queries, keys, head_dim)
+    return Attention(
+        index,
+        head_dim,
+        qkv,
+        output,
+        options,
+        is_rotary=_is_rotary(module),
+        angles_once=_takes_angles_once(module),
+        **norms,
+    )
+
+
+def _is_rotary(attention: nn.Module) -> bool:
+    """Whether a layer has rotary embeddings; some families leave them out of some layers (NoPE)."""
+    # Exaone 4 and Cohere 2 have them in their sliding layers only; others give their full layers no window at all.
+    is_full = not getattr(attention, "is_sliding", True) and getattr(attention, "sliding_window", None) is not None
+    return bool(getattr(attention, "use_rope", True)) and not is_full
+
+
+def _takes_angles_once(attention: nn.Module) -> bool:
+    """Whether an attention's rotary function takes one angle for each pair of elements, rather than for each element."""
+    rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if rotate is None:
+        return False
+    heads, angles = torch.zeros(1, 1, 2, 8), torch.zeros(1, 2, 4)
+    try:
+        found = rotate(heads, heads, angles, angles)[0]
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    # Others that take angles of half a head's columns rotate these columns only, and drop or keep the rest.
+    return bool(found.shape == heads.shape) and not bool(rotate(heads + 1, heads, angles, angles)[0].any())
+
+
+def _qk_norms(queries: nn.Module, keys: nn.Module, head_dim: int) -> dict[str, Any]:
+    """The arguments of Attention for its norms of queries and keys."""
+    widths = [getattr(norm, "weight", torch.empty(0)).shape for norm in (queries, keys)]
+    heads = read_rms_norm(queries), read_rms_norm(keys)
+    alike = None not in heads and len({(norm.eps, norm.offset) for norm in heads if norm is not None}) == 1
+    if alike and widths == [(head_dim,)] * 2:
+        return {"head_norms": heads}
+    if all(width and width[0] > head_dim for width in widths):
+        return {"row_norms": (read_norm(queries), read_norm(keys))}
+    raise UnknownLayerError(f"norms of queries and keys of the kind {type(queries).__name__}")
+
+
+def _fused_qkv(module: nn.Module, attention: nn.Module, head_dim: int) -> JoinedProjection:
+    config: Any = attention.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return JoinedProjection([projection_of(module)], [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+
+
+def _read_mlp(module: nn.Module) -> FeedForward:
+    if isinstance(module, ReducedBlock):
+        return _read_experts(module.block, is_partial=True)
+    if any(name == "experts" for name, _ in module.named_children()):
+        return _read_experts(module, is_partial=False)
+    return _read_dense(module)
+
+
+def _read_dense(module: nn.Module) -> GatedMlp | Mlp:
+    function = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    children = dict(_children(module, ("down_proj",)))
+    down = projection_of(children.pop("down_proj"))
+    projections = {name: child for name, child in children.items() if child is not function}
+    if not callable(function):
+        raise UnknownLayerError(f"{type(module).__name__} has no activation")
+    activation = read_activation(function)
+    if set(projections) == {"gate_up_proj"}:
+        return GatedMlp(projection_of(projections["gate_up_proj"]), down, activation, function)
+    if set(projections) == {"gate_proj", "up_proj"}:
+        both = joined([projections["gate_proj"], projections["up_proj"]])
+        return GatedMlp(both.alone or both, down, activation, function)
+    if set(projections) == {"up_proj"}:
+        return Mlp(projection_of(projections["up_proj"]), down, function)
+    raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
+
+
+def _read_experts(module: nn.Module, is_partial: bool) -> Experts:
+    children = dict(_children(module, ("experts",)))
+    experts, router = children.pop("experts"), children.pop("gate", children.pop("router", None))
+    shared = children.pop("shared_experts", children.pop("shared_expert", None))
+    gate = children.pop("shared_expert_gate", None)
+    if router is None or children:
+        raise UnknownLayerError(f"{type(module).__name__} has {', '.join(['experts', *children])}")
+    dense = None if shared is None else _read_dense(shared)
+    if isinstance(dense, Mlp):
+        raise UnknownLayerError(f"{type(module).__name__} has a shared expert without gates")
+    return Experts(read_router(router), experts, dense, gate, is_partial)

@@ -1,0 +1,118 @@
+"""Puts written decoder layers in the place of transformers' own, if every layer computes the same in a warm-up check."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.exchange import agreed
+from server.engine.runtime.layers.decoder import DecoderLayer
+from server.engine.runtime.layers.outer import write_norm, write_rotary
+from server.engine.runtime.layers.spec import UnknownLayerError, read_layer
+from server.engine.runtime.model.decoder import decoder_layers, outer_modules
+from server.engine.runtime.model.weight_order import set_weight_order
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation.trial_steps import TrialSteps
+from server.engine.runtime.trials import failure
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = (1, 17)
+"""Tokens of the steps on which layers are compared."""
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.04, torch.float16: 0.01}
+"""How far what a layer adds to its input may differ, relative to its norm."""
+_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""The same relative to the norm of the layer's result, which each side rounds."""
+
+
+def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> bool:
+    """Whether paged's decoder layers are written layers from here on; the log says why not. Call in inference mode.
+
+    options: how each layer attends.
+    """
+    layers, failed = decoder_layers(paged.model), None
+    written: list[DecoderLayer] = []
+    try:
+        if len(layers) != len(options):
+            raise UnknownLayerError(f"{len(layers)} layers, of which {len(options)} attend")
+        written = [read_layer(layer, i, own) for i, (layer, own) in enumerate(zip(layers, options, strict=True))]
+    except UnknownLayerError as e:
+        failed = str(e)
+    if not agreed(failed is None):
+        logger.info("layers run by transformers' own code: %s", failed or "another rank's do")
+        return False
+    steps = TrialSteps(paged)
+    failed = failure(lambda: _compare(steps, layers, written, paged.dtype))
+    if not agreed(failed is None):
+        logger.warning("layers run by transformers' own code: the written ones differ, %s", failed)
+        return False
+    # Before the layers are replaced, because it watches the modules that these do not call.
+    if paged.device.type == "cuda":
+        set_weight_order(paged.model, steps.run)
+    plain = [steps.run(count) for count in _TOKENS]
+    undo = _put(paged, layers, written)
+    for count, expected in zip(_TOKENS, plain, strict=True):
+        failed = failed or steps.difference(steps.run(count), expected, count)
+    if not agreed(failed is None):
+        logger.warning("layers run by transformers' own code: with the written ones logits %s", failed)
+        undo()
+        return False
+    logger.info("layers are written ones; their logits are within %.1e of transformers' own", steps.largest_error)
+    return True
+
+
+def _compare(
+    steps: TrialSteps, layers: Sequence[nn.Module], written: Sequence[DecoderLayer], dtype: torch.dtype
+) -> None:
+    """Run steps by the layers' own code, and each written layer on what its own was given. Raises ValueError."""
+    handles = [
+        layer.register_forward_hook(_hook(index, own, dtype), with_kwargs=True)
+        for index, (layer, own) in enumerate(zip(layers, written, strict=True))
+    ]
+    try:
+        for count in _TOKENS:
+            steps.run(count)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(index: int, written: DecoderLayer, dtype: torch.dtype) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = dict(kwargs)
+        x: torch.Tensor = args[0] if args else given.pop("hidden_states")
+        expected: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        found = written(x.clone(), *args[1:], **given)
+        added = (expected.float() - x.float()).norm()
+        error = float((found.float() - expected.float()).norm())
+        allowed = float(_TOLERANCES[dtype] * added + _ROUNDING[dtype] * expected.float().norm())
+        if not error <= allowed:
+            raise ValueError(f"layer {index} by {error / float(added):.1e} with {x.shape[-2]} tokens")
+
+    return hook
+
+
+def _put(paged: PagedModel, layers: Sequence[nn.Module], written: Sequence[DecoderLayer]) -> Callable[[], None]:
+    """Put the written layers in place, and launches of ours for what runs once for all of them; returns what undoes it."""
+    replaced: dict[nn.Module, Callable[..., Any]] = dict(zip(layers, written, strict=True))
+    for module in outer_modules(paged.model):
+        forward = write_norm(module) or write_rotary(module)
+        if forward is not None:
+            replaced[module] = forward
+    embedding: Any = paged.model.get_input_embeddings()
+    if paged.device.type == "cuda" and type(embedding) is nn.Embedding and embedding.max_norm is None:
+        # torch's embedding reads up to 16 rows one after another: 13 us of an H200 for 16 tokens, where indexing takes 2.
+        replaced[embedding] = embedding.weight.__getitem__
+    for module, forward in replaced.items():
+        module.forward = forward
+
+    def undo() -> None:
+        for module in replaced:
+            del module.forward
+
+    return undo

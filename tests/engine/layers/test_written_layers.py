@@ -1,0 +1,225 @@
+"""Written decoder layers against transformers' own, over the paged cache and with every launch that they may make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+
+from nf4_kernels import ops
+from server.checkpoint.loading import load_model
+from server.config import EngineConfig
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
+from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, read_router
+from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
+from server.engine.runtime.layers.spec import UnknownLayerError, read_layer
+from server.engine.runtime.model.cpu_linear import use_cpu_kernels
+from server.engine.runtime.model.projections import replace_projections
+from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.preparation import written_layers
+from server.engine.runtime.preparation.cache import CacheSpec
+from server.engine.runtime.preparation.trial_steps import TrialSteps
+from tests.checkpoint.families import COMMON, SERVED
+from tests.engine.compile.fusing import nf4
+from tests.engine.models import tiny_model
+from tests.moe_checkpoints import FAMILIES as MIXTURES
+from tests.moe_checkpoints import save_moe, separate_experts, tiny_moe, unsloth_gpt_oss
+
+CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=64, max_num_seqs=5, enforce_eager=True)
+WRITTEN = (
+    "arcee", "cwm", "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "internlm3", "jais2", "llama", "ministral",
+    "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
+    "stablelm",
+)  # fmt: skip
+"""Families whose layers are written ones; docs/models.md says so of the same."""
+
+
+def paged_of(family: str, **overrides: Any) -> tuple[PagedModel, list[AttentionOptions]]:
+    # Two layers, none of which shares another one's keys and values.
+    shared = {"num_kv_shared_layers": 0} if family.startswith("gemma") else {}
+    model = tiny_model(family, **{**COMMON, **SERVED[family], **shared, **overrides})
+    spec = CacheSpec.of(model, CONFIG)
+    return PagedModel(model, spec.backend(40), CONFIG.block_size), spec.options
+
+
+@pytest.mark.parametrize("family", sorted(SERVED))
+@torch.inference_mode()
+def test_which_families_have_written_layers(family: str) -> None:
+    paged, options = paged_of(family)
+    assert written_layers.write_layers(paged, options) == (family in WRITTEN)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "olmo2", "granite"])
+@torch.inference_mode()
+def test_a_layer_that_a_rule_gets_wrong_runs_by_its_own_code(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, options = paged_of(family)
+    steps = TrialSteps(paged)
+    expected = steps.run(9)
+
+    def misread(module: nn.Module) -> RmsNorm | None:
+        found = read_rms_norm(module)
+        return None if found is None else RmsNorm(found.weight, found.eps, 1.0 - found.offset)
+
+    monkeypatch.setattr("server.engine.runtime.layers.norm.read_rms_norm", misread)
+    assert not written_layers.write_layers(paged, options)
+    assert torch.equal(steps.run(9), expected)
+
+
+@torch.inference_mode()
+def test_one_layer_that_differs_is_found_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, options = paged_of("llama", num_hidden_layers=8)
+    options[5] = AttentionOptions(options[5].scaling * 1.5)
+    assert not written_layers.write_layers(paged, options)
+
+
+def test_norms_are_told_apart() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for norm, offset in ((LlamaRMSNorm(48, 1e-5), 0.0), (Gemma3RMSNorm(48, 1e-6), 1.0)):
+            norm.weight.data.normal_(1, 0.3)
+            found = read_rms_norm(norm.to(dtype))
+            assert found is not None
+            assert (found.offset, found.eps) == (offset, getattr(norm, "eps", 1e-5))
+    layer_norm = nn.LayerNorm(48, bias=False)
+    assert read_rms_norm(layer_norm) is None
+
+
+def test_a_layer_with_a_part_that_no_rule_knows_is_named() -> None:
+    model = tiny_model("llama")
+    layer = model.get_decoder().layers[1]
+    layer.self_attn.gate = nn.Linear(64, 4)
+    with pytest.raises(UnknownLayerError, match=r"LlamaAttention has gate"):
+        read_layer(layer, 1, AttentionOptions(0.25))
+
+
+class Rotating(AttentionBackend):
+    """Attention to the tokens of the pass alone, whose results may be tiled."""
+
+    def begin(self, batch: Any) -> None:
+        pass
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        wide = (x.float().transpose(0, 1) for x in (query, key, value))
+        out = nn.functional.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True, scale=options.scaling)
+        return out.transpose(0, 1).to(query.dtype).contiguous()
+
+    def tiles_result(self, tokens: int) -> bool:
+        return True
+
+
+def nf4_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and "layers" in name:
+            layer = nf4(module.in_features, module.out_features, dtype, module.weight.data)
+            assert isinstance(layer, Linear4bit)
+            model.set_submodule(name, layer)
+    replace_projections(model)
+
+
+@pytest.mark.parametrize(
+    ("fuses", "gates", "tile"), [(True, True, 32), (True, False, 0), (False, True, 0), (False, False, 0)]
+)
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text"])
+@torch.inference_mode()
+def test_all_launches_that_a_layer_may_make_compute_the_same(
+    family: str, copies: bool, fuses: bool, gates: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches are the oracle's here: what is tested is which of them a layer makes, of what."""
+    from server.engine.runtime.attention.calls import IMPLEMENTATION, attending
+
+    def yes_to(answer: object) -> Any:
+        return lambda *_: answer
+
+    monkeypatch.setattr(ops, "can_fuse", yes_to(fuses))
+    monkeypatch.setattr(ops, "can_gate", yes_to(gates))
+    monkeypatch.setattr(ops, "token_tile", yes_to(tile))
+    wide: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
+    own = {"layer_types": ["full_attention"]} if family == "gemma3_text" else {}
+    model = tiny_model(family, **wide, **own).to(torch.bfloat16)
+    nf4_layers(model, torch.bfloat16)
+    model.set_attn_implementation(IMPLEMENTATION)
+    (layer,) = model.get_decoder().layers
+    gemms = [module for module in layer.modules() if hasattr(module, "expand")]
+    for gemm in gemms if copies else ():
+        gemm.expand(torch.bfloat16)
+        gemm.fused_up_to = 8
+    ids = torch.randint(0, 128, (1, 40))
+    written = read_layer(layer, 0, AttentionOptions(layer.self_attn.scaling))
+    called: list[str] = []
+    for name in ("fused_linear", "gated_linear", "tiled_linear"):
+        _watch(monkeypatch, name, called)
+    results: list[Sequence[torch.Tensor]] = []
+
+    def hook(_: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        results.append((written(args[0].clone(), **kwargs), output, args[0]))
+
+    layer.register_forward_hook(hook, with_kwargs=True)
+    with attending(Rotating()):
+        model(input_ids=ids, use_cache=False)
+    ((found, expected, x),) = results
+    assert (found - expected).float().norm() < 0.02 * (expected - x).float().norm()
+    by_codes = not copies
+    assert ("gated_linear" in called) == (gates and by_codes)
+    assert called.count("tiled_linear") == (by_codes and tile > 0) * (1 + gates)
+
+
+def _watch(monkeypatch: pytest.MonkeyPatch, name: str, called: list[str]) -> None:
+    own = getattr(torch.ops.nf4, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(torch.ops.nf4, name, watched)
+
+
+WRITTEN_MIXTURES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+@torch.inference_mode()
+def test_which_mixtures_have_written_layers(family: str, tmp_path: Path) -> None:
+    renames = {"gpt_oss": unsloth_gpt_oss, "llama4_text": separate_experts}
+    save_moe(tmp_path, tiny_moe(family), **({"rename": renames[family]} if family in renames else {}))
+    model = load_model(tmp_path, torch.device("cpu"), torch.float32, lambda *_: None)
+    replace_projections(model)
+    use_cpu_kernels(model)
+    spec = CacheSpec.of(model, CONFIG)
+    paged = PagedModel(model, spec.backend(40), CONFIG.block_size)
+    assert written_layers.write_layers(paged, spec.options) == (family in WRITTEN_MIXTURES)
+
+
+def test_the_page_of_models_says_which_have_written_layers() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    lists = re.findall(r"^\* (?:dense|mixtures): ((?:.|\n  )+)", page, re.MULTILINE)
+    dense, mixtures = (set(re.findall(r"`(\w+)`", names)) for names in lists)
+    assert dense == set(WRITTEN)
+    assert mixtures == set(WRITTEN_MIXTURES)
+
+
+def test_routers_are_told_apart() -> None:
+    kinds = {
+        family: read_router(_router(family)) for family in ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe")
+    }
+    assert [kinds[family].normalised for family in ("qwen3_moe", "mixtral", "olmoe")] == [True, True, False]
+    assert type(kinds["gpt_oss"]) is LogitsRouter
+    assert type(kinds["glm4_moe"]) is ModuleRouter
+
+
+def _router(family: str) -> nn.Module:
+    block = tiny_moe(family).get_decoder().layers[1].mlp
+    router = block.router if family == "gpt_oss" else block.gate
+    for name, parameter in router.named_parameters():
+        assert parameter.std() > 0 or name == "bias"
+    return router
