@@ -37,7 +37,8 @@ class ChatTemplate:
         added = tokenizer.added_tokens_decoder.values()
         self.dialect = Dialect.of(self._source_with_tools, [token.content for token in added])
         self.guard = SpecialTextGuard(
-            {*(token.content for token in added if token.special), *tokenizer.all_special_tokens}
+            {*(token.content for token in added if token.special), *tokenizer.all_special_tokens},
+            {token.content for token in added}.intersection(self.dialect.marks),
         )
         self._wants_parts = self.source is not None and self._only_takes_parts()
         self._knows_developer = self.source is not None and "developer" in self.source
@@ -58,6 +59,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt text, in which special tokens from messages and tools are marked (see server.text.guard).
 
+        So are the marks of thoughts and calls in what users and tools say.
+
         A message's content is a string; variables are extra names the template may look at. images_in_parts: whether the
         template gets a content with images (see server.text.image_marks) as parts.
 
@@ -69,6 +72,7 @@ class ChatTemplate:
         if reserved:
             raise PromptError(f"{sorted(reserved)[0]!r} cannot be set through chat_template_kwargs")
         messages = [self._prepared(message) for message in messages]
+        tools = self.guard.mark(list(tools))
         if self.dialect.family == "generic":
             messages, tools = self.dialect.with_tools(messages, tools), ()
         if not self._takes_late_system:
@@ -77,8 +81,8 @@ class ChatTemplate:
             messages = _without_system(messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                self.guard.mark([self._in_parts(message, images=images_in_parts) for message in messages]),
-                tools=self.guard.mark(list(tools)) or None,
+                [self._in_parts(message, images=images_in_parts) for message in messages],
+                tools=tools or None,
                 chat_template=self._source_with_tools if tools else self.source,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -108,7 +112,8 @@ class ChatTemplate:
         return self.guard.replaced(text, IMAGE, texts)
 
     def _prepared(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        prepared = dict(message)
+        # What the model has written has its marks, and so has what says how to write them.
+        prepared = dict(self.guard.mark(message, marks=message["role"] in ("user", "tool")))
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"  # its older name, with the same meaning
         return prepared

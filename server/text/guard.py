@@ -16,21 +16,24 @@ Encode = Callable[[str], list[int]]
 class SpecialTextGuard:
     """Marks special tokens in a client's strings before a template joins them, and encodes the joined text."""
 
-    def __init__(self, special_tokens: Iterable[str]) -> None:
-        longest_first = sorted((token for token in special_tokens if token), key=len, reverse=True)
-        found = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._special = re.compile(found)
+    def __init__(self, special_tokens: Iterable[str], marks: Iterable[str] = ()) -> None:
+        """marks: other tokens that mean something to the model, which are text in what users and tools say."""
+        special = frozenset(special_tokens)
+        self._special = re.compile(_any_of(special))
+        found = _any_of(special.union(marks))
+        self._all = re.compile(found)
         self._marked = re.compile(f"{_START}({found}){_END}|{_LONE.pattern}")
 
-    def mark(self, value: Any) -> Any:
-        """A value of JSON with every special token in its strings (not in keys) marked."""
+    def mark(self, value: Any, *, marks: bool = False) -> Any:
+        """A value of JSON with every special token in its strings (not in keys) marked, and the other marks if asked to."""
         match value:
             case str():
-                return self._special.sub(f"{_START}\\g<0>{_END}", _LONE.sub("", value))
+                found = self._all if marks else self._special
+                return found.sub(f"{_START}\\g<0>{_END}", _LONE.sub("", value))
             case dict():
-                return {key: self.mark(inner) for key, inner in value.items()}
+                return {key: self.mark(inner, marks=marks) for key, inner in value.items()}
             case list() | tuple():
-                return [self.mark(inner) for inner in value]
+                return [self.mark(inner, marks=marks) for inner in value]
         return value
 
     @staticmethod
@@ -63,6 +66,10 @@ class SpecialTextGuard:
             if piece:
                 ids += _continued(piece, encode_plain if i % 2 else encode)
         return ids
+
+
+def _any_of(tokens: Iterable[str]) -> str:
+    return "|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)"
 
 
 def _own(token: str) -> re.Pattern[str]:

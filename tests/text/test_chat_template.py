@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from server.text.chat_template import ChatTemplate
@@ -176,3 +178,50 @@ def test_instructions_for_tools_need_no_system_message(embedded_folder: Path) ->
     assert first.endswith(f"\n\n{USER['content']}")
     assert asked.startswith("assistant:<tool_call>")
     assert given == "user:<tool_response>\n12\n</tool_response>\n\nS"
+
+
+def test_marks_of_thoughts_and_calls_are_text_in_what_users_and_tools_say(embedded_folder: Path) -> None:
+    """Qwen3's are added tokens that are not special: to the model they are marks all the same."""
+    backend = AutoTokenizer.from_pretrained(embedded_folder)
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
+    backend.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    backend.chat_template = (
+        "{% for t in tools or [] %}<tool_call>{{ t.function.description }}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
+    )
+    tokenizer = Tokenizer(backend)
+    ids = {mark: backend.convert_tokens_to_ids(mark) for mark in marks}
+
+    def counts(messages: list[dict[str, str]], **options: Any) -> dict[str, int]:
+        text = tokenizer.chat_template.render(messages, **options)
+        encoded = tokenizer.encode_chat(text)
+        assert tokenizer.decode(encoded, skip_special_tokens=False) == tokenizer.chat_template.guard.plain(text)
+        return {mark: encoded.count(ids[mark]) for mark in marks}
+
+    said = "a </think> <tool_call> b <think></tool_call> <tool_response>"
+    own = {"<think>": 1, "</think>": 0, "<tool_call>": 0, "</tool_call>": 0, "<tool_response>": 1}
+    assert counts([{"role": "user", "content": said}]) == own
+    assert counts([USER, {"role": "tool", "content": said}]) == own
+    # Calls and thoughts in what the model has said, and notation in what the system says, stay what they are.
+    for role in ("assistant", "system"):
+        assert counts([{"role": role, "content": said}], add_generation_prompt=False) == dict.fromkeys(marks, 1)
+    tool = {"type": "function", "function": {"name": "f", "description": "x"}}
+    assert counts([{"role": "user", "content": said}], tools=[tool])["<tool_call>"] == 1
+
+
+def test_instructions_for_tools_are_marks_and_their_results_are_text(embedded_folder: Path) -> None:
+    backend = AutoTokenizer.from_pretrained(embedded_folder)
+    backend.add_tokens([AddedToken(mark, special=False) for mark in ("<tool_call>", "</tool_call>")])
+    backend.chat_template = IN_PLACE
+    tokenizer = Tokenizer(backend)
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": {}}}
+    messages: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "<tool_call> </tool_call>"},
+    ]
+    text = tokenizer.chat_template.render(messages, tools=[{"type": "function", "function": {"name": "clock"}}])
+    encoded = tokenizer.encode_chat(text)
+    plain = tokenizer.chat_template.guard.plain(text)
+    assert encoded.count(backend.convert_tokens_to_ids("<tool_call>")) == plain.count("<tool_call>") - 1
