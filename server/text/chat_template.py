@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,10 +43,11 @@ class ChatTemplate:
         )
         self._wants_parts = self.source is not None and self._only_takes_parts()
         self._knows_developer = self.source is not None and "developer" in self.source
-        self._takes_system = self._takes_late_system = True
+        self._takes_system = self._takes_late_system = self._takes_any_id = True
         if self.source is not None:
             self._takes_system = self._shows("system", "user")
             self._takes_late_system = self._shows("system", "system", "user", "system", "assistant", "user", "system")
+            self._takes_any_id = self._takes_call("call_abc-0123456789") or not self._takes_call("abc123456")
 
     def render(
         self,
@@ -116,6 +118,10 @@ class ChatTemplate:
         prepared = dict(self.guard.mark(message, marks=message["role"] in ("user", "tool")))
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"  # its older name, with the same meaning
+        if not self._takes_any_id:
+            calls = [{**call, "id": _short_id(call["id"])} for call in prepared.get("tool_calls", ())]
+            prepared |= {"tool_calls": calls} if calls else {}
+            prepared |= {"tool_call_id": _short_id(prepared["tool_call_id"])} if "tool_call_id" in prepared else {}
         return prepared
 
     def _in_parts(self, message: Mapping[str, Any], *, images: bool) -> dict[str, Any]:
@@ -130,7 +136,7 @@ class ChatTemplate:
     def _only_takes_parts(self) -> bool:
         """Whether the template drops a content that is a string, and shows one that is a list of parts."""
         self._wants_parts = False
-        self._knows_developer = self._takes_system = self._takes_late_system = True
+        self._knows_developer = self._takes_system = self._takes_late_system = self._takes_any_id = True
         if self._shows("user"):
             return False
         self._wants_parts = True
@@ -145,6 +151,27 @@ class ChatTemplate:
             return False
         places = [text.find(probe) for probe in probes]
         return -1 not in places and places == sorted(places)
+
+    def _takes_call(self, call_id: str) -> bool:
+        """Whether the template takes a conversation with a call of this id."""
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": _PROBE},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": _PROBE, "tool_call_id": call_id, "name": "f"},
+        ]
+        try:
+            self.render(messages)
+        except PromptError:
+            return False
+        return True
+
+
+def _short_id(call_id: str) -> str:
+    """The id of a call for a template that takes nine letters and digits only (Mistral's); the same for the same id."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -225,3 +225,32 @@ def test_instructions_for_tools_are_marks_and_their_results_are_text(embedded_fo
     encoded = tokenizer.encode_chat(text)
     plain = tokenizer.chat_template.guard.plain(text)
     assert encoded.count(backend.convert_tokens_to_ids("<tool_call>")) == plain.count("<tool_call>") - 1
+
+
+CHECKS_IDS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[TOOL_CALLS]{{ c.function.name }}[{{ c.id }}]{% endfor %}{% if m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('no id') }}{% endif %}[{{ m.tool_call_id }}]"
+    "{% endif %}{% endfor %}"
+)
+
+
+def test_ids_of_calls_fit_a_template_that_checks_them(embedded_folder: Path) -> None:
+    """A conversation that began with another model goes on with one of Mistral's."""
+
+    def ids(template: str, *given: str) -> list[str]:
+        calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": {}}} for name in given]
+        results = [{"role": "tool", "content": "1", "tool_call_id": name} for name in given]
+        messages: list[dict[str, Any]] = [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+        text = Templated(embedded_folder, template).render(messages)
+        return [part.split("[")[-1] for part in text.split("]")[:-1] if not part.endswith("TOOL_CALLS")]
+
+    given = ("call_abc-1234567890", "toolu_01A", "abc123XYZ", "call_abc-1234567891", "")
+    found = ids(CHECKS_IDS, *given)
+    assert found[:5] == found[5:]
+    assert len(set(found)) == 5
+    assert all(len(one) == 9 and one.isalnum() for one in found)
+    assert found[2] == "abc123XYZ"
+    assert found == ids(CHECKS_IDS, *given)
+    assert ids(CHECKS_IDS.replace("length != 9", "length > 99"), *given)[:5] == list(given)
