@@ -54,6 +54,8 @@ def library() -> ctypes.CDLL | str:
         loaded.nf4_cpu_struct_size.argtypes = (ctypes.c_char_p,)
         loaded.nf4_cpu_isa.restype = ctypes.c_char_p
         loaded.nf4_cpu_set_isa.argtypes = (ctypes.c_char_p,)
+        loaded.nf4_cpu_sleep_at_barriers.restype = None
+        loaded.nf4_cpu_sleep_at_barriers.argtypes = (ctypes.c_int32,)
         loaded.nf4_cpu_clock.argtypes = (ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double))
     except (OSError, AttributeError) as e:
         return f"{path} cannot be loaded: {e}"
@@ -81,6 +83,14 @@ def set_isa(name: str) -> None:
     """Use another instruction set from now on. ValueError where this CPU does not have it."""
     if usable().nf4_cpu_set_isa(name.encode()):
         raise ValueError(f"{name!r} is not an instruction set of this CPU ({', '.join(ISAS)})")
+
+
+def sleep_at_barriers(sleeps: bool) -> None:
+    """Have this process' OpenMP threads sleep at barriers soon, or first spin as GOMP_SPINCOUNT says (the default).
+
+    Sleeping is several times faster if other work takes the cores, and slower if none does. KernelError without a library.
+    """
+    usable().nf4_cpu_sleep_at_barriers(sleeps)
 
 
 def clock() -> tuple[float, float]:
@@ -159,7 +169,8 @@ class PreparedLinear:
     def recorded(self, x: Tensor, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """The address of the C function that a call with x makes, and its arguments, each a pointer or an integer.
 
-        x [..., K] and out [..., N] are contiguous, of one dtype, and stay where they are, as this object does.
+        x [..., K] and out [..., N] are contiguous, of one dtype, and stay where they are, as this object does. The call
+        has the threads that OpenMP has in the thread that makes it (0), as torch.set_num_threads() sets them.
         """
         if x.dtype not in DTYPES or not (
             x.is_cpu and x.is_contiguous() and out.is_contiguous() and x.dtype is out.dtype
@@ -170,7 +181,7 @@ class PreparedLinear:
         function = ctypes.cast(self._run, ctypes.c_void_p).value
         assert function is not None
         pointers = (ctypes.addressof(self._struct), self._bias_pointer or 0, x.data_ptr(), out.data_ptr())
-        return function, (*pointers, x.numel() // self.k, DTYPES[x.dtype], torch.get_num_threads())
+        return function, (*pointers, x.numel() // self.k, DTYPES[x.dtype], 0)
 
 
 def _dequantized_rows(n: int, k: int) -> int:

@@ -240,6 +240,9 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
 
 
 def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, channel: Channel, stop: _Stop) -> None:
+    from server.engine.contention import Barriers
+
+    check_barriers = Barriers.checker(runner.device.type)
     while not stop.requested:
         aborted = False
         reading = runner.adapters is not None and runner.adapters.num_reading > 0
@@ -265,6 +268,7 @@ def _run_steps(engine: Engine, runner: ModelRunner, workers: Workers | None, cha
         if engine.has_work and not stop.requested:
             with nullcontext() if workers is None else workers.explained():
                 outputs = engine.step()
+            check_barriers()
             channel.send_step(outputs)
         elif aborted:
             channel.send_step(StepOutputs([], engine.stats()))

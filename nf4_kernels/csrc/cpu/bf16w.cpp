@@ -103,6 +103,6 @@ extern "C" int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const flo
   Path path = Path::kPanel;
   if (k % 32 == 0 && kernels->bf16_rows) path = Path::kFused;
   if (k % 32 == 0 && kernels->bf16_tiles_from && m >= kernels->bf16_tiles_from) path = Path::kTiles;
-  linear_bf16w(Gemm{kernels, w, bias, out, n, nullptr}, path, x, m, k, threads < 1 ? 1 : threads);
+  linear_bf16w(Gemm{kernels, w, bias, out, n, nullptr}, path, x, m, k, threads < 1 ? omp_get_max_threads() : threads);
   return 0;
 }

@@ -42,6 +42,10 @@ NF4_EXPORT const char* nf4_cpu_isa(void);
 /* Uses that instruction set from now on; nonzero, and no change, if this CPU cannot run it. */
 NF4_EXPORT int nf4_cpu_set_isa(const char* name);
 
+/* Whether OpenMP's threads of this process sleep at barriers soon (1), or first spin GOMP_SPINCOUNT times (0, the default):
+ * where other work takes the cores, threads that spin keep those that they wait for from running. */
+NF4_EXPORT void nf4_cpu_sleep_at_barriers(int32_t sleeps);
+
 /* Seconds since the library was loaded. linear: wall time inside the linear calls. dequant: wall time of the
  * dequantize calls, plus what the first thread spent decoding weight panels inside linear calls. The kernels for few
  * rows decode in registers between multiplications; that share cannot be measured and is not in dequant. */

@@ -228,7 +228,7 @@ extern "C" {
 int nf4_cpu_linear_group(const Nf4Linear* ps, int32_t count, int32_t threads) {
   if (!valid_group(ps, count)) return 1;
   Stopwatch watch(linear_ns);
-  if (ps->m) linear_group(ps, count, threads < 1 ? 1 : threads);
+  if (ps->m) linear_group(ps, count, threads < 1 ? omp_get_max_threads() : threads);
   return 0;
 }
 

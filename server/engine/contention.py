@@ -1,0 +1,95 @@
+"""Contention: other work takes the cores, and threads that spin at barriers keep those that they wait for from running.
+
+On two cores with as much other work again, decode with two spinning threads is a tenth as fast as with one thread; with
+threads that sleep at barriers it is about as fast, or faster. On idle cores waking them costs more than spinning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nf4_kernels import cpu
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 0.25
+"""Seconds between two checks; one reads a line of every thread."""
+CONTENDED_SHARE = 0.15
+"""Threads sleep if one of them has waited for a core for more than this share of the time."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 16.0
+"""Seconds without contention after which threads spin again; they double each time that this was wrong."""
+MAX_SLEEP_S = 60.0
+"""Seconds after which they do in any case; that may be one step that takes many times as long as others."""
+
+
+def waited_seconds() -> dict[int, float]:
+    """How long each thread of this process was ready and had no core, by thread id; empty if the system does not say."""
+    waited: dict[int, float] = {}
+    if sys.platform != "linux":
+        return waited
+    for task in os.listdir("/proc/self/task"):
+        try:
+            waited[int(task)] = int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1]) * 1e-9
+        except (OSError, IndexError):  # it has ended, or there is no such file
+            continue
+    return waited
+
+
+class Barriers:
+    """Have OpenMP's threads sleep at barriers while there is contention. Call check() after every step."""
+
+    def __init__(
+        self,
+        sleep: Callable[[bool], None] = cpu.sleep_at_barriers,
+        waited: Callable[[], dict[int, float]] = waited_seconds,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """sleep: whether threads sleep from here on; waited: see waited_seconds(); now: in seconds."""
+        self._sleep, self._waited, self._now = sleep, waited, now
+        self._checked_at = -1e9
+        self._before: dict[int, float] = {}
+        self._changed_at = -1e9
+        self._pause_s = FIRST_PAUSE_S
+        self._calm_s = 0.0
+        self.sleeps = False
+        """Whether threads sleep at barriers now."""
+
+    @classmethod
+    def checker(cls, device: str) -> Callable[[], None]:
+        """check() for an engine on a device; nothing if it has one thread, or the system does not say what they wait for."""
+        if device == "cpu" and torch.get_num_threads() > 1 and cpu.load_error() is None and waited_seconds():
+            return cls().check
+        return lambda: None
+
+    def check(self) -> None:
+        """Change how threads wait if that has become better."""
+        now = self._now()
+        seconds = now - self._checked_at
+        if seconds < CHECK_S:
+            return
+        self._checked_at = now
+        before, self._before = self._before, self._waited()
+        longest = max((waited - before.get(task, waited) for task, waited in self._before.items()), default=0.0)
+        contended = longest > CONTENDED_SHARE * seconds
+        lasted = now - self._changed_at
+        self._calm_s = 0.0 if contended else self._calm_s + seconds
+        if self.sleeps:
+            if lasted > MAX_SLEEP_S or self._calm_s > self._pause_s:
+                self._change(False, now)
+        elif contended:
+            is_new = lasted > MAX_PAUSE_S
+            self._pause_s = FIRST_PAUSE_S if is_new else min(2 * self._pause_s, MAX_PAUSE_S)
+            if is_new:
+                logger.info("other work takes the cores: threads sleep at barriers until it has ended")
+            self._change(True, now)
+
+    def _change(self, sleeps: bool, now: float) -> None:
+        self.sleeps, self._changed_at, self._calm_s = sleeps, now, 0.0
+        self._sleep(sleeps)
