@@ -15,6 +15,7 @@ from server import __version__
 from server.api.answering.service import Service
 from server.api.http.access import AccessLayer
 from server.api.http.errors import ApiError, answer_api_error, answer_http_exception
+from server.api.http.head import HeadLayer
 from server.api.http.middleware import RequestLayer
 from server.api.openai.sampling_defaults import read_defaults
 from server.api.openapi import describe
@@ -122,6 +123,7 @@ def _lifespan(
 def _add_layers(app: FastAPI, service: Service, part: Alone, tracing: Tracing | None) -> None:
     """Add what every request passes, from the innermost layer to the outermost."""
     config = service.config
+    app.add_middleware(HeadLayer)
     app.add_middleware(
         AccessLayer, keys=config.http.keys(), most_per_key=config.http.max_requests_per_key, counts=service.counts
     )

@@ -17,6 +17,8 @@ from server.api.http.errors import ApiError, answer_api_error
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json"})
 # What the pages are made of; its route answers a list of files and nothing else.
 OPEN_FOLDER = "/static/"
+MAX_KEYS = 8
+"""How many keys of a request are looked at."""
 
 
 class AccessLayer:
@@ -71,14 +73,16 @@ class AccessLayer:
             self._counts.add(FIRST_KEY + key, 1)
 
     def _known(self, scope: Scope) -> int:
-        """The index of the key that the request shows. Raises ApiError."""
-        given = _given_key(scope)
-        if given is None:
+        """The index of a key that the request shows; one that is known is enough. Raises ApiError."""
+        given = _given_keys(scope)
+        if not given:
             raise _refused("No API key was given; send it as 'Authorization: Bearer KEY'.")
-        digest, found = _digest(given), -1
-        for i, known in enumerate(self._digests):
-            if hmac.compare_digest(known, digest):
-                found = i  # and on through the rest: the time must not tell which key it was
+        found = -1
+        for key in given:
+            digest = _digest(key)
+            for i, known in enumerate(self._digests):
+                if hmac.compare_digest(known, digest):
+                    found = i  # and on through the rest: the time must not tell which key it was
         if found < 0:
             raise _refused("The API key is not known.")
         return found
@@ -88,14 +92,18 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
-def _given_key(scope: Scope) -> bytes | None:
-    """The key in Authorization (OpenAI's clients) or x-api-key (Anthropic's)."""
+def _given_keys(scope: Scope) -> list[bytes]:
+    """The keys in Authorization (OpenAI's clients), x-api-key (Anthropic's) and api-key (Azure's).
+
+    Clients that serve several APIs send one to each place, of which some are other servers'.
+    """
+    keys = []
     for name, value in scope["headers"]:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return bytes(value[7:].strip())
-        if name == b"x-api-key":
-            return bytes(value.strip())
-    return None
+        if name == b"authorization":
+            keys.append(value[7:] if value[:7].lower() == b"bearer " else value)
+        elif name in (b"x-api-key", b"api-key"):
+            keys.append(value)
+    return [bytes(key.strip()) for key in keys[:MAX_KEYS]]
 
 
 def _digest(key: bytes) -> bytes:

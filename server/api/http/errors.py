@@ -9,6 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,18 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
     return error.response(anthropic=request.url.path.startswith("/v1/messages"))
 
 
+def _allowed_methods(request: Request) -> list[str]:
+    """What may be asked of the request's path by any of the routes."""
+    routes: list[BaseRoute] = request.app.routes
+
+    def is_allowed(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in routes)
+
+    allowed = {method for method in ("GET", "POST", "PUT", "PATCH", "DELETE") if is_allowed(method)}
+    return sorted(allowed | ({"HEAD"} if "GET" in allowed else set()))
+
+
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler for what the routing raises: 404 and 405."""
     assert isinstance(error, HTTPException)
@@ -144,7 +157,8 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
             message = f"Unknown request URL: {method} {path}."
             code: str | None = "unknown_url"
         case 405:
-            allowed = (error.headers or {}).get("Allow", "")
+            allowed = ", ".join(_allowed_methods(request))
+            error.headers = {**(error.headers or {}), "Allow": allowed}
             message, code = f"{method} is not allowed for {path}; allowed: {allowed}.", "method_not_allowed"
         case _:
             message, code = str(error.detail), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -46,9 +47,17 @@ async def read_json(request: Request, max_bytes: int) -> tuple[dict[str, Any], i
             f"Expected Content-Type: application/json, got {shown(content_type) or 'none'}.",
             code="unsupported_media_type",
         )
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"Content-Encoding {shown(encoding)} is not understood; send the body as it is.",
+            code="unsupported_content_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
     body = await _read_body(request, max_bytes)
     try:
-        document = from_json(body)
+        document = from_json(body.removeprefix(codecs.BOM_UTF8))
     except ValueError as e:
         raise bad_request(f"The request body is not valid JSON: {e}.", None, "invalid_json") from e
     if not isinstance(document, dict):

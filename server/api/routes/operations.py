@@ -19,7 +19,6 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Whether the server can generate", responses={503: {"description": "Not now"}})
 async def health(request: Request) -> Response:
     """200 when the server can generate; 503 while the model loads (stage, fraction), or when the engine is gone (error)."""

@@ -59,9 +59,9 @@ ASSETS = (
 )
 """What is served under /static, and nothing else."""
 
-# How the pages name the assets; the "-" becomes the digest of them all. Modules import each other by relative addresses, so
-# that one page never gets files of two versions.
-_PLACE = b"/static/-/"
+# How the pages name the assets, wherever a proxy has put the server; the "-" becomes their digest. Modules import each other
+# by relative addresses, too, so that one page never gets files of two versions.
+_PLACE = b"static/-/"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _assets() -> tuple[str, dict[str, _File]]:
 
 @cache
 def _page(name: str) -> _File:
-    return _file(name, _read(name).replace(_PLACE, f"/static/{_assets()[0]}/".encode()))
+    return _file(name, _read(name).replace(_PLACE, f"static/{_assets()[0]}/".encode()))
 
 
 def _answer(request: Request, file: _File, headers: dict[str, str]) -> Response:
@@ -116,19 +116,19 @@ def _answer_page(request: Request, name: str) -> Response:
     return _answer(request, _page(name), headers)
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
+@router.get("/")
 async def chat_page(request: Request) -> Response:
     """A page to talk to the model."""
     return _answer_page(request, "chat.html")
 
 
-@router.api_route("/docs", methods=["GET", "HEAD"])
+@router.get("/docs")
 async def docs_page(request: Request) -> Response:
     """The OpenAPI document as a page."""
     return _answer_page(request, "docs.html")
 
 
-@router.api_route("/static/{digest}/{name:path}", methods=["GET", "HEAD"])
+@router.get("/static/{digest}/{name:path}")
 async def asset(request: Request, digest: str, name: str) -> Response:
     """A script, a style or a drawing of the pages. Its address changes with its content, so it may be cached for ever."""
     current, known = _assets()

@@ -1,4 +1,4 @@
-// The server's HTTP API, as far as the page needs it.
+// The server's HTTP API, as far as the page needs it. Addresses are relative: the server may be below a path of a proxy.
 
 import { apiKey } from "./store.js";
 
@@ -30,13 +30,13 @@ async function ask(path, options = {}) {
 
 /** The model and its adapters, as /v1/models has them. */
 export async function models() {
-  return (await (await ask("/v1/models")).json()).data;
+  return (await (await ask("v1/models")).json()).data;
 }
 
 /** /health's document, also while the model loads. Raises ServerError when nobody answers. */
 export async function health() {
   try {
-    return await (await fetch("/health")).json();
+    return await (await fetch("health")).json();
   } catch {
     throw new ServerError("The server cannot be reached.");
   }
@@ -63,7 +63,7 @@ async function* events(answer) {
  */
 export async function* streamChat(body, signal) {
   const whole = { ...body, stream: true, timings: true, stream_options: { include_usage: true } };
-  const answer = await ask("/v1/chat/completions", { method: "POST", body: JSON.stringify(whole), signal });
+  const answer = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(whole), signal });
   try {
     for await (const data of events(answer)) {
       if (data === "[DONE]") return;

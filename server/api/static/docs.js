@@ -8,7 +8,7 @@ async function send(method, path, body, output) {
   const headers = { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...(body === undefined ? {} : { "Content-Type": "application/json" }) };
   output.textContent = "…";
   try {
-    const answer = await fetch(path, { method, headers, body });
+    const answer = await fetch(path.slice(1), { method, headers, body });
     output.textContent = `${answer.status}\n`;
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let part = await reader.read(); !part.done; part = await reader.read()) output.textContent += part.value;
@@ -43,7 +43,7 @@ function endpoint(path, method, operation) {
 
 at("key").value = apiKey();
 at("key").addEventListener("change", () => keepApiKey(at("key").value.trim()));
-const api = await (await fetch("/openapi.json")).json();
+const api = await (await fetch("openapi.json")).json();
 for (const [path, methods] of Object.entries(api.paths))
   for (const [method, operation] of Object.entries(methods)) at("endpoints").append(endpoint(path, method, operation));
 for (const [name, schema] of Object.entries(api.components?.schemas ?? {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -258,7 +259,21 @@ def test_routing(http: httpx.Client) -> None:
     answer = http.get(CHAT)
     check(answer, 405, None, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
-    check(http.post("/health"), 405, None, "method_not_allowed")
+    answer = http.post("/health")
+    check(answer, 405, None, "method_not_allowed")
+    assert answer.headers["allow"] == "GET, HEAD"
+    assert http.put("/ping").headers["allow"] == "GET, HEAD, POST"
+
+
+def test_bodies_that_are_packed_or_begin_with_a_mark(http: httpx.Client) -> None:
+    body = json.dumps(chat_body(max_tokens=1)).encode()
+    packed = http.post(CHAT, content=gzip.compress(body), headers=JSON | {"content-encoding": "gzip"})
+    assert "gzip" in check(packed, 415, None, "unsupported_content_encoding")
+    assert packed.headers["accept-encoding"] == "identity"
+    plain = http.post(CHAT, content=body, headers=JSON | {"content-encoding": "identity"})
+    assert plain.status_code == 200
+    marked = http.post(CHAT, content=b"\xef\xbb\xbf" + body, headers=JSON)
+    assert marked.status_code == 200
 
 
 def test_the_server_is_still_well(http: httpx.Client) -> None:

@@ -41,7 +41,9 @@ async def test_every_path_but_the_open_ones_needs_a_key() -> None:
                 assert answer.json()["error"]["code"] == "invalid_api_key"
                 assert answer.headers["x-request-id"]
         for headers in ({"Authorization": "Bearer first"}, {"authorization": "bearer second-key"},
-                        {"x-api-key": "first"}):  # fmt: skip
+                        {"x-api-key": "first"}, {"api-key": "first"}, {"Authorization": "first"},
+                        {"Authorization": "Bearer another-server's", "x-api-key": "first"},
+                        {"x-api-key": "another-server's", "Authorization": "Bearer first"}):  # fmt: skip
             assert (await http.get("/v1/models", headers=headers)).status_code == 200
         for path in ("/", "/docs", "/openapi.json", "/version", "/metrics"):
             assert (await http.get(path)).status_code == 200

@@ -21,6 +21,19 @@ def test_health(http: httpx.Client) -> None:
     assert document["engine_restarts"] == 0
 
 
+def test_head_is_answered_wherever_get_is(http: httpx.Client) -> None:
+    for path in ("/health", "/ping", "/version", "/metrics", "/v1/models", "/openapi.json", "/", "/docs"):
+        head, whole = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert (
+            head.headers["content-type"] == whole.headers["content-type"] if "content-type" in whole.headers else True
+        )
+        assert path == "/metrics" or head.headers["content-length"] == whole.headers["content-length"]
+        assert http.get("/ping").status_code == 200, "the connection goes on"
+    assert http.head("/v1/models/nowhere").status_code == 404
+    assert http.head("/v1/chat/completions").status_code == 405
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).object == "model"

@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
@@ -35,9 +36,9 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 async def folder_of(http: httpx.AsyncClient) -> str:
     """Address of the assets, with their digest."""
-    found = re.search(r"/static/[0-9a-f]{16}/", (await http.get("/")).text)
+    found = re.search(r"static/[0-9a-f]{16}/", (await http.get("/")).text)
     assert found
-    return found[0]
+    return f"/{found[0]}"
 
 
 def names() -> set[str]:
@@ -88,9 +89,22 @@ async def test_pages_are_asked_for_again_and_not_sent_again(http: httpx.AsyncCli
         assert not re.search(r"<script(?![^>]*src=)|<style| style=| on[a-z]+=", answer.text), (
             "inline scripts and styles"
         )
-        for address in re.findall(r'(?:src|href)="(/static/[^"]+)"', answer.text):
-            assert (await http.get(address)).status_code == 200, address
-        assert not re.search(r'(?:src|href)="(?!/|#)', answer.text), "something from elsewhere"
+        addresses = set(re.findall(r'(?:src|href)="([^"#]+)"', answer.text))
+        assert len(addresses) > 4
+        for address in addresses:
+            assert not urlsplit(address).netloc, "something from elsewhere"
+            # A proxy may have put the server below a path, which the server does not know.
+            below = urljoin(f"http://proxy/llm{path}", address)
+            assert below.startswith("http://proxy/llm/"), address
+            assert (await http.get(below.removeprefix("http://proxy/llm"))).status_code == 200, address
+
+
+async def test_scripts_ask_below_the_path_that_the_page_came_from(http: httpx.AsyncClient) -> None:
+    folder = await folder_of(http)
+    for name in ("api.js", "docs.js", "server.js", "app.js"):
+        text = (await http.get(folder + name)).text
+        assert not re.search(r"""(?:fetch|ask)\(["'`]/""", text), name
+    assert 'fetch("openapi.json")' in (await http.get(f"{folder}docs.js")).text
 
 
 async def test_the_digest_is_of_what_is_there(http: httpx.AsyncClient) -> None:
