@@ -1,58 +1,29 @@
-"""Command line: nf4-server [serve] --config config.yaml --model ... --port ..."""
+"""The command nf4-server [serve] [MODEL] [options]: from its configuration to a server."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server import __version__
 from server.config import Config, ConfigError
+from server.config.flags import parse
 from server.config.sources import load_config
 from server.objects import lasting_objects
 
 if TYPE_CHECKING:
     from server.api_processes.place import Place
 
-_FLAGS: dict[str, tuple[str, type, str]] = {
-    "--model": ("model", str, "a local folder, a hub id, or smollm2-135m-instruct for the embedded model"),
-    "--served-model-name": ("served_model_name", str, "names clients may use for the model, separated by commas"),
-    "--cache-dir": ("cache_dir", str, "where converted checkpoints are kept"),
-    "--generation-config": ("generation_config", str, "auto (the model's own sampling parameters) or none"),
-    "--host": ("http.host", str, "address to listen on"),
-    "--port": ("http.port", int, "port to listen on; 0 takes a free one"),
-    "--max-queue": ("http.max_queue", int, "requests accepted and not yet finished; beyond it, 429"),
-    "--device": ("engine.device", str, "auto, cpu or cuda"),
-    "--dtype": ("engine.dtype", str, "auto, float32, bfloat16 or float16"),
-    "--max-model-len": ("engine.max_model_len", int, "longest prompt + answer in tokens"),
-    "--max-num-seqs": ("engine.max_num_seqs", int, "sequences in one batch"),
-    "--kv-cache-bytes": ("engine.kv_cache_bytes", int, "memory for the KV cache"),
-    "--threads": ("engine.threads", int, "CPU threads"),
-    "--log-level": ("log_level", str, "debug, info, warning or error"),
-    "--log-format": ("log_format", str, "console or json"),
-    "--otlp-traces-endpoint": ("otlp_traces_endpoint", str, "where OpenTelemetry spans go"),
-}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nf4-server", description="OpenAI-compatible server for bitsandbytes NF4 models."
-    )
-    parser.add_argument("command", nargs="?", choices=["serve"], default="serve", help="serve (the default)")
-    parser.add_argument("--version", action="version", version=f"nf4-server {__version__}")
-    parser.add_argument("--config", type=Path, help="configuration file; flags and NF4_* variables win over it")
-    for flag, (key, kind, text) in _FLAGS.items():
-        parser.add_argument(flag, dest=key, type=kind, help=text)
-    return parser
+DEFAULT_FILE = Path("config.yaml")
 
 
 def _configuration(arguments: Sequence[str] | None) -> Config:
-    parsed = vars(_parser().parse_args(arguments))
-    overrides = {key: parsed[key] for key, _, _ in _FLAGS.values()}
-    return load_config(parsed["config"], overrides)
+    path, overrides, flags = parse(arguments)
+    if path is None and DEFAULT_FILE.is_file():
+        path = DEFAULT_FILE
+    return load_config(path, overrides, flags)
 
 
 def _serve_in_processes(config: Config) -> int:

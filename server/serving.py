@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -47,7 +48,8 @@ def serve(config: Config, place: Place | None = None) -> int:
     try:
         listening = _listen(config.http)
     except OSError as e:
-        _complain(config, f"{config.http.host}:{config.http.port}: {e.strerror or e}")
+        other = "; --port N takes another, --port 0 a free one" if e.errno == errno.EADDRINUSE else ""
+        _complain(config, f"{config.http.host}:{config.http.port}: {e.strerror or e}{other}")
         return 1
     allow_connections(config.http.max_connections)
     url = _url(listening, secure=config.http.tls_cert_file is not None)

@@ -34,6 +34,7 @@ class EngineConfig(Section):
     """How the engine runs the model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU if there is one."""
     tensor_parallel_size: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that compute the model together, each with a part of every weight. auto: the fewest that hold it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -50,6 +51,7 @@ class EngineConfig(Section):
     Chunks of prompts are made short enough for it, by the measured speed. None: only max_num_batched_tokens bounds them.
     """
     block_size: int = Field(default=16, ge=1, le=256)
+    """Tokens of a block of the KV cache."""
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
     kv_cache_dtype: KVCacheDtype = "auto"
@@ -91,6 +93,7 @@ class EngineConfig(Section):
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random NF4 weights for the folder's config.json, for benchmarks."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds that the engine may take to start."""
     standby: bool | None = None
     """Keep a process that has imported what an engine needs, for when the engine dies; None: on CPU."""
 

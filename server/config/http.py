@@ -17,7 +17,9 @@ class HttpConfig(Section):
     """Where and how the API listens."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
     port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     """Bytes of a request; beyond it, 413. Where prompts may have images, chats may be longer: see body_bytes_with_images."""
     max_queue: int = Field(default=256, ge=1)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import re
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt])(?:ib)?\s*", re.IGNORECASE)
 
 
 class ConfigError(Exception):
@@ -12,4 +17,17 @@ class ConfigError(Exception):
 class Section(BaseModel):
     """Fields that cannot be changed; a field that does not exist is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes(cls, data: Any) -> Any:
+        """Bytes as 2GiB, 512 MiB or 1.5G (powers of 1024)."""
+        if not isinstance(data, dict):
+            return data
+        return {name: _bytes(value) if name.endswith("_bytes") else value for name, value in data.items()}
+
+
+def _bytes(value: Any) -> Any:
+    size = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return value if size is None else int(float(size[1]) * 1024 ** (1 + "kmgt".index(size[2].lower())))
