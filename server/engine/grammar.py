@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from server.checkpoint.base import CheckpointError
-from server.checkpoint.tokenizer_files import load_tokenizer
+from server.engine.grammar_tokenizer import grammar_tokenizer
 from server.engine.scheduling.sequence import Constraint
 
 CACHED_GRAMMARS = 256
@@ -282,36 +279,10 @@ class Grammars:
 
 
 def _tokenizer(folder: Path, vocab_size: int | None, eos_token_id: int | None) -> LLTokenizer:
-    file = folder / "tokenizer.json"
-    if file.is_file():
-        definition = file.read_text(encoding="utf-8")
-    else:
-        try:
-            definition = load_tokenizer(folder).backend_tokenizer.to_str()
-        except (CheckpointError, AttributeError) as e:
-            raise GrammarError(f"this model's tokenizer does not work with grammars: {_line(str(e))}") from e
     try:
-        try:
-            return LLTokenizer(_without_prefix(definition), n_vocab=vocab_size, eos_token=eos_token_id)
-        except ValueError:  # it refuses a size below the tokenizer's own
-            return LLTokenizer(definition, eos_token=eos_token_id)
+        return grammar_tokenizer(folder, vocab_size, eos_token_id)
     except Exception as e:
         raise GrammarError(f"this model's tokenizer does not work with grammars: {_line(str(e))}") from e
-
-
-def _without_prefix(definition: str) -> str:
-    """The tokenizer without the space that byte-level ones may put in front of a text.
-
-    llguidance encodes pieces of an answer with it, which begin no text.
-    """
-    if re.search(r'"add_prefix_space"\s*:\s*true', definition) is None:
-        return definition  # which may have tens of megabytes
-    document = json.loads(definition)
-    stages = document.get("pre_tokenizer") or {}
-    for stage in stages.get("pretokenizers", [stages]):
-        if stage.get("type") == "ByteLevel":
-            stage["add_prefix_space"] = False
-    return json.dumps(document, ensure_ascii=False)
 
 
 def _line(message: str) -> str:

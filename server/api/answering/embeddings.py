@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from server.api.answering.generation import SequenceRun, too_late
 from server.api.answering.limits import resolve_max_tokens
+from server.api.answering.sequence_run import SequenceRun, too_late
 from server.api.answering.service import Backend, Service
 from server.api.http.admission import Ticket
 from server.api.http.deadline import allowed_seconds

@@ -7,8 +7,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from server.api.answering.generation import Generation, SequenceRun
+from server.api.answering.generation import Generation
 from server.api.answering.limits import resolve_max_tokens
+from server.api.answering.sequence_run import SequenceRun
 from server.api.answering.service import Backend, Service
 from server.api.http.admission import Ticket
 from server.api.http.deadline import allowed_seconds

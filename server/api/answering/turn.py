@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answering.generation import Ending, Generation
+from server.api.answering.generation import Generation
 from server.api.answering.images import TakenImages, give_back, image_parts, take_images
 from server.api.answering.limits import admit, check_known, check_length
 from server.api.answering.plan import GenerationPlan, start_generation
+from server.api.answering.sequence_run import Ending
 from server.api.answering.service import Backend, Service
 from server.api.http.errors import ApiError, bad_request
 from server.api.http.replies import json_response

@@ -13,10 +13,11 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answering.generation import Delta, Generation
+from server.api.answering.generation import Generation
 from server.api.answering.limits import admit
 from server.api.answering.plan import GenerationPlan, new_id, start_generation
 from server.api.answering.prompts import PROMPT_SCHEMA, encode_prompts, prompt_count
+from server.api.answering.sequence_run import Delta
 from server.api.answering.service import Backend, Service, service_of
 from server.api.http.errors import ApiError, bad_request, renamed
 from server.api.http.hints import take_hints

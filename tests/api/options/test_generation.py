@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from server.api.answering.generation import Delta, Generation, SequenceRun
+from server.api.answering.generation import Generation
+from server.api.answering.sequence_run import Delta, SequenceRun
 from server.api.answering.turn import Turn
 from server.api.http.admission import Admission
 from server.api.http.errors import ApiError

@@ -51,15 +51,16 @@ def written(state: GrammarState, tokenizer: Tokenizer, choose: int) -> str:
 
 def test_an_answer_is_its_grammar_s_text(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    grammars = Grammars(folder, None, END)
     schema = {"type": "object", "properties": {"ab": {"const": "x y 12"}}, "required": ["ab"], "additionalProperties": False,
               "x-guidance": {"key_separator": ": ", "item_separator": ", ", "whitespace_flexible": False}}  # fmt: skip
     wanted = {text: choice_grammar([text]) for text in ("a>", "Hello there", " there", "12 and 34")}
     wanted['{"ab": "x y 12"}'] = json_grammar(schema)
-    for text, grammar in wanted.items():
-        for choose in (0, -1):
-            assert written(grammars.start(grammar), tokenizer, choose) == text
-    grammars.close()
+    for vocab_size in (None, 512, 300):  # the tokenizer's, and what models of more and of fewer rows have
+        grammars = Grammars(folder, vocab_size, END)
+        for text, grammar in wanted.items():
+            for choose in (0, -1):
+                assert written(grammars.start(grammar), tokenizer, choose) == text
+        grammars.close()
 
 
 def test_a_matcher_that_fails_is_not_done(folder: Path) -> None:
