@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # Targets: cuda (the default; NVIDIA GPUs from sm_80 to sm_120) and cpu. See docs/operations.md.
 #   docker build -t nf4-server .
-#   docker run --gpus all -p 8000:8000 -v "$PWD/NAME:/models/NAME:ro" -v nf4-cache:/models/.cache \
+#   docker run --gpus all -p 127.0.0.1:8000:8000 -v "$PWD/NAME:/models/NAME:ro" -v nf4-cache:/models/.cache \
 #     nf4-server --model /models/NAME
 ARG BASE=python:3.12-slim-bookworm
 

@@ -1,8 +1,8 @@
 """Routes bitsandbytes through the nf4 ops: Linear4bit.forward everywhere, and bitsandbytes::gemm_4bit on CUDA.
 
-Linear4bit.forward is replaced because on CPUs with AVX512-BF16 bitsandbytes' own repacks the weight in place, lossily. What
-these kernels do not take (FP4, nested blocks other than 256, weights that bitsandbytes has already repacked) goes to
-bitsandbytes as before.
+Linear4bit.forward is replaced because on CPUs with AVX512-BF16 bitsandbytes' own repacks the weight in place, with scales
+rounded to bfloat16. Weights that it has repacked before are unpacked again; their scales stay rounded. What these kernels do
+not take (FP4, nested blocks other than 256) goes to bitsandbytes as before.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
 from torch import Tensor
@@ -226,6 +227,7 @@ def _weight_of(layer: Any) -> Weight | None:
 
 def _make_weight(layer: Any) -> Weight | None:
     try:
+        _unpack(layer)
         weight = Weight.from_quant_state(layer.weight, layer.weight.quant_state)
         _check_shape(weight)
     except ValueError as e:
@@ -234,6 +236,23 @@ def _make_weight(layer: Any) -> Weight | None:
             logger.warning("a Linear4bit layer stays on bitsandbytes' own kernels: %s", e)
         return None
     return weight
+
+
+def _unpack(layer: Any) -> None:
+    """Undo what bitsandbytes' forward on CPU has done to a weight in NF4, but for the rounding of its scales."""
+    state = layer.weight.quant_state
+    if not getattr(state, "packing_format_for_cpu", False) or state.quant_type != "nf4":
+        return
+    state.original_nested = False  # else the scales would be quantized once more
+    packed, state = _convert_weight_packed_for_cpu_inverse(layer.weight.data, state)
+    state.absmax = state.absmax.T.reshape(-1).float()
+    layer.weight.data, layer.weight.quant_state = packed, state
+    if "unpacked" not in _said:
+        _said.add("unpacked")
+        logger.warning(
+            "bitsandbytes ran before enable() and has rounded the scales of the layers that it repacked to bfloat16; "
+            "load the model again to have the checkpoint's own"
+        )
 
 
 def _check_shape(weight: Weight) -> None:

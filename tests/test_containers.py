@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import re
 import ssl
 import subprocess
 import sys
@@ -61,6 +62,15 @@ def test_compose_mounts_what_there_is() -> None:
     assert len(mounts) == 4
     for mount in mounts:
         assert (ROOT / "docker" / mount.split(":")[0]).exists(), mount
+
+
+def test_examples_publish_on_this_machine_only() -> None:
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    published = [port for service in services.values() for port in service.get("ports", [])]
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "Dockerfile", "docs/operations.md")]
+    published += [port for text in texts for port in re.findall(r"docker run[^`]*? -p (\S+)", text)]
+    assert len(published) > 4
+    assert all(port.startswith("127.0.0.1:") for port in published), published
 
 
 def test_open_webui_is_offered_and_asks_the_server() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from bitsandbytes.functional import quantize_4bit
+from bitsandbytes.functional import dequantize_blockwise, quantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -249,14 +249,19 @@ def test_tracers_see_the_op(tmp_path: Path, enabled: None) -> None:
     assert any(node.target is torch.ops.nf4.linear.default for node in graph.nodes)
 
 
-def test_a_layer_that_bitsandbytes_repacked_stays_on_its_path(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_layer_that_bitsandbytes_repacked_is_unpacked(
+    nested: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = tiny(tmp_path).model.layers[0].self_attn.q_proj
+    if not nested:
+        state = layer.weight.quant_state
+        plain = dequantize_blockwise(state.absmax, state.state2) + state.offset
+        state.absmax, state.nested, state.state2, state.offset = plain, False, None, None
     if not layer.support_avx512bf16_for_cpu:
         pytest.skip("bitsandbytes repacks weights only on CPUs with AVX512-BF16")
     monkeypatch.setattr(bnb, "_said", set())
-    x = torch.randn(2, 128)
+    x, packed = torch.randn(2, 128), layer.weight.data.clone()
     with torch.inference_mode(), caplog.at_level(logging.WARNING):
         nf4_kernels.enable()
         ours = [layer(x) for _ in range(2)]
@@ -266,10 +271,16 @@ def test_a_layer_that_bitsandbytes_repacked_stays_on_its_path(
         nf4_kernels.enable()
         try:
             again = [layer(x) for _ in range(2)]
+            assert torch.equal(layer.weight.data, packed)
+            state = layer.weight.quant_state
+            # The weights are those that bitsandbytes computed with: its codes, and scales in bfloat16.
+            weight = nf4_kernels.dequantize_4bit(layer.weight, state, torch.float32)
         finally:
             nf4_kernels.disable()
-    assert torch.equal(again[0], theirs)
-    assert torch.equal(again[1], theirs)
-    assert torch.allclose(ours[1], theirs, rtol=0.05, atol=0.05)
-    assert sum("repacked" in record.getMessage() for record in caplog.records) == 1
+        repacked_again = layer(x)
+    assert torch.equal(again[0], again[1])
+    assert (again[0] - x @ weight.T).norm() < 3e-4 * again[0].norm()
+    assert (again[0] - ours[0]).norm() < 4e-3 * ours[0].norm()
+    assert torch.equal(repacked_again, theirs)
+    assert sum("ran before enable()" in record.getMessage() for record in caplog.records) == 1
     assert isinstance(layer.weight, Params4bit)
