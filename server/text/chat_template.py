@@ -45,7 +45,7 @@ class ChatTemplate:
         self._knows_developer = self.source is not None and "developer" in self.source
         self._takes_system = self._takes_late_system = self._takes_any_id = True
         if self.source is not None:
-            self._takes_system = self._shows("system", "user")
+            self._takes_system = self._shows("system", "user", in_order=False)
             self._takes_late_system = self._shows("system", "system", "user", "system", "assistant", "user", "system")
             self._takes_any_id = self._takes_call("call_abc-0123456789") or not self._takes_call("abc123456")
 
@@ -142,15 +142,15 @@ class ChatTemplate:
         self._wants_parts = True
         return self._shows("user")
 
-    def _shows(self, *roles: str) -> bool:
-        """Whether the template takes messages of these roles and shows them in their order."""
+    def _shows(self, *roles: str, in_order: bool = True) -> bool:
+        """Whether the template takes messages of these roles and shows all of them (in their order)."""
         probes = [f"{_PROBE}{i}" for i in range(len(roles))]
         try:
             text = self.render([{"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)])
         except PromptError:
             return False
         places = [text.find(probe) for probe in probes]
-        return -1 not in places and places == sorted(places)
+        return -1 not in places and (not in_order or places == sorted(places))
 
     def _takes_call(self, call_id: str) -> bool:
         """Whether the template takes a conversation with a call of this id."""

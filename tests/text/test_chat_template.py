@@ -164,6 +164,12 @@ def test_system_messages_are_what_the_user_says_first_where_the_template_takes_n
     assert render([system]) == "[user:S]"
 
 
+def test_a_system_message_may_be_shown_anywhere(embedded_folder: Path) -> None:
+    last = "{% for m in messages | reverse %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    system = {"role": "system", "content": "S"}
+    assert Templated(embedded_folder, last).render([system, USER]) == f"[user:{USER['content']}][system:S]"
+
+
 def test_instructions_for_tools_need_no_system_message(embedded_folder: Path) -> None:
     tools = [{"type": "function", "function": {"name": "clock"}}]
     template = Templated(embedded_folder, REFUSES)
