@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help serve test test-slow test-wheel wheels test-clients test-speculation fuzz check check-cuda format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
+.PHONY: help serve test test-fast test-all test-slow test-wheel wheels test-clients test-speculation fuzz check check-cuda format hooks kernels model bench-cpu faults soak gpu-bench gpu-bench-e2e gpu-test
 .PHONY: dashboards dashboards-check page-vendor page-screenshots deploy-check serve-ray test-ray test-routers clean
 
 help: ## list the commands
@@ -84,10 +84,18 @@ model: $(VENV)/.serve ## fetch and convert the embedded model
 # Two files of tests side by side; one after another where there is a GPU, which kernels of two processes would share.
 TEST_WORKERS := $(if $(GPU),0,2)
 
-test: $(VENV)/.dev $(HELM) kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-test-slow: $(VENV)/.dev $(HELM) kernels model ## the tests that take minutes each, which test leaves out (PYTEST_ARGS=)
+test-fast: $(VENV)/.dev kernels ## the tests without a server, a model or a compiler, in a minute and a half (PYTEST_ARGS=)
+	$(PYTEST) -m 'not process and not rest and not slow and not gpu' $(PYTEST_ARGS)
+
+test: $(VENV)/.dev kernels model ## run the tests, with all the set-up they need (PYTEST_ARGS=)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev $(HELM) kernels model ## the rest of the tests, which cost much for what those of test show (PYTEST_ARGS=)
+	$(PYTEST) -m 'rest and not slow' $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.dev $(HELM) kernels model ## the tests that take minutes each, before a release (PYTEST_ARGS=)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-wheel: $(VENV)/.dev model ## build both wheels, install them in a new environment and serve; twine check
@@ -101,18 +109,18 @@ test-clients: $(VENV)/.dev kernels model ## coding agents, SDKs and others on th
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 test-ray: $(VENV)/.dev $(VENV)/.ray kernels model ## two replicas on a real Ray: streams, a replica that is killed, one that cannot start
-	$(RAY_ENV) $(BIN)/python -m pytest tests/ray_serve/replicas.py
-	RAY_worker_niceness=0 RAY_health_check_period_ms=1000 $(BIN)/python -m pytest tests/ray_serve/cluster.py
+	$(RAY_ENV) $(BIN)/python -m pytest -m 'not slow' tests/ray_serve/replicas.py
+	RAY_worker_niceness=0 RAY_health_check_period_ms=1000 $(BIN)/python -m pytest -m 'not slow' tests/ray_serve/cluster.py
 
 test-routers: $(VENV)/.dev kernels model ## SGLang's router over two servers
 	$(BIN)/python -m pip install --quiet 'sglang-router>=0.3.2'
-	$(BIN)/python -m pytest tests/deploy/sglang_router.py
+	$(BIN)/python -m pytest -m 'not slow' tests/deploy/sglang_router.py
 
 test-speculation: $(VENV)/.dev kernels model ## 500 random requests for each source of guesses have the same answers with speculation and without (REQUESTS=)
 	SPECULATION_REQUESTS=$(or $(REQUESTS),500) $(BIN)/python -m pytest -m slow tests/engine/speculation/test_speculation.py --timeout 3000
 
 fuzz: $(VENV)/.dev kernels model ## schemathesis with 2000 cases over the server's own OpenAPI document (FUZZ_CASES=)
-	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest tests/api/hostile/test_schemathesis.py
+	FUZZ_CASES=$(or $(FUZZ_CASES),2000) $(BIN)/python -m pytest -m 'not slow' tests/api/hostile/test_schemathesis.py
 
 check: $(VENV)/.dev ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .
@@ -161,7 +169,7 @@ page-screenshots: $(VENV)/.dev kernels model ## take the chat page's pictures in
 	$(BIN)/python -m tests.api.pages.screenshots
 
 deploy-check: $(VENV)/.dev $(HELM) ## helm lint, and every object of the Helm chart against Kubernetes' schemas
-	$(BIN)/python -m pytest tests/deploy
+	$(BIN)/python -m pytest -m 'not slow' tests/deploy
 
 clean: ## remove what was built (not the virtual environment, not the model)
 	rm -rf nf4_kernels/lib nf4_kernels/build build *.egg-info nf4_kernels/*.egg-info .mypy_cache .ruff_cache .pytest_cache

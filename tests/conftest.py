@@ -32,6 +32,34 @@ class RunningServer:
     log: Path
 
 
+_FIXTURES = {"embedded_folder", "server", "served", "debugger"}
+"""Fixtures that start a server or a browser, or need the embedded model."""
+_HELPERS = {
+    *("start_server", "subprocess", "run_interpreted", "fusing"),
+    *("load_runner", "build_runner", "make_engine", "tiny_model"),
+}
+"""What modules import whose tests start processes, compile, or compute with whole models."""
+_REST = ("bench", "deploy", "engine/compile", "ray_serve")
+"""Folders whose tests only make test-all runs: of benches, of what one deploys, and of GPUs' fused launches."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests as `process` by their fixtures and by what their modules import, and as `rest` by their folders."""
+    folders = [Path(__file__).parent / name for name in _REST]
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in folders):
+            item.add_marker("rest")
+        if isinstance(item, pytest.Function) and not (
+            _FIXTURES.isdisjoint(item.fixturenames) and _HELPERS.isdisjoint(vars(item.module))
+        ):
+            item.add_marker("process")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let start_server know whether the test bears the mark of those that start one."""
+    start_server.is_marked = item.get_closest_marker("process") is not None
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """torch computes with one thread in a test, whatever an engine in this process has set.
@@ -73,12 +101,15 @@ class start_server:  # noqa: N801 - used as a function
     eager: with nothing compiled or traced, which is most of a start. The server that most tests share is not.
     """
 
+    is_marked = True
+
     def __init__(self, log: Path, *arguments: str, eager: bool = True) -> None:
         self._log = log
         self._arguments = arguments
         self._eager = eager
 
     def __enter__(self) -> RunningServer:
+        assert self.is_marked, "a test that starts a server has the marker process"
         port = free_port()
         command = [sys.executable, "-m", "server", "--port", str(port), *self._arguments]
         with self._log.open("wb") as output:

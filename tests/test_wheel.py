@@ -25,6 +25,8 @@ import pytest
 import server
 from bench.processes import free_port, is_ready
 
+pytestmark = pytest.mark.rest
+
 ROOT = Path(__file__).parents[1]
 MODEL = "smollm2-135m-instruct"
 

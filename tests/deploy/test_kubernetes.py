@@ -33,7 +33,7 @@ VERSIONS = ("1.27", kubernetes_validate.latest_version())
 
 HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
 pytestmark = pytest.mark.skipif(
-    HELM is None, reason="no helm for this platform; on Linux x86_64 `make test` fetches it"
+    HELM is None, reason="no helm for this platform; on Linux x86_64 `make test-all` fetches it"
 )
 
 

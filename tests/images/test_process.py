@@ -16,6 +16,8 @@ from server.images.messages import ImageJob
 from server.images.store import ImageStore
 from tests.api.images.image_models import encoded, picture, write_image_model
 
+pytestmark = pytest.mark.process
+
 MOST = 10_000
 
 

@@ -104,6 +104,7 @@ def compare(found: Answers, expected: Answers, most: float, case: str) -> None:
     assert found["weights"] <= most * expected["weights"], case
 
 
+@pytest.mark.rest
 def test_every_family_and_layout_gives_the_tokens_of_one_rank(tmp_path: Path) -> None:
     check({**FAMILY_CASES, **LAYOUT_CASES, **PADDED_CASES}, 2, tmp_path)
 

@@ -10,6 +10,8 @@ import pytest
 from tests.engine.models import tiny_model
 from tests.parallel.rank import Answers, answers, answers_of_ranks, check_same
 
+pytestmark = pytest.mark.rest
+
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 512,

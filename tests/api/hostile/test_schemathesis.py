@@ -27,6 +27,8 @@ from tests.api.conftest import MODEL, metric
 from tests.clients.random_model import write_random_model
 from tests.conftest import RunningServer, start_server
 
+pytestmark = pytest.mark.rest
+
 CASES = int(os.environ.get("FUZZ_CASES", "100"))
 OPERATIONS = [
     *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")),

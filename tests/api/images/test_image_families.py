@@ -21,6 +21,8 @@ from tests.checkpoint.layouts import reference_model
 from tests.conftest import RunningServer, start_server
 from tests.engine.model.image_prompts import NEW_TOKENS, Answer, Picture, Prompt, expected
 
+pytestmark = pytest.mark.rest
+
 MODEL = "shown"
 OTHERS = [
     name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name != "llava"

@@ -192,6 +192,7 @@ def _write_adapter(folder: Path) -> None:
     )
 
 
+@pytest.mark.rest
 def test_a_process_that_is_killed(server: RunningServer) -> None:
     """Its clients lose their connections, nobody else does; what it held is free, and another takes its place."""
     with one_each(server) as clients:
@@ -221,6 +222,7 @@ def test_a_process_that_is_killed(server: RunningServer) -> None:
                 stream.close()
 
 
+@pytest.mark.rest
 def test_an_engine_that_is_killed(server: RunningServer) -> None:
     """Streams of all processes end with an error, and all take requests again."""
     with one_each(server) as clients:
@@ -235,6 +237,7 @@ def test_an_engine_that_is_killed(server: RunningServer) -> None:
             assert http.post(CHAT, json=chat_body()).status_code == 200
 
 
+@pytest.mark.rest
 def test_the_end(embedded_folder: Path, tmp_path: Path) -> None:
     """SIGTERM lets all processes answer what they have begun, and takes nothing new."""
     config = write_random_model(tmp_path / "model", embedded_folder, {"api_processes": 3})

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.api.conftest import MODEL, user
 from tests.conftest import start_server
 
+pytestmark = pytest.mark.rest
+
 
 @pytest.fixture(scope="module")
 def draft_folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -14,6 +14,8 @@ import pytest
 from tests.api.conftest import MODEL, user
 from tests.conftest import start_server
 
+pytestmark = pytest.mark.rest
+
 TEXT = "one fish, two fish, red fish, blue fish, " * 4
 # Copying is worth guessing on any machine.
 AGAIN: dict[str, Any] = {

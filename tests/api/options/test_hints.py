@@ -204,6 +204,7 @@ def test_models_and_their_names(long_context: httpx.Client) -> None:
         assert status == 404 or answer.json()["model"] == name
 
 
+@pytest.mark.rest
 def test_a_server_that_refuses_unknown_fields_and_answers_to_any_name(embedded_folder: Path, tmp_path: Path) -> None:
     config = write_random_model(tmp_path / "model", embedded_folder, {"unknown_options": "refuse", "any_model": True})
     with (

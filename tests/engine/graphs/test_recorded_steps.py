@@ -26,6 +26,8 @@ from server.engine.start import load_runner
 from tests.adapters import save_adapter
 from tests.engine.factories import make_request, make_sequence
 
+pytestmark = pytest.mark.rest
+
 
 def _logits(runner: ModelRunner) -> list[torch.Tensor]:
     """Logits of steps of 1 to 9 tokens, each twice: sequences that decode, and chunks of prompts beside one that decodes."""

@@ -63,7 +63,8 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1500)]
 @pytest.mark.parametrize(
     ("kind", "method", "count"),
     [
-        *((kind, method, FEW) for kind in KINDS for method in METHODS),
+        *(("wide", method, FEW) for method in METHODS),
+        *(pytest.param(k, m, FEW, marks=pytest.mark.rest) for k in KINDS if k != "wide" for m in METHODS),
         *(pytest.param(kind, method, MANY, marks=LONG) for kind in KINDS for method in METHODS),
     ],
 )
@@ -115,7 +116,7 @@ def test_answers_are_the_same_with_and_without(
         assert runner.launched_guesses > count // 10
 
 
-@pytest.mark.parametrize("method", ["lookup", "draft"])
+@pytest.mark.parametrize("method", ["lookup", pytest.param("draft", marks=pytest.mark.rest)])
 def test_steps_with_guesses_that_are_read_after_the_next_message(
     method: str, model: Any, adapter: LoraModule, embedded_folder: Path
 ) -> None:
