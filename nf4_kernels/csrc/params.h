@@ -121,6 +121,13 @@ typedef struct {
                                 this many of its k steps (256 k), and the tile's other blocks share the others evenly */
 } WgmmaPlan;
 
+/* The shape of a linear_mma launch; nf4_kernels/plan chooses it. */
+typedef struct {
+  int32_t tokens; /* of a token tile */
+  int32_t warps;  /* of a thread block */
+  int32_t grid;   /* thread blocks, all of which run at the same time */
+} MmaPlan;
+
 /* One-shot all-reduce: out = residual + the sum over the ranks of their x, all of count elements of dtype, 16-byte aligned,
  * a multiple of 16 bytes; at most NF4_ALL_REDUCE_LL_BYTES with two ranks, half of it with up to four, a quarter with eight.
  * ll128: in the LL128 protocol, of up to NF4_ALL_REDUCE_LL128_BYTES, between GPUs with NVLink and inboxes that have it.

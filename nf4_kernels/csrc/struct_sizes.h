@@ -16,6 +16,7 @@ inline int64_t struct_size(const char* name) {
   } sizes[] = {
       {"Nf4Weight", sizeof(Nf4Weight)}, {"Nf4Next", sizeof(Nf4Next)},   {"Nf4Linear", sizeof(Nf4Linear)},
       {"Nf4Clocks", sizeof(Nf4Clocks)}, {"RowsPlan", sizeof(RowsPlan)}, {"WgmmaPlan", sizeof(WgmmaPlan)},
+      {"MmaPlan", sizeof(MmaPlan)},
       {"Nf4AllReduce", sizeof(Nf4AllReduce)}, {"Nf4DecodeAttention", sizeof(Nf4DecodeAttention)},
       {"Nf4Moe", sizeof(Nf4Moe)},       {"MoeRowsPlan", sizeof(MoeRowsPlan)}, {"MoeWgmmaPlan", sizeof(MoeWgmmaPlan)},
       {"MoeWarpsPlan", sizeof(MoeWarpsPlan)},

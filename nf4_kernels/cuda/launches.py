@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nf4_kernels.cuda.device_clock import DeviceClock
-from nf4_kernels.cuda.library import Linear, Next, RowsPlan, WgmmaPlan, raise_for, usable
+from nf4_kernels.cuda.library import Linear, MmaPlan, Next, RowsPlan, WgmmaPlan, raise_for, usable
 from nf4_kernels.cuda.weight_order import next_weight
 from nf4_kernels.cuda.workspace import workspace_on
 from nf4_kernels.params import ACTIVATIONS, DTYPES, Nf4Weight
@@ -20,6 +20,7 @@ from nf4_kernels.plan import (
     NORM_K,
     PREFETCH_BYTES,
     Dequantize,
+    Mma,
     Plan,
     Rows,
     Wgmma,
@@ -60,7 +61,7 @@ def can_write_gated(dtype: torch.dtype, n: int, tile: int = 0) -> bool:
 
 
 def has_gate(choice: Plan, normalised: bool) -> TypeGuard[Rows | Wgmma]:
-    """Whether a launch can compute the gated activation: linear_rows only of up to 8 tokens, behind a norm."""
+    """Whether a launch computes the gated activation: linear_rows only of up to 8 tokens, behind a norm; linear_mma not."""
     return isinstance(choice, Wgmma) or (isinstance(choice, Rows) and choice.tiles == 1 and normalised)
 
 
@@ -139,13 +140,13 @@ def _launch(
     tiles: Tensor | None,
     weight: Nf4Weight,
     fusion: Fusion,
-    choice: Rows | Wgmma,
+    choice: Rows | Wgmma | Mma,
     workspace: tuple[Tensor, Tensor] | None,
 ) -> None:
     loaded, device = usable(), out.device
     capturing = torch.cuda.is_current_stream_capturing()
     scratch, counters = workspace or (None, None)
-    if isinstance(choice, Wgmma):
+    if isinstance(choice, Wgmma | Mma):
         needed = choice.workspace_bytes(m, weight.n, weight.k)
         if scratch is None or needed > scratch.numel():
             scratch = torch.empty(needed, dtype=torch.uint8, device=device)
@@ -155,38 +156,37 @@ def _launch(
         None if tensor is None else _aligned(tensor) for tensor in (fusion.bias, fusion.residual, fusion.norm_weight)
     )
 
-    def operands(first: int, count: int) -> Linear:
-        return Linear(
-            weight=weight,
-            x=None if x is None else x.data_ptr() + first * weight.k * x.element_size(),
-            bias=None if bias is None else bias.data_ptr(),
-            out=out.data_ptr() + first * weight.n * out.element_size(),
-            workspace=None if scratch is None else scratch.data_ptr(),
-            counters=None if counters is None else counters.data_ptr(),
-            m=count,
-            dtype=DTYPES[out.dtype],
-            constant_weights=capturing,
-            stream=torch.cuda.current_stream(device).cuda_stream,
-            clock=words,
-            next=_next(device, m, weight.packed) if capturing and first + count == m else Next(),
-            residual=None if residual is None else residual.data_ptr() + first * weight.n * out.element_size(),
-            norm_weight=None if norm_weight is None else norm_weight.data_ptr(),
-            norm_eps=fusion.norm_eps,
-            tiles=None if tiles is None else tiles.data_ptr(),
-            activation=0 if gate is None else ACTIVATIONS[gate.activation],
-            out_tile=0 if gate is None else gate.tile,
-        )
-
+    linear = Linear(
+        weight=weight,
+        x=None if x is None else x.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        workspace=None if scratch is None else scratch.data_ptr(),
+        counters=None if counters is None else counters.data_ptr(),
+        m=m,
+        dtype=DTYPES[out.dtype],
+        constant_weights=capturing,
+        stream=torch.cuda.current_stream(device).cuda_stream,
+        clock=words,
+        next=_next(device, m, weight.packed) if capturing else Next(),
+        residual=None if residual is None else residual.data_ptr(),
+        norm_weight=None if norm_weight is None else norm_weight.data_ptr(),
+        norm_eps=fusion.norm_eps,
+        tiles=None if tiles is None else tiles.data_ptr(),
+        activation=0 if gate is None else ACTIVATIONS[gate.activation],
+        out_tile=0 if gate is None else gate.tile,
+    )
+    fields = dataclasses.asdict(choice)
     if isinstance(choice, Wgmma):
-        wgmma = WgmmaPlan(**dataclasses.asdict(choice))
         launch = loaded.nf4_cuda_linear_wgmma_timed if timed else loaded.nf4_cuda_linear_wgmma
-        raise_for(loaded, launch(operands(0, m), wgmma), str(choice))
-        return
-    rows = RowsPlan(**dataclasses.asdict(choice))
-    launch = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
-    for first in range(0, m, choice.tiles * 8):
-        count = min(choice.tiles * 8, m - first)
-        raise_for(loaded, launch(operands(first, count), rows), str(choice))
+        status = launch(linear, WgmmaPlan(**fields))
+    elif isinstance(choice, Mma):
+        # Its time counts as linear_rows'; its decoding is not timed.
+        status = loaded.nf4_cuda_linear_mma(linear, MmaPlan(**fields))
+    else:
+        launch = loaded.nf4_cuda_linear_rows_timed if timed else loaded.nf4_cuda_linear_rows
+        status = launch(linear, RowsPlan(**fields))
+    raise_for(loaded, status, str(choice))
 
 
 def _next(device: torch.device, m: int, packed: int) -> Next:

@@ -63,6 +63,12 @@ class WgmmaPlan(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "groups", "grid", "first_split_steps"))
 
 
+class MmaPlan(ctypes.Structure):
+    """MmaPlan of params.h."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "warps", "grid"))
+
+
 class AllReduce(ctypes.Structure):
     """Nf4AllReduce of params.h."""
 
@@ -143,6 +149,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Nf4Clocks": Clocks,
     "RowsPlan": RowsPlan,
     "WgmmaPlan": WgmmaPlan,
+    "MmaPlan": MmaPlan,
     "Nf4AllReduce": AllReduce,
     "Nf4DecodeAttention": DecodeAttention,
     "Nf4Moe": Moe,
@@ -210,6 +217,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
             ctypes.POINTER(WgmmaPlan),
         )
         getattr(loaded, f"nf4_cuda_linear_rows{end}").argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(RowsPlan))
+    loaded.nf4_cuda_linear_mma.argtypes = (ctypes.POINTER(Linear), ctypes.POINTER(MmaPlan))
     loaded.nf4_cuda_top_k.argtypes = (
         *(ctypes.c_void_p,) * 3,
         ctypes.c_int64,

@@ -9,10 +9,12 @@ bench/results/ holds what each choice reaches.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 
 from nf4_kernels.plan.dequantize import Dequantize, dequantize_cost, slice_rows
 from nf4_kernels.plan.limits import COUNTERS, NORM_K, PREFETCH_BYTES, WORKSPACE_BYTES
+from nf4_kernels.plan.mma import MMA_COSTS, MMA_TOKENS, Mma, mma_candidates, mma_cost
+from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
 from nf4_kernels.plan.rows import (
     GROUP_ROWS,
     HALF_ROWS,
@@ -33,6 +35,8 @@ __all__ = (
     "HALF_ROWS",
     "INSTANCES",
     "MAX_ROWS_TOKENS",
+    "MMA_COSTS",
+    "MMA_TOKENS",
     "NORM_K",
     "PREFETCH_BYTES",
     "SMALL_INSTANCES",
@@ -40,23 +44,18 @@ __all__ = (
     "WGMMA_TOKENS",
     "WORKSPACE_BYTES",
     "Dequantize",
+    "Mma",
     "Plan",
     "Rows",
     "Wgmma",
+    "mma_candidates",
     "plan",
     "rows_candidates",
     "rows_stages",
     "shared_bytes",
 )
 
-Plan = Rows | Wgmma | Dequantize
-
-# How many times slower than on an H200 a launch is, estimated from data sheets (A100; RTX 3090, 4090; RTX 5090), not
-# measured. The numbers lie between the ratios of memory (a weight read once for a few tokens) and of tensor cores (a
-# dequantized one).
-_SLOWER = {80: 2.5, 86: 5.0, 89: 5.0, 120: 3.0}
-# More tokens than one launch of linear_rows takes are several launches up to here, where there is no linear_wgmma.
-_MANY_TOKENS = 256
+Plan = Rows | Wgmma | Mma | Dequantize
 # Microseconds that 4 bits of a weight take to come from an H200's memory.
 _WEIGHT_US = 0.5 / 4.2e6
 
@@ -76,22 +75,49 @@ def plan(
     normalised: x is normalised in the launch, which linear_rows does in the first pass only.
     """
     choice: Plan = Dequantize(slice_rows(n, multiprocessors))
-    slower = _SLOWER.get(arch, 1.0)
-    cost = dequantize_cost(m, n, k) * slower
-    if k % 64 or blocksize < 64 or arch < 80:
+    if k % 64 or blocksize < 64 or arch < 80 or m < 1:
         return choice
-    if 1 <= m <= (MAX_ROWS_TOKENS if arch == 90 else _MANY_TOKENS):
-        tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-        launches, least = math.ceil(m / (tiles * 8)), n * k * _WEIGHT_US * slower
-        for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
-            if normalised and rows.passes > 1:
-                continue
-            several = launches * max(least, rows_cost(rows, min(m, tiles * 8), n))
-            if several < cost or (m <= MAX_ROWS_TOKENS and isinstance(choice, Dequantize)):
-                choice, cost = rows, several
-    if arch == 90 and m in WGMMA_TOKENS:
+    if arch != 90:
+        return _without_wgmma(m, n, k, arch, multiprocessors, nested, normalised, choice)
+    cost = dequantize_cost(m, n, k)
+    if m <= MAX_ROWS_TOKENS:
+        for rows in _rows(m, n, k, arch, multiprocessors, nested, normalised):
+            one = max(n * k * _WEIGHT_US, rows_cost(rows, m, n))
+            if one < cost or isinstance(choice, Dequantize):
+                choice, cost = rows, one
+    if m in WGMMA_TOKENS:
         for wgmma in wgmma_candidates(m, n, k, multiprocessors):
             one = wgmma_cost(wgmma, m, n, k, multiprocessors)
             if one < cost:
                 choice, cost = wgmma, one
+    return choice
+
+
+def _rows(m: int, n: int, k: int, arch: int, multiprocessors: int, nested: bool, normalised: bool) -> Iterator[Rows]:
+    tiles = 1 if m <= 8 else 2 if m <= 16 else 4
+    for rows in rows_candidates(n, k, tiles, arch, multiprocessors, nested):
+        if not (normalised and rows.passes > 1):
+            yield rows
+
+
+def _without_wgmma(
+    m: int, n: int, k: int, arch: int, multiprocessors: int, nested: bool, normalised: bool, choice: Plan
+) -> Plan:
+    """The cheapest by times of one H100 that ran code for sm_86 and sm_80 (mma.py, posed.py).
+
+    That on an actual GPU all of them are as many times slower is an estimate. Where tensor cores are slower beside the
+    memory than an H100's, cuBLAS loses more: linear_mma may then be the faster one for more tokens than are planned. It
+    differs from sm_90 on (csrc/cuda/mma_sm80/loads.cuh), and what it is there has not run: it is not planned.
+    """
+    cost = posed_dequantize_cost(m, n, k)
+    if m <= MAX_ROWS_TOKENS:
+        for rows in _rows(m, n, k, arch, multiprocessors, nested, normalised):
+            one = posed_rows_cost(rows, m, n, arch)
+            if one < cost:
+                choice, cost = rows, one
+    if arch < 90 and m in MMA_TOKENS:
+        for mma in mma_candidates(m, n, k, multiprocessors):
+            one = mma_cost(mma, m, n, k)
+            if one < cost:
+                choice, cost = mma, one
     return choice

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 
 import pytest
@@ -11,20 +13,25 @@ from nf4_kernels.cuda import library
 from nf4_kernels.plan import (
     COUNTERS,
     INSTANCES,
+    MMA_COSTS,
     SMALL_INSTANCES,
     WGMMA_INSTANCES,
     WGMMA_TOKENS,
     WORKSPACE_BYTES,
     Dequantize,
+    Mma,
     Rows,
     Wgmma,
     plan,
     rows_stages,
     shared_bytes,
 )
+from nf4_kernels.plan.mma import mma_cost
+from nf4_kernels.plan.posed import posed_dequantize_cost, posed_rows_cost
 from nf4_kernels.plan.rows import CLUSTERS, GROUP_ROWS, HALF_ROWS, rows_candidates
 from nf4_kernels.plan.wgmma import WGMMA_COSTS, wgmma_candidates
 
+ROOT = build.ROOT.parent
 SOURCES = build.ROOT / "csrc" / "cuda"
 SHAPES = (
     (25600, 5120),
@@ -45,12 +52,9 @@ def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested
     for m in range(1, 33):
         choice = plan(m, n, k, arch, 132, nested=nested)
         small = shared_bytes(arch) < 128 << 10
-        if arch == 90 and m in WGMMA_TOKENS and isinstance(choice, Wgmma):
+        if not isinstance(choice, Rows):
+            assert isinstance(choice, Wgmma if arch == 90 else Mma | Dequantize)
             continue
-        if small and m > 8 and k <= 256:
-            assert isinstance(choice, Dequantize)
-            continue
-        assert isinstance(choice, Rows)
         assert m <= choice.tiles * 8
         assert (choice.warps, choice.blocks, choice.tiles) in (SMALL_INSTANCES if small else INSTANCES)
         assert choice.part_blocks <= choice.warps * choice.blocks
@@ -61,6 +65,57 @@ def test_rows_plans_cover_k_and_fit_the_device(n: int, k: int, arch: int, nested
         assert choice.cluster == 1 or arch in (90, 100, 103)
         assert choice.passes == 1 or choice.chunk * choice.tiles <= 16
         assert 2 <= choice.stages <= 7
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("arch", [80, 86, 87, 89, 100, 103, 120])
+@pytest.mark.parametrize("multiprocessors", [20, 82, 108, 128, 170])
+def test_without_wgmma_nothing_costs_more_than_dequantization(n: int, k: int, arch: int, multiprocessors: int) -> None:
+    for m in (*range(1, 34), 48, 63, 64, 65, 96, 100, 128, 129, 200, 2000):
+        for normalised in (False, True):
+            choice = plan(m, n, k, arch, multiprocessors, normalised=normalised)
+            dequantized = posed_dequantize_cost(m, n, k)
+            if isinstance(choice, Rows):
+                assert posed_rows_cost(choice, m, n, arch) < dequantized
+                assert not normalised or choice.passes == 1
+            elif isinstance(choice, Mma):
+                assert arch < 90
+                assert mma_cost(choice, m, n, k) < dequantized
+                assert (choice.warps, choice.tokens) in MMA_COSTS
+                tiles = -(-n // 256) * -(-m // choice.tokens)
+                assert tiles <= COUNTERS
+                assert 1 <= choice.grid <= min(multiprocessors, tiles * (k // 64))
+            else:
+                assert isinstance(choice, Dequantize)
+
+
+def test_linear_mma_is_for_ampere_and_ada() -> None:
+    for m in (1, 8, 32, 64, 100, 128):
+        for arch in (90, 100, 103, 120):
+            assert not isinstance(plan(m, 28672, 4096, arch, 132), Mma)
+        assert isinstance(plan(m, 28672, 4096, 75, 68), Dequantize)
+        assert isinstance(plan(m, 28672, 4096, 86, 82, blocksize=32), Dequantize)
+        assert isinstance(plan(m, 28672, 4100, 86, 82), Dequantize)
+    for arch in (80, 86, 87, 89):
+        assert isinstance(plan(64, 28672, 4096, arch, 82), Mma)
+
+
+def test_what_was_measured_to_be_slower_is_not_planned() -> None:
+    """On the one GPU that posed as sm_86, than dequantization + cuBLAS; and hardly than any other candidate."""
+    found = json.loads((ROOT / "bench" / "results" / "posed-86-nvidia-h100.json").read_text())
+    for row in (*found["rows"], *found["landed"]):
+        m, n, k = row["m"], row["n"], row["k"]
+        choice = plan(m, n, k, 86, found["multiprocessors"])
+        times = {
+            (tokens, warps, grid): us for tokens, warps, grid, us in row["linear_mma"] if (warps, tokens) in MMA_COSTS
+        }
+        best = min(*times.values(), row["dequantize"], row.get("linear_rows") or math.inf)
+        if isinstance(choice, Mma):
+            took = times[choice.tokens, choice.warps, choice.grid]
+        else:
+            took = row["dequantize"] if isinstance(choice, Dequantize) else row["linear_rows"]
+        assert took <= row["dequantize"], (row, str(choice))
+        assert took <= 1.12 * best, (row, str(choice))
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -156,14 +211,6 @@ def test_what_rows_cannot_do_is_dequantized() -> None:
         assert isinstance(plan(m, 1024, k, arch, 132, blocksize), Dequantize)
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 120])
-def test_without_wgmma_a_weight_is_read_again_rather_than_dequantized_for_some_more_rows(arch: int) -> None:
-    several = plan(48, 25600, 5120, arch, 128)
-    assert isinstance(several, Rows)
-    assert several.tiles == 4
-    assert isinstance(plan(300, 25600, 5120, arch, 128), Dequantize)
-
-
 def test_dequantized_slices_cover_small_and_large_weights() -> None:
     assert plan(4096, 1000, 4160, 90, 132) == Dequantize(1000)
     choice = plan(4096, 25600, 5120, 90, 132)
@@ -202,6 +249,12 @@ def test_the_wgmma_instances_are_those_compiled() -> None:
     source = (SOURCES / "wgmma_sm90" / "instances.cuh").read_text()
     compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+), \d", source)
     assert {(int(tokens), int(groups)) for tokens, groups in compiled} == set(WGMMA_INSTANCES)
+
+
+def test_the_mma_instances_are_those_compiled() -> None:
+    source = (SOURCES / "mma_sm80" / "instances.cuh").read_text()
+    compiled = re.findall(r"NF4_INSTANCE\((\d+), (\d+)\)", source)
+    assert {(int(warps), int(tiles) * 8) for warps, tiles in compiled} == set(MMA_COSTS)
 
 
 def test_every_instance_has_stages() -> None:

@@ -21,7 +21,7 @@ import nf4_kernels.cuda.routing  # noqa: F401 (its import registers the ops of r
 from nf4_kernels import Weight, cuda, reference
 from nf4_kernels.cuda import launches
 from nf4_kernels.cuda import moe as cuda_moe
-from nf4_kernels.plan import NORM_K, WGMMA_INSTANCES, Dequantize, Plan, rows_candidates
+from nf4_kernels.plan import MMA_COSTS, NORM_K, WGMMA_INSTANCES, Dequantize, Mma, Plan, rows_candidates
 from nf4_kernels.plan.moe import moe_candidates
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, random_weight, split
 from tests.nf4_kernels.cuda.test_moe_cuda import device, random_choices, random_experts
@@ -125,6 +125,18 @@ def run_wgmma() -> int:
     return count
 
 
+def run_mma() -> int:
+    """Every instance of linear_mma: whole and split tiles, a thread block's share in two tiles."""
+    count = 0
+    for warps, tokens in MMA_COSTS:
+        for n, k, m, blocks in ((208, 448, 2 * tokens + 1, 5), (512, 1088, tokens, 30), (63, 64, tokens - 1, 1)):
+            choice = Mma(tokens, warps, blocks)
+            for nested in (False, True):
+                weight = random_weight(n, k, 64, nested).weight
+                count += with_plan(choice, *fused_calls(weight, m, True))
+    return count
+
+
 def run_experts() -> int:
     """Every launch for experts."""
     count = 0
@@ -174,6 +186,7 @@ SECTIONS = {
     "dequantize": run_dequantize,
     "rows": run_rows,
     "wgmma": run_wgmma,
+    "mma": run_mma,
     "experts": run_experts,
     "routers": run_routers,
     "clock": run_clock,

@@ -10,7 +10,7 @@ import torch
 from nf4_kernels import cuda, reference
 from nf4_kernels.cuda import launches
 from nf4_kernels.cuda.workspace import workspace_on
-from nf4_kernels.plan import WGMMA_INSTANCES, Rows, plan, rows_candidates
+from nf4_kernels.plan import WGMMA_INSTANCES, rows_candidates
 from tests.nf4_kernels.cuda.cuda_weights import DEVICE, HOPPER, ON_GPU, TOLERANCE, random_weight, relative_error, split
 
 pytestmark = ON_GPU
@@ -113,19 +113,6 @@ def test_every_rows_instance_however_its_work_is_split(
                     got = w.linear(x)
                     assert relative_error(got, x.double() @ exact.T) < TOLERANCE[dtype], (str(choice), m)
                     assert torch.equal(w.linear(x), got), (str(choice), m)
-
-
-@pytest.mark.parametrize("m", [33, 64, 75])
-def test_several_launches_for_more_tokens_than_one_takes(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    w = random_weight(1000, 4160)
-    choice = plan(m, 1000, 4160, LITTLE_SHARED_MEMORY, 64)
-    assert isinstance(choice, Rows)
-    monkeypatch.setattr(launches, "_plan", lambda *_: choice)
-    for dtype in HALVES:
-        x, bias = torch.randn(m, 4160, device=DEVICE, dtype=dtype), torch.randn(1000, device=DEVICE, dtype=dtype)
-        torch.full((m, 1000), float("nan"), device=DEVICE, dtype=dtype)
-        got = w.linear(x, bias)
-        assert relative_error(got, x.double() @ w.exact().T + bias.double()) < TOLERANCE[dtype]
 
 
 @HOPPER

@@ -1,0 +1,112 @@
+// The C entry of linear_mma.cuh: it validates what is asked, fills the kernel's arguments and launches the instance that the
+// plan names.
+#include "instances.cuh"
+#include "linear_mma.cuh"
+#include "norm.cuh"
+
+namespace nf4 {
+namespace {
+
+int mma_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = -1;
+  if (cudaGetDevice(&device) != cudaSuccess) return -1;
+  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : -1;
+}
+
+template <typename T, int kWarps, int kTiles>
+cudaError_t launch_instance(const MmaArgs& args, int grid, cudaStream_t stream) {
+  using Shape = MmaShape<kWarps, kTiles>;
+  auto* kernel = linear_mma<T, kWarps, kTiles>;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotal);
+  if (status != cudaSuccess) return status;
+  // Thread blocks of split tiles wait for one another, so all of them must run at the same time.
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(Shape::kThreads);
+  config.dynamicSmemBytes = Shape::kTotal;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+template <int kWarps, int kTiles>
+cudaError_t launch_instance(const MmaArgs& args, int dtype, int grid, cudaStream_t stream) {
+#ifndef NF4_BF16_ONLY
+  if (dtype == NF4_FLOAT16) return launch_instance<__half, kWarps, kTiles>(args, grid, stream);
+#endif
+  return launch_instance<__nv_bfloat16, kWarps, kTiles>(args, grid, stream);
+}
+
+// Whether the plan fits these operands and this device.
+cudaError_t validate(const Nf4Linear& linear, const MmaPlan& plan) {
+  const Nf4Weight& w = linear.weight;
+  if (w.k % 64 || w.blocksize < 64 || linear.dtype == NF4_FLOAT32 || linear.tiles || !gate_fits(linear)) {
+    return cudaErrorInvalidValue;
+  }
+  if (linear.m < 1 || plan.tokens < 8 || plan.grid < 1 || !linear.workspace || !linear.counters) {
+    return cudaErrorInvalidValue;
+  }
+  if (linear.norm_weight && linear.dtype != NF4_BFLOAT16) return cudaErrorInvalidValue;
+  int64_t tiles = (w.n + kMmaRows - 1) / kMmaRows * ((linear.m + plan.tokens - 1) / plan.tokens);
+  int64_t steps = tiles * (w.k / 64);
+  if (steps >= int64_t{1} << 31 || plan.grid > steps) return cudaErrorInvalidValue;
+  // From sm_90 on the system keeps some of a block's shared memory for itself, in front of the block's own.
+  bool reserves = mma_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  if (reserves && mma_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) return cudaErrorNotSupported;
+  return cudaSuccess;
+}
+
+MmaArgs build_args(const Nf4Linear& linear, const MmaPlan& plan) {
+  const Nf4Weight& w = linear.weight;
+  MmaArgs args{};
+  args.weight = w;
+  args.x = linear.x;
+  args.bias = linear.bias;
+  args.residual = linear.residual;
+  args.out = linear.out;
+  args.partials = static_cast<float4*>(linear.workspace);
+  args.counters = linear.counters;
+  args.clock = linear.clock;
+  args.m = static_cast<int>(linear.m);
+  args.n = static_cast<int>(w.n);
+  args.k = static_cast<int>(w.k);
+  args.k_steps = args.k / 64;
+  args.token_tiles = (args.m + plan.tokens - 1) / plan.tokens;
+  args.scale_shift = log2_of(w.blocksize / 64);
+  args.place_first = w.group_offset << args.scale_shift;
+  args.place_pitch = args.k_steps + (w.group_skip << args.scale_shift);
+  int steps = (args.n + kMmaRows - 1) / kMmaRows * args.token_tiles * args.k_steps;
+  args.share = steps / plan.grid;
+  args.more = steps % plan.grid;
+  args.gate = gate_of(linear);
+  return args;
+}
+
+}  // namespace
+}  // namespace nf4
+
+// Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan. A norm is a launch in front, which
+// leaves normalised tokens at the beginning of the workspace.
+NF4_EXPORT int nf4_cuda_linear_mma(const Nf4Linear* linear, const MmaPlan* plan) {
+  cudaError_t status = nf4::validate(*linear, *plan);
+  if (status != cudaSuccess) return status;
+  nf4::MmaArgs args = nf4::build_args(*linear, *plan);
+  auto stream = static_cast<cudaStream_t>(linear->stream);
+  if (linear->norm_weight) {
+    status = nf4::launch_norm(*linear, stream);
+    if (status != cudaSuccess) return status;
+    args.x = linear->workspace;
+    args.partials = reinterpret_cast<float4*>(static_cast<char*>(linear->workspace) + nf4::norm_bytes(*linear));
+  }
+#define NF4_INSTANCE(warps_, tiles_)                                                                \
+  if (plan->warps == warps_ && plan->tokens == tiles_ * 8) {                                        \
+    return nf4::launch_instance<warps_, tiles_>(args, linear->dtype, plan->grid, stream);           \
+  }
+  NF4_MMA_INSTANCES
+#undef NF4_INSTANCE
+  return cudaErrorInvalidValue;
+}

@@ -1,0 +1,35 @@
+"""What is not linear_mma's costs where there is no wgmma: microseconds on an H100 that ran code for sm_86 and sm_80.
+
+Fitted to bench/results/posed-86-nvidia-h100.json. Nothing has been measured on a GPU of those capabilities: that all
+launches are as many times slower there is an estimate.
+"""
+
+from __future__ import annotations
+
+from nf4_kernels.plan.rows import Rows, rows_cost, shared_bytes
+
+_LAUNCHES_US = 6.6
+_WEIGHT_US = 1.05e-6
+"""Dequantization and cuBLAS, for each weight."""
+_CACHED_WEIGHT = 17e6
+_LARGE_WEIGHT_US = 0.62e-6
+"""What comes on top for each weight beyond _CACHED_WEIGHT, whose 16-bit values do not stay in L2."""
+_TOKEN_US = 0.8e-9
+"""What comes on top for each weight and token."""
+# linear_rows, by bytes of shared memory and token tiles: what its time on an H200 is multiplied by, and what is added.
+_ROWS = {
+    99 << 10: {1: (1.67, -4.1), 2: (1.3, -2.9), 4: (0.68, 0.6)},
+    163 << 10: {1: (1.94, -4.1), 2: (1.3, -2.9), 4: (0.93, 0.6)},
+}
+
+
+def posed_dequantize_cost(m: int, n: int, k: int) -> float:
+    """Microseconds of dequantization and cuBLAS of m tokens."""
+    large = max(0.0, n * k - _CACHED_WEIGHT)
+    return _LAUNCHES_US + n * k * (_WEIGHT_US + _TOKEN_US * m) + large * _LARGE_WEIGHT_US
+
+
+def posed_rows_cost(rows: Rows, m: int, n: int, arch: int) -> float:
+    """Microseconds of a launch of linear_rows; on GPUs with more shared memory as on an H200."""
+    times, more = _ROWS.get(shared_bytes(arch), {}).get(rows.tiles, (1.0, 0.0))
+    return times * rows_cost(rows, m, n) + more

@@ -1,0 +1,166 @@
+"""linear_mma, which Ampere and Ada GPUs use and all from capability 8.0 on can run, against the oracle in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nf4_kernels import cuda
+from nf4_kernels.cuda import launches
+from nf4_kernels.cuda.workspace import workspace_on
+from nf4_kernels.plan import MMA_COSTS, NORM_K, Mma, mma_candidates, plan
+from tests.nf4_kernels.cuda import test_fused
+from tests.nf4_kernels.cuda.cuda_weights import DEVICE, ON_GPU, TOLERANCE, Random, random_weight, relative_error
+from tests.nf4_kernels.cuda.test_shards_cuda import part_of_k, part_of_n
+
+pytestmark = ON_GPU
+BFLOAT16 = torch.bfloat16
+HALVES = (torch.bfloat16, torch.float16)
+POSED = 86
+"""What is planned for this capability runs on any later one."""
+
+
+def launch(warps: int, tokens: int, m: int, n: int, k: int, blocks: int) -> Mma:
+    """An instance's launch of that many thread blocks, of no more than there are k steps."""
+    return Mma(tokens, warps, min(blocks, -(-n // 256) * -(-m // tokens) * (k // 64)))
+
+
+def check(w: Random, choice: Mma, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch's sums are right, on poisoned memory, twice the same bits, and leave all counters zero."""
+    with monkeypatch.context() as patch:
+        patch.setattr(launches, "_plan", lambda *_: choice)
+        x = torch.randn(m, w.k, device=DEVICE, dtype=dtype)
+        workspace = workspace_on(DEVICE)
+        assert workspace is not None
+        workspace[0].fill_(0xFF)
+        torch.full((m, w.n), float("nan"), device=DEVICE, dtype=dtype)
+        got = w.linear(x)
+        exact = x.double() @ w.exact().T
+        # A few sums may all be near zero: then their error counts against the size that sums have.
+        usual = float(x.double().norm() * w.exact().norm()) / w.k**0.5
+        error = float((got.double() - exact).norm()) / max(float(exact.norm()), usual)
+        assert error < TOLERANCE[dtype] * (3 if m * w.n < 64 else 1), (str(choice), w.weight.shape, m, dtype, error)
+        assert torch.equal(w.linear(x), got), (str(choice), w.weight.shape, m, dtype)
+        assert not workspace[1].any()
+
+
+@pytest.mark.parametrize(("warps", "tokens"), MMA_COSTS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_instance_however_its_work_is_split(
+    dtype: torch.dtype, warps: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles that are whole, in two, in a few and in so many parts that most of them have no share of the reduction."""
+    for n, k, blocksize, nested, offsets in [
+        (64, 64, 64, True, False),
+        (1, 64, 512, True, False),
+        (63, 192, 128, True, True),
+        (1000, 4160, 64, True, True),
+        (3000, 1024, 64, True, False),
+        (257, 8192, 256, False, False),
+        (520, 2048, 64, False, False),
+    ]:
+        w = random_weight(n, k, blocksize, nested, offsets)
+        for m in (1, tokens - 1, tokens, tokens + 1, 2 * tokens + 3):
+            for blocks in (1, 7, 132):
+                check(w, launch(warps, tokens, m, n, k, blocks), m, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("blocksize", [64, 128, 256, 512, 1024, 2048, 4096])
+def test_every_blocksize(blocksize: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, k in [(100, 4160), (40, 1024), (33, 8192), (600, 64)]:
+        w = random_weight(n, k, blocksize, nested, offsets=nested)
+        for (warps, tokens), blocks in itertools.product(((8, 8), (8, 48)), (5, 132)):
+            check(w, launch(warps, tokens, tokens - 3, n, k, blocks), tokens - 3, BFLOAT16, monkeypatch)
+
+
+@pytest.mark.parametrize("around", [(0, 4), (300, 0), (1, 2), (128, 384), (7, 250)])
+def test_shards(around: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, k in [(200, 8192), (333, 1024), (63, 192)]:
+        for w in (part_of_k(n, k, *around), part_of_n(n, k, around[0])):
+            for (warps, tokens), dtype in itertools.product(((8, 8), (8, 24), (8, 96)), HALVES):
+                for blocks in (5, 132):
+                    check(w, launch(warps, tokens, tokens + 1, n, k, blocks), tokens + 1, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 13, 16, 24, 31, 33, 48, 64, 75, 96, 127, 128, 129, 256])
+def test_whatever_is_planned(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For another GPU's capability, and every launch among which was chosen."""
+    for n, k in [(64, 64), (1000, 4160), (1024, 2048), (4096, 4096)]:
+        w = random_weight(n, k)
+        for multiprocessors in (132, 20):
+            for choice in mma_candidates(m, n, k, multiprocessors):
+                check(w, choice, m, BFLOAT16, monkeypatch)
+        planned = plan(m, n, k, POSED, 132)
+        monkeypatch.setattr(launches, "_plan", lambda *_, planned=planned: planned)
+        x = torch.randn(m, k, device=DEVICE, dtype=torch.float16)
+        usual = float(x.double().norm() * w.exact().norm()) / k**0.5
+        error = float((w.linear(x).double() - x.double() @ w.exact().T).norm())
+        assert error < 3 * TOLERANCE[torch.float16] * usual, (str(planned), n, k)
+
+
+def fused_launches(n: int, k: int) -> Iterator[tuple[Mma, int]]:
+    """Instances of few and many tokens, with whole and split tiles, and the tokens of each launch."""
+    for warps, tokens in ((8, 8), (8, 32), (8, 96)):
+        for m, blocks in ((tokens, 132), (2 * tokens + 1, 5), (tokens - 1, 3), (2 * tokens, 1)):
+            yield launch(warps, tokens, m, n, k, blocks), m
+
+
+@pytest.mark.parametrize(("n", "k"), [(1000, 4160), (193, 448), (63, NORM_K), (64, 64)])
+def test_bias_residual_and_norm(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = random_weight(n, k)
+    for choice, m in fused_launches(n, k):
+        monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
+        test_fused.check(w, m, str(choice))
+    test_fused.check(w, m, str(choice), torch.float16)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 128, 256])
+def test_a_chain_in_a_graph(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches share a workspace and its counters, and take turns with linear_rows and cuBLAS."""
+    monkeypatch.setattr(launches, "_properties", lambda _: (POSED, 132))
+    weights = [random_weight(n, k) for n, k in [(5120, 4096), (6144, 5120), (4096, 6144)]]
+    x = torch.randn(m, 4096, device=DEVICE, dtype=BFLOAT16)
+
+    def chain() -> list[torch.Tensor]:
+        outputs = [x]
+        for w in weights * 3:
+            outputs.append(torch.nn.functional.rms_norm(w.linear(outputs[-1]), (w.n,)))
+        return outputs
+
+    expected = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = chain()
+    for _ in range(100):
+        for out in outputs[1:]:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("m", [8, 32, 96])
+def test_results_do_not_change_from_run_to_run(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, k in [(5120, 25600), (1024, 8192), (25600, 5120)]:
+        choice = next(mma_candidates(m, n, k, 132))
+        monkeypatch.setattr(launches, "_plan", lambda *_, choice=choice: choice)
+        w = random_weight(n, k)
+        x = torch.randn(m, k, device=DEVICE, dtype=BFLOAT16)
+        first = w.linear(x)
+        different = torch.zeros((), device=DEVICE)
+        for _ in range(200):
+            different += (w.linear(x) != first).any()
+        assert different == 0, (n, k, m)
+        assert relative_error(first, x.double() @ w.exact().T) < TOLERANCE[BFLOAT16]
+
+
+def test_what_a_launch_cannot_do_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = random_weight(64, 128)
+    x = torch.randn(2, 128, device=DEVICE, dtype=BFLOAT16)
+    for wrong in (Mma(8, 4, 1), Mma(40, 8, 1), Mma(8, 8, 3), Mma(8, 8, 0)):
+        monkeypatch.setattr(launches, "_plan", lambda *_, wrong=wrong: wrong)
+        with pytest.raises(cuda.KernelError, match="mma"):
+            w.linear(x)
