@@ -158,6 +158,7 @@ async def _start(service: Service, part: Alone, on_status: StatusListener) -> No
 
     def prepare(status: EngineStatus) -> None:
         service.preparation = status
+        service.steps.note(status)
         on_status(status)
 
     def progress(stage: str, fraction: float) -> None:
@@ -165,6 +166,7 @@ async def _start(service: Service, part: Alone, on_status: StatusListener) -> No
         loop.call_soon_threadsafe(prepare, status)
 
     def engine_changed(status: EngineStatus) -> None:
+        service.steps.note(status)
         if status.state == "restarting":
             service.metrics.engine_ended()
         if status.state == "ready" and status.ready is not None:

@@ -26,6 +26,7 @@ from server.app import create_app
 from server.config import Config, ConfigError, HttpConfig
 from server.engine.supervisor.base import EngineStatus
 from server.engine.supervisor.client import EngineClient
+from server.engine.supervisor.steps import StartSteps
 from server.logs import LogFormat
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ ABORT_GRACE_S = 5
 # The number of files that are open beside connections: sockets to the engine, its pipes, the log.
 OTHER_FILES = 256
 BACKLOG = 2048
+STEP_LINES_S = 5.0
+"""Seconds between two lines about a step of the start."""
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status that shells give to a process that SIGINT ended."""
 
@@ -53,7 +56,7 @@ def serve(config: Config, place: Place | None = None) -> int:
         return 1
     allow_connections(config.http.max_connections)
     url = _url(listening, secure=config.http.tls_cert_file is not None)
-    terminal = Terminal(config.model_name, url, config.log_format)
+    terminal = Terminal(config.model_names[0 if config.served_model_name else -1], url, config.log_format)
     server: Server | None = None
     part = None if place is None else Group(config, place, (listening.family, listening.getsockname()))
 
@@ -168,7 +171,7 @@ def _url(listening: socket.socket, *, secure: bool) -> str:
 
 
 class Terminal:
-    """Start-up as a person sees it: stages with their progress, then one line that says where to go.
+    """Start-up as a person sees it: steps with their seconds, then one line that says where to go.
 
     With the log in JSON both are lines of the log.
     """
@@ -177,17 +180,24 @@ class Terminal:
         self._model = model
         self._url = url
         self._json = log_format == "json"
-        self._stage = ""
+        self._steps = StartSteps()
+        self._again: asyncio.TimerHandle | None = None
         self._interactive = sys.stderr.isatty()
         self._open_line = False
         self._announced = False
         self.failure: str | None = None
 
     def show(self, status: EngineStatus) -> None:
-        """Tell about a change of the server's status."""
+        """Tell about a change of the server's status. Called in the event loop."""
+        stage = self._steps.stage
+        self._steps.note(status)
+        if status.state != "loading" and self._again is not None:
+            self._again.cancel()
+            self._again = None
         match status.state:
             case "loading":
-                self._progress(status)
+                if self._steps.stage != stage:
+                    self._progress(is_new=True)
             case "ready":
                 self._end_line()
                 if status.ready is not None:
@@ -200,7 +210,7 @@ class Terminal:
                     )
                 if not self._announced:
                     self._announced = True
-                    line = f"Serving {self._model} on {self._url}"
+                    line = f"Serving {self._model} on {self._url} (requests name it as their model)"
                     if self._json:
                         logger.info(line)
                     else:
@@ -209,21 +219,25 @@ class Terminal:
                 self._end_line()
                 self.failure = status.message
 
-    def _progress(self, status: EngineStatus) -> None:
-        line = f"[{100 * status.fraction:3.0f} %] {status.stage}"
+    def _progress(self, is_new: bool = False) -> None:
+        """Show the step, now and every few seconds until something else is to be shown."""
         if self._json:
-            if status.stage != self._stage:
-                logger.info("loading: %s", status.stage)
-        elif self._interactive:
-            if status.stage != self._stage:
+            if is_new:
+                logger.info("loading: %s", self._steps.stage)
+            return
+        if self._interactive:
+            if is_new:
                 self._end_line()
             # The cursor goes back, so that a log line, of the engine too, overwrites this one.
-            sys.stderr.write(f"\x1b[K{line}\r")
+            sys.stderr.write(f"\x1b[K{self._steps}\r")
             sys.stderr.flush()
             self._open_line = True
-        elif status.stage != self._stage:
-            print(line, file=sys.stderr, flush=True)
-        self._stage = status.stage
+        else:
+            print(self._steps, file=sys.stderr, flush=True)
+        if self._again is not None:
+            self._again.cancel()
+        pause_s = 1.0 if self._interactive else STEP_LINES_S
+        self._again = asyncio.get_running_loop().call_later(pause_s, self._progress)
 
     def _end_line(self) -> None:
         if self._open_line:

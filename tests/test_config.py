@@ -85,5 +85,18 @@ def test_a_model_may_have_several_names(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_config(None, {"model": "m"}).model_names == ("m",)
 
 
+def test_a_folder_is_served_under_its_last_part_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "My-Model"
+    assert Config(model=str(folder)).model_names == (str(folder),)
+    folder.mkdir()
+    assert Config(model=str(folder)).model_names == (str(folder), "My-Model")
+    assert Config(model=f"{folder}/").model_names[1] == "My-Model"
+    monkeypatch.chdir(tmp_path)
+    assert Config(model="My-Model").model_names == ("My-Model",)
+    assert Config(model="./My-Model").model_names == ("./My-Model", "My-Model")
+    assert Config(model="a/b").model_names == ("a/b",)
+    assert Config(model=str(folder), served_model_name="x").model_names == ("x",)
+
+
 def test_home_is_expanded() -> None:
     assert load_config(None, {"cache_dir": "~/x"}).cache_dir == Path.home() / "x"

@@ -87,5 +87,9 @@ class Config(Section):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names clients may use for the model."""
-        return self.served_model_name or (self.model,)
+        """The names clients may use for the model: those configured, else its own, and a folder's last part."""
+        if self.served_model_name:
+            return self.served_model_name
+        folder = Path(self.model).expanduser()
+        last = folder.resolve().name if folder.is_dir() else ""
+        return (self.model, last) if last and last != self.model else (self.model,)

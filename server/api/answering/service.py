@@ -17,6 +17,7 @@ from server.checkpoint.embedding import EmbeddingModel
 from server.config import Config
 from server.engine.grammar import Grammars
 from server.engine.supervisor.base import EngineBase, EngineStatus
+from server.engine.supervisor.steps import StartSteps
 from server.images.service import Images
 from server.observability.many_processes import Processes
 from server.observability.metrics import Metrics
@@ -60,6 +61,8 @@ class Service:
         self.draining = False
         self.preparation = EngineStatus("loading", stage="starting")
         """What is being done before there is an engine."""
+        self.steps = StartSteps()
+        """Where the start is."""
         self.settled = True
         """Whether all API processes take connections; until then /health does not invite any."""
         self.spread: Callable[[], Awaitable[None]] = _nothing
@@ -73,7 +76,7 @@ class Service:
             return self.preparation
         status = self.engine.status
         if status.state == "ready" and self.tokenizer is None:
-            return EngineStatus("loading", stage="loading the tokenizer", fraction=0.99)
+            return EngineStatus("loading", stage="loading the tokenizer")
         return status
 
     @property
@@ -87,7 +90,7 @@ class Service:
         """What /health reports: the status, which stays "loading" until all API processes listen."""
         status = self.status
         if status.state == "ready" and not self.settled:
-            return EngineStatus("loading", stage="starting the other API processes", fraction=0.99)
+            return EngineStatus("loading", stage="starting the other API processes")
         return status
 
     def drain(self) -> None:
@@ -138,8 +141,7 @@ class Service:
             case "stopped":
                 return unavailable("The server is shutting down.", "shutting_down")
             case _:
-                percent = f"{100 * status.fraction:.0f} %"
-                return unavailable(f"The model is loading: {status.stage} ({percent}).", "model_loading", 5)
+                return unavailable(f"The model is loading: {self.steps}.", "model_loading", 5)
 
 
 async def _nothing() -> None:

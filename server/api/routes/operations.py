@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from server import __version__
 from server.api.answering.service import Service, service_of
 from server.api.http.replies import json_response
+from server.engine.supervisor.steps import STEPS
 
 router = APIRouter()
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -21,7 +22,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/health", summary="Whether the server can generate", responses={503: {"description": "Not now"}})
 async def health(request: Request) -> Response:
-    """200 when the server can generate; 503 while the model loads (stage, fraction), or when the engine is gone (error)."""
+    """200 when the server can generate; 503 while the model loads (step, stage, seconds), or the engine is gone (error)."""
     service = service_of(request)
     status = service.health
     document: dict[str, Any] = {"status": "draining" if service.draining else status.state, "model": service.model_name}
@@ -36,7 +37,8 @@ async def health(request: Request) -> Response:
             "kv_cache_tokens": ready.num_blocks * ready.block_size,
         }
     else:
-        document |= {"stage": status.stage, "fraction": round(status.fraction, 4)}
+        steps = service.steps
+        document |= {"stage": status.stage, "step": steps.number, "steps": STEPS, "seconds": round(steps.seconds, 1)}
     if status.message:
         document["error"] = status.message
     if service.engine is not None:

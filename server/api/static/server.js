@@ -35,6 +35,6 @@ export async function look() {
 function describe(state) {
   if (state.status === "failed") return `The server could not load the model: ${state.error ?? "see its log"}`;
   if (state.status === "draining") return "The server is shutting down.";
-  const share = state.fraction ? ` (${Math.round(100 * state.fraction)} %)` : "";
-  return `The model is being loaded${state.stage ? `: ${state.stage}${share}` : ""}…`;
+  const step = state.stage ? `: ${state.step}/${state.steps} ${state.stage}, ${Math.round(state.seconds)} s` : "";
+  return `The model is being loaded${step}…`;
 }

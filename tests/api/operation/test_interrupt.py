@@ -116,7 +116,7 @@ def test_a_second_one_ends_everything_at_once(server: Interrupted) -> None:
 MOMENTS: dict[str, Callable[[Interrupted], bool]] = {
     "the first imports": lambda server: server.has_loaded("pydantic_core"),
     "the last imports": lambda server: server.has_loaded("uvloop"),
-    "the first stage": lambda server: "%]" in server.log.read_text(),
+    "the first stage": lambda server: "/6 " in server.log.read_text(),
     "the engine's imports": lambda server: server.engine() is not None,
     "the model's loading": lambda server: "loading" in server.log.read_text(),
 }

@@ -93,7 +93,8 @@ def test_health_tells_about_loading(own: RunningServer, http: httpx.Client) -> N
     assert health.status_code == 503
     assert health.json()["status"] == "loading"
     assert health.json()["stage"]
-    assert 0 <= health.json()["fraction"] <= 1
+    assert 1 <= health.json()["step"] <= health.json()["steps"]
+    assert health.json()["seconds"] >= 0
     refused = http.post("/v1/chat/completions", json=chat_body())
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "model_loading"
