@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +118,3 @@ def test_the_file_of_this_folder_is_read(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("http: {port: 5}\n")
     assert configured("--config", "other.yaml").model == Config().model
     assert load_config(None).model == Config().model
-
-
-def test_a_port_in_use_says_how_to_take_another() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        environment = os.environ | {"PYTHONPATH": str(Path(command_line.__file__).parents[1])}
-        command = [sys.executable, "-m", "server", "--port", port]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert done.stderr == (
-        f"error: 127.0.0.1:{port}: Address already in use; --port N takes another, --port 0 a free one\n"
-    )

@@ -112,7 +112,9 @@ def test_second_server_on_the_port_says_so(own: RunningServer) -> None:
         [sys.executable, "-m", "server", "--port", port], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1
-    assert done.stderr == f"error: 127.0.0.1:{port}: Address already in use\n"
+    assert (
+        done.stderr == f"error: 127.0.0.1:{port}: Address already in use; --port N takes another, --port 0 a free one\n"
+    )
 
 
 def test_client_that_leaves_a_stream_frees_the_engine(http: httpx.Client) -> None:
