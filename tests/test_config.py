@@ -94,6 +94,8 @@ def test_a_folder_is_served_under_its_last_part_too(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     assert Config(model="My-Model").model_names == ("My-Model",)
     assert Config(model="./My-Model").model_names == ("./My-Model", "My-Model")
+    (tmp_path / "link").symlink_to(folder)
+    assert Config(model="./link").model_names == ("./link", "link")
     assert Config(model="a/b").model_names == ("a/b",)
     assert Config(model=str(folder), served_model_name="x").model_names == ("x",)
 

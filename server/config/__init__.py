@@ -91,5 +91,5 @@ class Config(Section):
         if self.served_model_name:
             return self.served_model_name
         folder = Path(self.model).expanduser()
-        last = folder.resolve().name if folder.is_dir() else ""
+        last = os.path.basename(os.path.abspath(folder)) if folder.is_dir() else ""
         return (self.model, last) if last and last != self.model else (self.model,)
