@@ -65,7 +65,6 @@ NAMES = (
     (f"{RUNTIME}/graphs/captured_layers.py", "torch._dynamo.config", "recompile_limit"),
     (f"{RUNTIME}/graphs/captured_layers.py", "torch._inductor.config", "epilogue_fusion"),
     (f"{RUNTIME}/graphs/fused_launches.py", "torch.utils._python_dispatch", "TorchDispatchMode.is_infra_mode"),
-    (f"{RUNTIME}/graphs/traced.py", "torch.fx.experimental.proxy_tensor", "make_fx"),
     (f"{RUNTIME}/attention/masks.py", "transformers.masking_utils", "AttentionMaskInterface"),
     ("server/checkpoint/classes.py", "transformers.models.auto", "modeling_auto"),
     ("server/checkpoint/classes.py", "transformers", "PreTrainedModel._is_stateful"),

@@ -166,7 +166,7 @@ class PreparedLinear:
                 columns.copy_(into)
         library.nf4_cpu_count_linear(time.perf_counter() - began)
 
-    def recorded(self, x: Tensor, out: Tensor) -> tuple[int, tuple[int, ...]]:
+    def call_of(self, x: Tensor, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """The address of the C function that a call with x makes, and its arguments, each a pointer or an integer.
 
         x [..., K] and out [..., N] are contiguous, of one dtype, and stay where they are, as this object does. The call

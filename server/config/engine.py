@@ -13,7 +13,7 @@ ASYNC_OPTIONS_VARIABLE = "NF4_ASYNC_OPTIONS"
 """0: on CUDA, penalties, log-probabilities, grammars and the like leave async scheduling (docs/adr/0022)."""
 
 WRITTEN_LAYERS_VARIABLE = "NF4_WRITTEN_LAYERS"
-"""0: decoder layers are compiled from transformers' code even if they could be written ones; 1: written ones on CPU, too."""
+"""0: decoder layers are compiled from transformers' code even if they could be written ones."""
 
 KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
 

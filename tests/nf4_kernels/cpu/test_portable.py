@@ -67,7 +67,7 @@ def test_what_was_in_the_result_s_memory_does_not_count(bias: bool) -> None:
             if tokens >= cpu.DEQUANTIZED_FROM:
                 layer._multiply_dequantized(x, found)
             else:
-                address, (*pointers, rows, number, threads) = layer.recorded(x, found)
+                address, (*pointers, rows, number, threads) = layer.call_of(x, found)
                 call = ctypes.CFUNCTYPE(
                     ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32
                 )

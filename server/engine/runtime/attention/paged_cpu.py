@@ -106,7 +106,7 @@ class PagedCpuBackend(SdpaBackend):
         self._attend_again(layer, query, out, options)
         return out.to(dtype)
 
-    def recorded(
+    def call_of(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor
     ) -> tuple[int, tuple[int, int], object]:
         """A call that attends as attend_next() does, in the step that has begun and in all later ones of as many tokens.
@@ -120,25 +120,6 @@ class PagedCpuBackend(SdpaBackend):
         function = ctypes.cast(self._attend_step, ctypes.c_void_p).value
         assert function is not None
         return function, (ctypes.addressof(call), self._address), call
-
-    def go_to(self, layer: int) -> None:
-        """Make this layer the one that attend_next() computes next."""
-        self._next_layer = layer
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the step that has begun."""
-        tokens: int = self._call.tokens
-        return tokens
-
-    @property
-    def sees_later_tokens(self) -> bool:
-        """Whether tokens of the step that has begun attend to later ones, which recorded() leaves out."""
-        return bool(self._image_queries)
-
-    def value_dim(self, layer: int) -> int:
-        """Columns of a head's result."""
-        return self._shapes[layer].value_dim
 
     def _fill(self, call: _Call, layer: int, tensors: tuple[torch.Tensor, ...], options: AttentionOptions) -> None:
         """Put a layer's part into call, beside what begin() puts there; tensors: query, key, value, result."""

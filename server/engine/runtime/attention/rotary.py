@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nf4_kernels.cuda.decode_attention import Rotation
+from server.engine.runtime import pointwise
 
 
 class RotaryEmbedding(Rotation):
@@ -16,10 +17,15 @@ class RotaryEmbedding(Rotation):
     """
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """query and key, normalised and rotated, by one launch on CUDA.
+        """query and key, normalised and rotated: by one launch on CUDA, in place where C++ does it on CPU.
 
         The angles may be those of a head's first columns only; the others are not rotated.
         """
+        norms = self.norms or (None, None)
+        if pointwise.computes(query, key, self.cos, self.sin):
+            for heads, weight in zip((query, key), norms, strict=True):
+                pointwise.rotate(heads, self.cos, self.sin, weight, self.eps, self.offset).make()
+            return query, key
         if not query.is_cuda:
             return self.apply(query, key)
         # Triton is not installed without CUDA.

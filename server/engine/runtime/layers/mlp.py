@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from server.engine.runtime import pointwise
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import JoinedProjection, Nf4Projection, Projection
 
@@ -40,6 +41,10 @@ class GatedMlp:
             gate, up = self.gate_up(x, norm)
             return self.function(gate) * up
         gate_up = self.gate_up(x, norm)
+        if self.activation is not None and pointwise.computes(gate_up):
+            out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+            pointwise.gate(gate_up, self.activation, out).make()
+            return out
         if self.activation is None or not gate_up.is_cuda:
             gate, up = gate_up.chunk(2, -1)
             return self.function(gate) * up

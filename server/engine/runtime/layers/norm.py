@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from server.engine.runtime import pointwise
+
 
 class Norm(Protocol):
     """What a layer applies to its hidden states in front of a part, or to a part's result."""
@@ -44,6 +46,10 @@ class RmsNorm:
             from server.engine.runtime.layers.kernels import rms_norm
 
             return rms_norm(x, self.weight, self.eps, self.offset, residual)
+        if pointwise.computes(x, self.weight):
+            out = x.new_empty(x.shape)
+            pointwise.norm(x, self.weight, self.eps, self.offset, out, residual).make()
+            return out
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * (self.weight.float() + self.offset)
         return (wide if residual is None else wide + residual.float()).to(x.dtype)

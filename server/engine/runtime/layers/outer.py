@@ -27,21 +27,28 @@ def write_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None
     return forward
 
 
-def write_rotary(module: nn.Module) -> Callable[..., Any] | None:
-    """What may take the place of a rotary embedding's forward on CUDA, one launch; None where it has another form."""
-    frequencies, own = getattr(module, "inv_freq", None), module.forward
+def fixed_frequencies(module: nn.Module) -> tuple[torch.Tensor, float] | None:
+    """A rotary embedding's frequencies, float32 [half], and what it multiplies by; None where positions change them."""
+    frequencies = getattr(module, "inv_freq", None)
     kind, scaling = getattr(module, "rope_type", None), getattr(module, "attention_scaling", None)
     if not isinstance(frequencies, torch.Tensor) or kind not in _FIXED or not isinstance(scaling, int | float):
         return None
-    if frequencies.dim() != 1 or not frequencies.is_cuda or frequencies.dtype != torch.float32:
+    if frequencies.dim() != 1 or frequencies.dtype != torch.float32:
         return None
-    # Triton is not installed without CUDA.
-    from server.engine.runtime.layers.kernels import angles
+    return frequencies, float(scaling)
+
+
+def write_rotary(module: nn.Module) -> Callable[..., Any] | None:
+    """What may take the place of a rotary embedding's forward, one launch on CUDA; None where it has another form."""
+    found, own = fixed_frequencies(module), module.forward
+    if found is None:
+        return None
+    frequencies, scaling = found
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *others: Any, **named: Any) -> Any:
         if others or named or position_ids.dim() != 2:  # positions of several axes
             return own(x, position_ids, *others, **named)
-        cos, sin = angles(position_ids.reshape(-1), frequencies, float(scaling), x.dtype)
+        cos, sin = _angles(position_ids.reshape(-1), frequencies, scaling, x.dtype)
         return cos.view(*position_ids.shape, -1), sin.view(*position_ids.shape, -1)
 
     positions = torch.tensor([[0, 1, 77, 4095, 131071]], device=frequencies.device)
@@ -50,6 +57,19 @@ def write_rotary(module: nn.Module) -> Callable[..., Any] | None:
         expected = own(example, positions)
     except TypeError:  # it takes more than that
         return None
-    found = forward(example, positions)
-    same = all(a.shape == b.shape and torch.allclose(a, b, atol=2e-5) for a, b in zip(found, expected, strict=True))
+    computed = forward(example, positions)
+    same = all(a.shape == b.shape and torch.allclose(a, b, atol=2e-5) for a, b in zip(computed, expected, strict=True))
     return forward if same else None
+
+
+def _angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, 2 half] of positions int64 [T], in dtype."""
+    if positions.is_cuda:
+        # Triton is not installed without CUDA.
+        from server.engine.runtime.layers.kernels import angles
+
+        return angles(positions, frequencies, scaling, dtype)
+    products = (positions[:, None].float() * frequencies).repeat(1, 2)
+    return (products.cos() * scaling).to(dtype), (products.sin() * scaling).to(dtype)

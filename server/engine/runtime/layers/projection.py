@@ -43,11 +43,11 @@ class ModuleProjection:
     """A projection by its module's own code."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
 
     def __call__(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See Projection."""
-        y: torch.Tensor = self._module(x if norm is None else norm(x))
+        y: torch.Tensor = self.module(x if norm is None else norm(x))
         return y if residual is None else residual + y
 
     def tile(self, tokens: int, dtype: torch.dtype) -> int:
@@ -56,7 +56,7 @@ class ModuleProjection:
 
     def of_tiles(self, tiles: torch.Tensor, tokens: int, residual: torch.Tensor | None) -> torch.Tensor:
         """See Projection."""
-        raise NotImplementedError(f"{type(self._module).__name__} reads no tiles")
+        raise NotImplementedError(f"{type(self.module).__name__} reads no tiles")
 
 
 class ReducedProjection:
@@ -168,20 +168,22 @@ class JoinedProjection:
 
     def __init__(self, projections: Sequence[Projection], sizes: Sequence[int]) -> None:
         """sizes: the columns of each result, all of one GEMM's if there is one projection."""
-        self._projections = list(projections)
-        self._sizes = list(sizes)
+        self.projections = list(projections)
+        """One GEMM for all results, or one for each."""
+        self.sizes = list(sizes)
+        """Columns of each result of the one GEMM."""
 
     @property
     def alone(self) -> Projection | None:
         """The one GEMM that computes all; None if there are several."""
-        return self._projections[0] if len(self._projections) == 1 else None
+        return self.projections[0] if len(self.projections) == 1 else None
 
     def __call__(self, x: torch.Tensor, norm: Norm | None) -> list[torch.Tensor]:
         """Results [T, size] of norm(x), x [T, k]."""
-        if len(self._projections) == 1:
-            return list(self._projections[0](x, norm).split(self._sizes, -1))
+        if len(self.projections) == 1:
+            return list(self.projections[0](x, norm).split(self.sizes, -1))
         x = x if norm is None else norm(x)
-        return [projection(x) for projection in self._projections]
+        return [projection(x) for projection in self.projections]
 
 
 def joined(modules: Sequence[nn.Module]) -> JoinedProjection:

@@ -34,7 +34,6 @@ from server.engine.runtime.preparation.graph_capture import (
     capture_verify,
     verify_sizes,
 )
-from server.engine.runtime.preparation.recording import record_with_trials
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import ModelRunner, StepGraphs
@@ -89,7 +88,7 @@ def build_runner(
     limits = model_limits(model, spec.bytes_per_block + (drafting.bytes_per_block if drafting else 0), config, budget)
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
-        written = not (sharded or config.enforce_eager) and _wants_written_layers(device)
+        written = not (sharded or config.enforce_eager) and os.environ.get(WRITTEN_LAYERS_VARIABLE) != "0"
         written = written and write_layers(paged, spec.options)
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress, written)
         draft_model, draft_times = drafting.finish(limits, graphs, progress) if drafting else (None, None)
@@ -98,11 +97,6 @@ def build_runner(
         paged.backend.load_long_chunks()
     sampler = _device_sampler(paged, limits) if config.speculation == "off" and sharded is None else None
     return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers, draft_model)
-
-
-def _wants_written_layers(device: torch.device) -> bool:
-    """Whether layers are to be written ones: on CUDA unless the environment says 0. On CPU compiled ones are faster."""
-    return os.environ.get(WRITTEN_LAYERS_VARIABLE, "1" if device.type == "cuda" else "0") == "1"
 
 
 def _prepare_steps(
@@ -119,8 +113,8 @@ def _prepare_steps(
                 "engine.batch_invariant needs CUDA graphs, and attention has them with our own kernels only; a warning"
                 " in the log says why these cannot be used"
             )
-        if not written and backend.runs_compiled_layers and compile_with_trials(paged, progress):
-            record_with_trials(paged, limits.num_blocks)
+        if not written and backend.runs_compiled_layers:
+            compile_with_trials(paged, progress)
         return StepGraphs()
     # Decode graphs first: they compile the model's own code, for each of their sizes.
     try:

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.exchange import agreed
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.layers.outer import write_norm, write_rotary
+from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps
 from server.engine.runtime.layers.spec import UnknownLayerError, read_layer
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.weight_order import set_weight_order
@@ -63,7 +65,29 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> bool
         undo()
         return False
     logger.info("layers are written ones; their logits are within %.1e of transformers' own", steps.largest_error)
+    if isinstance(paged.backend, PagedCpuBackend):
+        _use_small_steps(paged, written, paged.backend, steps)
     return True
+
+
+def _use_small_steps(
+    paged: PagedModel, written: Sequence[DecoderLayer], backend: PagedCpuBackend, steps: TrialSteps
+) -> None:
+    """Compute steps of few tokens in one C call, if that gives the same logits."""
+    batches = [steps.first_chunk(count) for count in (1, MAX_TOKENS)]
+    expected = [paged.run(batch) for batch in batches]
+
+    def attempt() -> None:
+        small = SmallSteps(paged.model, written, backend)
+        for batch, logits in zip(batches, expected, strict=True):
+            wrong = steps.difference(small.run(batch), logits, batch.num_tokens)
+            if wrong is not None:
+                raise ValueError(f"logits {wrong}")
+        paged.small_steps = small
+
+    failed = failure(attempt)
+    if failed is not None:
+        logger.info("steps of few tokens go through the model's class, and take up to half as long again: %s", failed)
 
 
 def _compare(
