@@ -26,7 +26,7 @@ from server.engine.runtime.trials import relative_error
 torch.cuda.get_device_capability = lambda device=None: (8, 0)
 
 
-def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare=6):
+def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare=6, shared=Shared.IN_ROWS):
     torch.manual_seed(sum(cached))
     kv_heads, size, dtype = 2, 16, torch.float16
     options = AttentionOptions(0.3, window=window, softcap=cap)
@@ -38,8 +38,10 @@ def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare
         keys, values = torch.randn(2, had + more, kv_heads, dim).to(dtype)
         at = torch.arange(had + more)
         slots = table[at // size].long(), at % size
-        cache.data[slots[0][:had], 0, slots[1][:had]] = keys[:had]
-        cache.data[slots[0][:had], 1, slots[1][:had]] = values[:had]
+        # The launch in front has written the new ones, too, or nothing has.
+        there = had + more if shared is Shared.WRITTEN else had
+        cache.data[slots[0][:there], 0, slots[1][:there]] = keys[:there]
+        cache.data[slots[0][:there], 1, slots[1][:there]] = values[:there]
         own = torch.randn(more, kv_heads * group, dim).to(dtype)
         wide = own.double().view(more, kv_heads, group, dim)
         scores = torch.einsum("qhgd,nhd->hgqn", wide, keys.double()) * options.scaling
@@ -75,7 +77,7 @@ def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare
     partials = Partials(items, kv_heads, kv_heads * group, dim, torch.device("cpu"))
     found = attend_newest(
         cache, query, key, value, numbers, HEADER, 0, items, tables, partials, options, None, sinks=sinks,
-        shared=Shared.IN_ROWS,
+        shared=shared,
     )
     begin = 0
     for own, (blocks, offsets), more in zip(expected, places, new):
@@ -84,6 +86,16 @@ def check(cached, new, group=3, dim=64, window=None, cap=None, sinks=None, spare
         for part, given in ((0, key), (1, value)):
             assert torch.equal(cache.data[blocks, part, offsets], given[begin : begin + more])
         begin += more
+    if shared is Shared.WRITTEN and spare == 0:
+        # Each token alone has the same bits: its keys are one part, whatever else the launch computes.
+        for token, (length, row) in enumerate(zip(lengths, rows)):
+            one = torch.from_numpy(layout(lengths[[token]], rows[[token]], [window], [room]))
+            own = (rows_of[token : token + 1] for rows_of in (query, key, value))
+            partials = Partials(len(one), kv_heads, kv_heads * group, dim, torch.device("cpu"))
+            alone = attend_newest(
+                cache, *own, one, HEADER, 0, 1, tables, partials, options, None, sinks=sinks, shared=shared
+            )
+            assert torch.equal(alone[0], found[token]), token
     return numbers
 
 
@@ -98,6 +110,9 @@ STEPS = {
     "a window": "check([100, 2], [20, 20], window=11)",
     "sinks and a cap": "check([60], [5], cap=2.0, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0, 2.0, 1.0]))",
     "a large group": "check([60, 9], [5, 2], group=8, dim=128)",
+    "written before": "check([0, 3, 70, 200], [4, 1, 16, 2], shared=Shared.WRITTEN)",
+    "written before, in one part each": "check([0, 130, 61], [9, 8, 1], spare=0, shared=Shared.WRITTEN)",
+    "written before, with a window": "check([100, 2], [5, 8], window=11, spare=0, shared=Shared.WRITTEN)",
 }
 
 

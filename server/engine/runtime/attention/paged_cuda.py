@@ -210,6 +210,10 @@ class CudaBackend(GraphBackend):
         shared = Shared.NO
         if self._shared:
             shared = Shared.IN_ROWS if cache.scales is None else Shared.WRITTEN
+        elif self._newest_only and not self._split_keys:
+            # Tokens of a prompt, too, are one-token sequences of such a graph. They find each other in the cache, in the
+            # order of their keys, so that a token's sums do not depend on which are in its launch.
+            shared = Shared.WRITTEN
         if not self._newest_only or shared is Shared.WRITTEN:
             self._write(cache, key, value)
         if self._newest_only:
@@ -258,12 +262,12 @@ class CudaBackend(GraphBackend):
         return self.attend_rotary_next(query, key, value, rotary, tile)
 
     def tiles_result(self, tokens: int) -> bool:
-        return self._newest_only and not self._shared and tokens >= ROTARY_FROM
+        return self._newest_only and self._split_keys and not self._shared and tokens >= ROTARY_FROM
 
     def attend_rotary_next(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
-        if not self._newest_only or self._shared:
+        if not self._newest_only or self._shared or not self._split_keys:
             return super().attend_rotary_next(query, key, value, rotary, tile)
         assert self._decode is not None
         layer, self._next_layer = self._next_layer, self._next_layer + 1
@@ -273,7 +277,7 @@ class CudaBackend(GraphBackend):
 
     @property
     def applies_rotary(self) -> bool:
-        return True
+        return self._split_keys
 
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots

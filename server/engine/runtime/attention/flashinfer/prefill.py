@@ -115,7 +115,10 @@ def load_in_background(
     def load() -> None:
         # Of this thread alone, and of the compilers that it starts: the engine goes first.
         os.setpriority(os.PRIO_PROCESS, 0, 10)
-        failed = failure(lambda: use(_loaded(plain, block_size, dtype, device)))
+        try:
+            failed = failure(lambda: use(_loaded(plain, block_size, dtype, device)))
+        except torch.OutOfMemoryError:
+            failed = "no memory is left for its workspace"
         if failed is not None:
             reason = missing_compiler() or failed
             logger.warning(
