@@ -78,7 +78,9 @@ def found(window=None, kv_heads=8):
 @pytest.mark.parametrize("given", ["", "window=77", "kv_heads=2"])
 def test_every_form_is_tried_and_lays_out_all_keys(given: str) -> None:
     pytest.importorskip("triton")
-    run_interpreted(TRIAL + f"said = found({given})\nassert said is None, said\nassert set(seen) == set(kernel.INSTANCES), seen\n")
+    run_interpreted(
+        TRIAL + f"said = found({given})\nassert said is None, said\nassert set(seen) == set(kernel.INSTANCES), seen\n"
+    )
 
 
 def test_a_form_that_differs_is_named() -> None:

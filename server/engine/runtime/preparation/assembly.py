@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.cuda import load_error, start_clock
 from server.checkpoint.base import Progress
 from server.checkpoint.sharding.sharded import ShardedModel
-from server.config import ASYNC_OPTIONS_VARIABLE, WRITTEN_LAYERS_VARIABLE, EngineConfig
+from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import least
 from server.engine.runtime.followers import Followers
@@ -88,8 +88,7 @@ def build_runner(
     limits = model_limits(model, spec.bytes_per_block + (drafting.bytes_per_block if drafting else 0), config, budget)
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
-        written = not (sharded or config.enforce_eager) and os.environ.get(WRITTEN_LAYERS_VARIABLE) != "0"
-        written = written and write_layers(paged, spec.options)
+        written = not (sharded or config.enforce_eager) and write_layers(paged, spec.options)
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress, written)
         draft_model, draft_times = drafting.finish(limits, graphs, progress) if drafting else (None, None)
         costs = measure_steps(paged, limits, graphs, draft_times) if config.speculation != "off" else None

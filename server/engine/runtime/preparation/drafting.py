@@ -21,6 +21,7 @@ from server.engine.runtime.preparation.compilation import compile_with_trials
 from server.engine.runtime.preparation.graph_capture import capture_verify
 from server.engine.runtime.preparation.step_costs import draft_times
 from server.engine.runtime.preparation.trial_steps import TrialSteps
+from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import StepGraphs
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
 from server.engine.runtime.speculation.draft_model import DraftGraphs, DraftModel
@@ -59,7 +60,9 @@ class DraftPreparation:
         if graphs.decode is not None and isinstance(paged.backend, GraphBackend):
             # Graphs first: they compile the model's own code, for each of their sizes.
             captured = self._capture(paged, paged.backend, limits, graphs.decode.pool, progress)
-        if not config.enforce_eager and paged.backend.runs_compiled_layers:
+        # On CUDA graphs have compiled the layers already.
+        written = captured is None and not config.enforce_eager and write_layers(paged, self._spec.options)
+        if not (written or config.enforce_eager) and paged.backend.runs_compiled_layers:
             compile_with_trials(paged, progress)
         longest = own_limit(model.config.get_text_config()) or limits.max_model_len
         times = draft_times(paged, limits, None if captured is None else captured.decode)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from server.config import WRITTEN_LAYERS_VARIABLE
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.exchange import agreed
@@ -37,6 +39,8 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> bool
 
     options: how each layer attends.
     """
+    if os.environ.get(WRITTEN_LAYERS_VARIABLE) == "0":
+        return False
     layers, failed = decoder_layers(paged.model), None
     written: list[DecoderLayer] = []
     try:
