@@ -11,7 +11,7 @@ from server.engine.runtime.exchange import ExchangeError
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.trials import first_line
-from server.engine.scheduling.prompt_images import ImageError
+from server.engine.scheduling.errors import DataError
 from server.engine.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Executor:
     def execute(self, step: Step) -> tuple[list[Sampled], dict[str, str]]:
         """One result for each of step.sampled, and the requests that failed with the reasons.
 
-        Where a request's own data cannot be computed (ImageError), that request fails alone. Any other error is a fault of
+        Where a request's own data cannot be computed (DataError), that request fails alone. Any other error is a fault of
         the engine: all requests of the step fail with it, and nothing is computed again. Raises torch.AcceleratorError and
         ExchangeError, after which only a new process helps.
         """
@@ -38,7 +38,7 @@ class Executor:
             return self._runner.execute(step), {}
         except _LOST:
             raise
-        except ImageError as e:
+        except DataError as e:
             self.failed_steps["request"] += 1
             logger.warning("a step of %d sequences failed, each is computed alone: %s", len(step.chunks), e)
             return self._each_alone(step)
@@ -58,7 +58,7 @@ class Executor:
             except _LOST:
                 raise
             except Exception as e:
-                if not isinstance(e, ImageError):
+                if not isinstance(e, DataError):
                     self._note_fault(alone)
                 found, failed = _failures(alone, e)
                 results += found

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from server.engine.grammar_tokenizer import grammar_tokenizer
+from server.engine.scheduling.errors import DataError
 from server.engine.scheduling.sequence import Constraint
 
 CACHED_GRAMMARS = 256
@@ -25,7 +26,7 @@ THREADED_STEPS = 15
 """After a step whose masks took longer, this many steps have all their masks found on several threads."""
 
 
-class GrammarError(Exception):
+class GrammarError(DataError):
     """The grammar cannot be used, or the sequence left it; the message is one line."""
 
 

@@ -11,6 +11,7 @@ import torch
 
 from server.config import EngineConfig
 from server.engine.core import Engine
+from server.engine.grammar import GrammarError
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.sampling.sampler import Sampled
@@ -103,8 +104,9 @@ def test_an_id_in_use_is_refused() -> None:
     assert len(tokens(outputs)) == 8
 
 
-def test_an_image_that_cannot_be_computed_fails_its_request_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", [ImageError, GrammarError])
+def test_data_that_cannot_be_computed_fails_its_request_alone(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected_engine, _ = make_engine()
     good = make_request(5, ignore_eos=True)
@@ -114,7 +116,7 @@ def test_an_image_that_cannot_be_computed_fails_its_request_alone(
 
     def faulty(step: Step) -> list[Sampled]:
         if any(c.sequence.request_id == "bad" and c.start > 6 for c in step.chunks):
-            raise ImageError("no such picture\nsecond line")
+            raise kind("no such data\nsecond line")
         return execute(step)
 
     monkeypatch.setattr(runner, "execute", faulty)
@@ -122,7 +124,7 @@ def test_an_image_that_cannot_be_computed_fails_its_request_alone(
     outputs = run_together(engine, good, bad)
     assert tokens(outputs[good.request_id]) == expected
     assert outputs["bad"][-1].finish_reason == "error"
-    assert outputs["bad"][-1].error == "the model failed: ImageError: no such picture"
+    assert outputs["bad"][-1].error == f"the model failed: {kind.__name__}: no such data"
     assert engine.stats().failed_steps == {"request": 1, "engine": 0}
     lines = [line for line in caplog.records if line.getMessage().startswith("bad failed")]
     assert [getattr(line, "http_request_id", None) for line in lines] == ["the client's"]

@@ -1,9 +1,7 @@
 /* Whether OpenMP's threads spin or sleep at barriers. */
 #include <omp.h>
-
-#include <condition_variable>
-#include <mutex>
-#include <thread>
+#include <pthread.h>
+#include <semaphore.h>
 
 #include "cpu/cpu.h"
 
@@ -14,42 +12,44 @@ namespace {
  * outnumber the cores. */
 class SecondTeam {
  public:
-  SecondTeam() : thread_([this] { run(); }) {}
+  SecondTeam() {
+    sem_init(&ends_, 0, 0);
+    runs_ = pthread_create(&thread_, nullptr, run, this) == 0;
+  }
   ~SecondTeam() {
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      ends_ = true;
-    }
-    changed_.notify_one();
-    thread_.join();
+    sem_post(&ends_);
+    if (runs_) pthread_join(thread_, nullptr);
+    sem_destroy(&ends_);
   }
 
  private:
-  void run() {
+  static void* run(void* self) {
     int members = 0;
 #pragma omp parallel num_threads(omp_get_num_procs() + 1) reduction(+ : members)
     members += 1;
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return ends_; });
+    while (sem_wait(&static_cast<SecondTeam*>(self)->ends_)) {  // until it is no signal that ends the wait
+    }
+    return nullptr;
   }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool ends_ = false;
-  std::thread thread_;
+  /* Of POSIX rather than of C++, whose symbols are newer than those that wheels may need. */
+  sem_t ends_;
+  pthread_t thread_;
+  bool runs_;
 };
 
-std::mutex team_mutex;
+pthread_mutex_t team_mutex = PTHREAD_MUTEX_INITIALIZER;
 SecondTeam* team = nullptr;
 
 }  // namespace
 
 void nf4_cpu_sleep_at_barriers(int32_t sleeps) {
-  std::lock_guard<std::mutex> guard(team_mutex);
+  pthread_mutex_lock(&team_mutex);
   if (sleeps && !team) {
     team = new SecondTeam;
   } else if (!sleeps && team) {
     delete team;
     team = nullptr;
   }
+  pthread_mutex_unlock(&team_mutex);
 }

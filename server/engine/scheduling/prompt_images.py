@@ -9,10 +9,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from server.engine.scheduling.errors import DataError
 from server.engine.scheduling.prefix import Spanning
 
 
-class ImageError(ValueError):
+class ImageError(DataError, ValueError):
     """A request's image does not fit its prompt or cannot be computed: the request fails, and no other one."""
 
 

@@ -130,8 +130,9 @@ def test_a_start_ends_without_a_traceback(moment: str, processes: str, embedded_
         server.interrupt()
         code = server.process.wait(20)
     said = server.log.read_text()
-    # Ended by the signal during imports; in order once it listens.
-    assert code == (-signal.SIGINT if "imports" in moment and "engine" not in moment else 0), said
+    # Ended by the signal during imports; in order once it listens, which it may do by the time that the signal is there.
+    during_imports = "imports" in moment and "engine" not in moment
+    assert code in ((-signal.SIGINT, 0) if during_imports else (0,)), said
     assert "Traceback" not in said
     assert "KeyboardInterrupt" not in said
 

@@ -232,6 +232,7 @@ def test_sigterm_lets_streams_end(own: RunningServer, http: httpx.Client) -> Non
     """The last test of this server."""
     result: dict[str, Any] = {}
     body = chat_body(stream=True, messages=user("Tell me a story."), max_tokens=60, ignore_eos=True)
+    body["stream_options"] = {"include_usage": True}
     begun = threading.Event()
 
     def read() -> None:
@@ -249,7 +250,9 @@ def test_sigterm_lets_streams_end(own: RunningServer, http: httpx.Client) -> Non
     own.process.send_signal(signal.SIGTERM)
     reader.join(60)
     assert result["lines"][-1] == "data: [DONE]"
-    assert sum('"content":' in line for line in result["lines"]) > 30
+    # All of it, in however many events.
+    (usage,) = [line for line in result["lines"] if '"completion_tokens":' in line]
+    assert '"completion_tokens":60' in usage
     assert own.process.wait(60) == 0
     assert not Path(f"/proc/{engine}").exists()
     assert "Traceback" not in own.log.read_text()
