@@ -4,7 +4,7 @@ check ends with a line about what is missing and exit status 1. torch-index prin
 which is 2.4 GB less to download, or nothing if that index does not answer within seconds. It runs with any Python 3.
 """
 
-import importlib.util
+import importlib.metadata
 import os
 import platform
 import re
@@ -33,7 +33,8 @@ def missing(version=sys.version_info):
             f"{sys.executable} is Python {version[0]}.{version[1]}, and 3.{oldest} to 3.{first_above - 1} work: "
             f"name another, such as PYTHON=python3.{oldest + 1} make serve"
         )
-    if importlib.util.find_spec("pip") is None:
+    # Not find_spec(), which setuptools takes for the beginning of pip: it then leaves distutils to Python.
+    if not any(importlib.metadata.distributions(name="pip")):
         return f"{sys.executable} has no pip (Debian: apt-get install python3-pip)"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
