@@ -1,4 +1,4 @@
-"""What a layer computes between its GEMMs and its attention on CPU: C++ in float32, called at once or in a list of calls."""
+"""Norms, rotary embedding and gated activation on CPU: C++ in float32, called at once or in a list of calls."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _LEAST_TOKENS = 1024
 
 @dataclass(frozen=True)
 class _Launches:
-    """What the launches of a step make room for."""
+    """Room that the launches of a step have."""
 
     sequences: int
     """One-token sequences; 0: no such launch."""

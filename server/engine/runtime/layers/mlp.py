@@ -69,7 +69,7 @@ class Mlp:
 
 @torch.inference_mode()
 def read_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """Which of IN_LAUNCH a function computes; None: another one."""
+    """The one of IN_LAUNCH that a function computes; None: another one."""
     x = torch.linspace(-6, 6, 101)
     known = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
     if isinstance(function, nn.Module) and list(function.parameters()):

@@ -12,7 +12,7 @@ from server.engine.runtime import pointwise
 
 
 class Norm(Protocol):
-    """What a layer applies to its hidden states in front of a part, or to a part's result."""
+    """A norm of a decoder layer, before one of its parts or after it."""
 
     @property
     def in_launch(self) -> bool:

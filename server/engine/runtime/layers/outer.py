@@ -1,4 +1,4 @@
-"""What a decoder computes once for all its layers: rotary angles, and the norm behind the last layer."""
+"""Parts of a decoder that are computed once for all layers: rotary angles, and the norm after the last layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def write_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What may take the place of a norm's forward, [..., width] to the same; None where it is no RMS norm."""
+    """A forward for a norm's module, [..., width] to the same; None if it is no RMS norm."""
     rms = read_rms_norm(norm)
     if rms is None:
         return None
@@ -39,7 +39,7 @@ def fixed_frequencies(module: nn.Module) -> tuple[torch.Tensor, float] | None:
 
 
 def write_rotary(module: nn.Module) -> Callable[..., Any] | None:
-    """What may take the place of a rotary embedding's forward, one launch on CUDA; None where it has another form."""
+    """A forward for a rotary embedding's module, one launch on CUDA; None if it has another form."""
     found, own = fixed_frequencies(module), module.forward
     if found is None:
         return None

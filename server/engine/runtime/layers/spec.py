@@ -1,4 +1,4 @@
-"""Which parts a decoder layer has, read from transformers' module of it by rule.
+"""Rules that read the parts of a decoder layer from transformers' module of it.
 
 A rule goes by the names of a layer's modules and by what they compute on random input, never by a family. What a rule gets
 wrong is found by the warm-up check, which compares every layer with transformers' own.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _TOKENS = (1, 17)
 """Tokens of the steps on which layers are compared."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.04, torch.float16: 0.01}
-"""How far what a layer adds to its input may differ, relative to its norm."""
+"""Largest difference in what a layer adds to its input, relative to the norm of that."""
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """The same relative to the norm of the layer's result, which each side rounds."""
 

@@ -29,7 +29,7 @@ LONG_CHUNKS = 256
 _BLOCKS_PER_PROCESSOR, _QUERIES_PER_BLOCK = 2, 128
 _SLACK_BYTES = 16 * 2**20
 _TOLERANCE = 0.02
-"""How far outputs may differ from our own kernel's, as a share of their norm: rounding alone stays below."""
+"""Largest difference from our own kernel's outputs, as a share of their norm: rounding alone stays below."""
 
 
 class FlashInferPrefill:
