@@ -100,21 +100,25 @@ class AttentionBackend(ABC):
         tile: where it is not 0, the result is [T, heads * dim] as tiled activations, see result_shape(); in the last tile,
         tokens beyond T may hold anything.
         """
-        out = self.attend(layer, *rotary.rotate(query, key), value, options)
-        tokens, heads, dim = out.shape
-        return out if tile == 0 else tile_activations(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
+        return _tiled(self.attend(layer, *rotary.rotate(query, key), value, options), tile)
 
     def attend_rotary_next(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
     ) -> torch.Tensor:
         """attend_rotary() for the layer after the last one that attended, as compiled model code calls it."""
-        out = self.attend_next(*rotary.apply(query, key), value)
-        tokens, heads, dim = out.shape
-        return out if tile == 0 else tile_activations(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
+        return _tiled(self.attend_next(*rotary.apply(query, key), value), tile)
 
     def tiles_result(self, tokens: int) -> bool:
         """Whether the launch of attend_rotary() writes tiled activations itself in the pass that has begun."""
         return False
+
+
+def _tiled(out: torch.Tensor, tile: int) -> torch.Tensor:
+    """A result [T, heads, dim] as it is, or with a tile as tiled activations."""
+    if tile == 0:
+        return out
+    tokens, heads, dim = out.shape
+    return tile_activations(out.flatten(1), tile).view(result_shape(tokens, heads, dim, tile))
 
 
 def result_shape(tokens: int, heads: int, dim: int, tile: int) -> tuple[int, ...]:

@@ -69,8 +69,6 @@ class GraphBackend(AttentionBackend):
 
     scratch_block: int
     """A KV block of no sequence: padding writes its keys and values there."""
-    longest_in_mixed_graph: int
-    """Tokens that a sequence of a mixed step may have for it to run as a graph."""
 
     @property
     @abstractmethod
@@ -125,7 +123,7 @@ class GraphBackend(AttentionBackend):
     def plan_mixed_graph(self, spans: Spans, size: int, sequences: int) -> Any:
         """Lay out a step for the graph of `size` tokens and `sequences` sequences; returns begin_mixed_graph()'s plan.
 
-        The first plan of a size must have size tokens. No sequence may be longer than longest_in_mixed_graph.
+        The first plan of a size must have size tokens.
         """
 
     @abstractmethod

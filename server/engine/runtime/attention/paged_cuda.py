@@ -50,7 +50,6 @@ class CudaBackend(GraphBackend):
     """
 
     runs_compiled_layers = True
-    longest_in_mixed_graph = 1 << 30
 
     def __init__(
         self,

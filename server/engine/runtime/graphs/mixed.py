@@ -71,12 +71,7 @@ class MixedGraphs:
         if size is None:
             return False
         sequences = self._sequences(size)
-        return (
-            len(batch.spans) <= sequences
-            and batch.sampled_rows.shape[0] <= sequences
-            and int(batch.spans.ends.max()) <= self._backend.longest_in_mixed_graph
-            and not batch.spans.adapted
-        )
+        return len(batch.spans) <= sequences and batch.sampled_rows.shape[0] <= sequences and not batch.spans.adapted
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [batch.sampled_rows, vocabulary] of a batch that fits(), valid until the next run."""

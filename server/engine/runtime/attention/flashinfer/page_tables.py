@@ -24,26 +24,10 @@ class PageTables:
     """[sequences]: tokens in each sequence's last block."""
 
 
-@dataclass(frozen=True)
-class Padding:
-    """Sequences behind a step's own, each in one KV block."""
-
-    sequences: int
-    tokens: int
-    """The tokens that each of them computes, 0 or 1."""
-    block: int
-
-
-def page_tables(spans: Spans, block_size: int, part: slice = slice(None), padding: Padding | None = None) -> PageTables:
-    """The tables of a part of a step's spans, and of padding behind them."""
+def page_tables(spans: Spans, block_size: int, part: slice = slice(None)) -> PageTables:
+    """The tables of a part of a step's spans."""
     lengths, counts, last = spans.lengths[part], spans.counts[part], (spans.ends[part] - 1) % block_size + 1
     blocks = [spans.blocks_of(index) for index in range(*part.indices(len(spans)))]
-    if padding is not None:
-        own = padding.sequences
-        lengths = np.append(lengths, np.full(own, padding.tokens))
-        counts = np.append(counts, np.ones(own, np.int64))
-        last = np.append(last, np.full(own, padding.tokens or block_size))
-        blocks.append(np.full(own, padding.block, np.int32))
     rows, starts = (np.append(0, column.cumsum()) for column in (lengths, counts))
     columns = rows, starts, np.concatenate(blocks), last
     return PageTables(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
