@@ -1,0 +1,160 @@
+"""The ops of the gated delta rule with its causal convolution, as in Qwen3.5 and Qwen3-Next, for CPU and CUDA, with fakes.
+
+    nf4::gated_delta_step(LAYER, Tensor slots, int num_key_heads) -> Tensor
+    nf4::gated_delta_chunks(LAYER, Tensor query_start_loc, Tensor slots, Tensor has_state, int num_key_heads) -> Tensor
+
+LAYER: Tensor qkv, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor a_log, Tensor dt_bias, Tensor norm_weight,
+float eps, Tensor(a!) conv_state, Tensor(b!) state.
+
+A layer has Hk key heads of dk and Hv value heads of dv; C = 2 Hk dk + Hv dv channels are convolved by K taps.
+
+* qkv [T, C]: all heads of q, then of k, then of v; z [T, Hv dv]; a and b [T, Hv]. One dtype, float32, bfloat16 or float16.
+  Rows may be views of a joined GEMM's; a row is contiguous.
+* conv_weight [C, K] in any of these dtypes; a_log and dt_bias [Hv] in float32; norm_weight [dv] in qkv's dtype or float32.
+* conv_state [slots, C, K - 1] in qkv's dtype, the latest inputs of the convolution, the oldest first; state [slots, Hv, dk,
+  dv] in float32 or bfloat16. A slot is contiguous. Both are updated in place.
+* slots int32: the slot of each sequence. -1 is padding: nothing is written, its results are zeros. No slot comes twice.
+* query_start_loc int32 [S + 1]: sequence i has the rows query_start_loc[i] ... query_start_loc[i + 1] - 1, or none. Rows of
+  no sequence give zeros. has_state bool [S]: whether the slot holds a state; else the sequence begins with zeros.
+
+For each token of a sequence: qkv is convolved, SiLU follows, and the result is rounded to qkv's dtype. q and k are divided
+by sqrt(sum of squares + 1e-6), and q by sqrt(dk). A key head serves Hv / Hk value heads that follow one another. decay is
+exp(-exp(a_log) softplus(a + dt_bias)), beta is sigmoid(b). The state S is multiplied by decay, k^T (beta (v - k S)) is
+added, and out is q S. The result [T, Hv dv] is norm_weight * (out / sqrt(mean(out^2) + eps)) * silu(z), rounded where
+transformers rounds. All else is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nf4_kernels import gated_delta_torch
+from nf4_kernels.gated_delta_torch import GatedDelta
+from nf4_kernels.params import DTYPES
+
+_LAYER = (
+    "Tensor qkv, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor a_log, Tensor dt_bias, Tensor norm_weight,"
+    " float eps, Tensor(a!) conv_state, Tensor(b!) state"
+)
+_library = torch.library.Library("nf4", "FRAGMENT")
+_library.define(f"gated_delta_step({_LAYER}, Tensor slots, int num_key_heads) -> Tensor")
+_library.define(
+    f"gated_delta_chunks({_LAYER}, Tensor query_start_loc, Tensor slots, Tensor has_state, int num_key_heads) -> Tensor"
+)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _check(p: GatedDelta) -> None:
+    """ValueError, by name, for what does not fit together."""
+    if p.state.dim() != 4 or p.conv_state.dim() != 3 or p.conv_weight.dim() != 2 or p.num_key_heads < 1:
+        raise ValueError(
+            "state must be [slots, Hv, dk, dv], conv_state [slots, C, K - 1], conv_weight [C, K], num_key_heads at least 1,"
+            f" got {list(p.state.shape)}, {list(p.conv_state.shape)}, {list(p.conv_weight.shape)}, {p.num_key_heads}"
+        )
+    tokens, heads, taps = p.qkv.shape[0], p.num_value_heads, p.conv_weight.shape[1]
+    channels = 2 * p.num_key_heads * p.key_dim + heads * p.value_dim
+    if heads % p.num_key_heads:
+        raise ValueError(f"{heads} value heads are no multiple of {p.num_key_heads} key heads")
+    for name, shape in (
+        ("qkv", (tokens, channels)),
+        ("z", (tokens, heads * p.value_dim)),
+        ("a", (tokens, heads)),
+        ("b", (tokens, heads)),
+        ("conv_weight", (channels, taps)),
+        ("a_log", (heads,)),
+        ("dt_bias", (heads,)),
+        ("norm_weight", (p.value_dim,)),
+        ("conv_state", (p.state.shape[0], channels, taps - 1)),
+    ):
+        if tuple(getattr(p, name).shape) != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(getattr(p, name).shape)}")
+    _check_dtypes(p)
+
+
+def _check_dtypes(p: GatedDelta) -> None:
+    dtype = p.qkv.dtype
+    for name, allowed in (
+        ("qkv", tuple(DTYPES)),
+        ("z", (dtype,)),
+        ("a", (dtype,)),
+        ("b", (dtype,)),
+        ("conv_weight", tuple(DTYPES)),
+        ("a_log", (torch.float32,)),
+        ("dt_bias", (torch.float32,)),
+        ("norm_weight", (dtype, torch.float32)),
+        ("conv_state", (dtype,)),
+        ("state", STATE_DTYPES),
+    ):
+        tensor: Tensor = getattr(p, name)
+        if tensor.dtype not in allowed:
+            raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {tensor.dtype}")
+    for name in ("conv_state", "state"):
+        pool: Tensor = getattr(p, name)
+        if pool.shape[0] and not pool[0].is_contiguous():
+            raise ValueError(f"a slot of {name} must be contiguous, got strides {list(pool.stride())}")
+
+
+def _check_indices(**tensors: tuple[Tensor, torch.dtype, int]) -> None:
+    for name, (tensor, dtype, count) in tensors.items():
+        if tensor.dtype is not dtype or tuple(tensor.shape) != (count,):
+            raise ValueError(f"{name} must be {dtype} [{count}], got {tensor.dtype} {list(tensor.shape)}")
+
+
+def _step(
+    qkv: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    num_key_heads: int,
+) -> Tensor:
+    p = GatedDelta(qkv, z, a, b, conv_weight, a_log, dt_bias, norm_weight, eps, conv_state, state, num_key_heads)
+    _check(p)
+    _check_indices(slots=(slots, torch.int32, qkv.shape[0]))
+    return gated_delta_torch.step(p, slots)
+
+
+def _chunks(
+    qkv: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    query_start_loc: Tensor,
+    slots: Tensor,
+    has_state: Tensor,
+    num_key_heads: int,
+) -> Tensor:
+    p = GatedDelta(qkv, z, a, b, conv_weight, a_log, dt_bias, norm_weight, eps, conv_state, state, num_key_heads)
+    _check(p)
+    count = slots.shape[0]
+    _check_indices(
+        slots=(slots, torch.int32, count),
+        query_start_loc=(query_start_loc, torch.int32, count + 1),
+        has_state=(has_state, torch.bool, count),
+    )
+    return gated_delta_torch.chunks(p, query_start_loc, slots, has_state)
+
+
+def _fake(qkv: Tensor, z: Tensor, *_: object) -> Tensor:
+    return z.new_empty(z.shape)
+
+
+for _name, _kernel in (("gated_delta_step", _step), ("gated_delta_chunks", _chunks)):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"nf4::{_name}", _fake)
