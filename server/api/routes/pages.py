@@ -42,6 +42,7 @@ ASSETS = (
     "docs.css",
     "docs.js",
     "dom.js",
+    "edit.js",
     "exchange.js",
     "favicon.svg",
     "figures.js",

@@ -1,6 +1,6 @@
 // Where a message is written: the field, images where the model takes them, Send and Stop.
 
-import { at, element, icon, iconButton, toast } from "./dom.js";
+import { at, element, icon, iconButton, isSendKey, toast } from "./dom.js";
 
 const LARGEST_IMAGE = 8 << 20;
 
@@ -21,8 +21,7 @@ export function startComposer(sent, stopped) {
     else send();
   });
   field.addEventListener("keydown", (event) => {
-    // On a phone Enter begins a line, as there is no Shift to do it with.
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches) return;
+    if (!isSendKey(event)) return;
     event.preventDefault();
     send();
   });

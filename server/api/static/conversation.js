@@ -70,8 +70,20 @@ function content(message) {
 /** Its title, or the beginning of its first message. */
 export function titleOf(conversation) {
   if (conversation.title) return conversation.title;
-  const first = conversation.messages[0]?.content.trim().split("\n")[0] ?? "";
+  const lines = conversation.messages[0]?.content.slice(0, 2000).split("\n") ?? [];
+  const first = lines.map((line) => withoutMarkdown(line.slice(0, 200))).find((line) => line) ?? "";
   return first.length > 60 ? `${first.slice(0, 59).trimEnd()}…` : first || "New chat";
+}
+
+const LINE_MARKS = /^(?:#{1,6}\s+|>\s*|[-*+]\s+|\d+[.)]\s+)+|^(?:`{3,}|~{3,}).*$|^[-=*_|:\s]+$/;
+// Marks inside of words are none: 2*3*4, __init__.
+const PAIRS = /(?<![\w*_])(\*\*|__|\*|_(?=[^_]*\s)|~~|`+)(?=\S)(.+?)(?<=\S)\1(?![\w*_])/g;
+
+/** A line of Markdown as plain text; "" if it is nothing but marks. */
+function withoutMarkdown(line) {
+  const bare = line.trim().replace(LINE_MARKS, "").replace(/!?\[([^\]]*)\]\([^)\s]*\)/g, "$1");
+  const text = bare.replace(PAIRS, (whole, mark, inner) => (mark === "__" && !/\s/.test(inner) ? whole : inner));
+  return text === bare ? text.trim() : withoutMarkdown(text);
 }
 
 /** Where the words stand in a conversation: null, or the text around them ("" for its title). */

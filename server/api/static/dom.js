@@ -32,6 +32,15 @@ export function iconButton(label, drawing, click, properties = {}) {
   return element("button", { type: "button", class: "quiet", title: label, "aria-label": label, click, ...properties }, icon(drawing));
 }
 
+/**
+ * Whether a key in a field of several lines sends it: Enter, but with Shift. On a phone, where there is no Shift, Enter
+ * begins a line; with Control or Command it always sends.
+ */
+export function isSendKey(event) {
+  if (event.key !== "Enter" || event.isComposing) return false;
+  return event.ctrlKey || event.metaKey || !(event.shiftKey || matchMedia("(pointer: coarse)").matches);
+}
+
 let hiding;
 
 /** A notice at the lower edge; action is {label, run}. */

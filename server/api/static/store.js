@@ -1,9 +1,10 @@
 // Conversations in the browser's IndexedDB, settings and key in its localStorage. Nothing of it leaves the browser.
 
-const NAME = "nf4-chat";
+// A proxy may have several servers below one address, and the browser keeps one store for all of them.
+const NAME = `nf4-chat${new URL(".", location.href).pathname.slice(0, -1)}`;
 const CONVERSATIONS = "conversations";
-const SETTINGS = "nf4-chat.settings";
-const KEY = "nf4-chat.key";
+const SETTINGS = `${NAME}.settings`;
+const KEY = `${NAME}.key`;
 
 const tabs = new BroadcastChannel(NAME);
 let database = null;

@@ -2,6 +2,7 @@
 
 import { path, versions } from "./conversation.js";
 import { announce, at, copyFrom, element, icon, iconButton } from "./dom.js";
+import { editForm } from "./edit.js";
 import { figures } from "./figures.js";
 import { show } from "./markdown.js";
 
@@ -141,37 +142,10 @@ export function edit(message) {
     made.replaceChildren(...before);
     made.querySelector('[aria-label="Edit"]')?.focus();
   };
-  const text = element("textarea", { "aria-label": "Edit message", rows: String(Math.min(16, message.content.split("\n").length + 1)) });
-  text.value = message.content;
-  const form = element(
-    "form",
-    {
-      class: "edit",
-      submit: (event) => {
-        event.preventDefault();
-        if (!text.value.trim()) return;
-        if (text.value === message.content && message.role === "assistant") close();
-        else actions.edit(message, text.value);
-      },
-      keydown: (event) => {
-        if (event.key === "Escape") close();
-        else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
-        else return;
-        event.preventDefault();
-        event.stopPropagation();
-      },
-    },
-    text,
-    element(
-      "div",
-      { class: "row" },
-      element("button", { type: "button", class: "plain", text: "Cancel", click: close }),
-      element("button", { type: "submit", class: "main", text: message.role === "user" ? "Send" : "Save" }),
-    ),
-  );
+  const form = editForm(message, close, (text) => actions.edit(message, text));
   made.classList.add("editing");
   made.replaceChildren(form);
-  text.focus();
+  form.querySelector("textarea").focus();
 }
 
 // --- the end of a growing conversation stays in sight, unless somebody has gone up to read

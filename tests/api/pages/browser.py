@@ -211,9 +211,9 @@ async def _tab_of(debugger: str, browser: Page, context: str, address: str) -> A
         yield page
 
 
-async def keep_settings(page: Page, values: dict[str, Any]) -> None:
-    """What new chats begin with, from the next load on."""
-    await page.value(f"localStorage.setItem('nf4-chat.settings', {json.dumps(json.dumps(values))})")
+async def keep_settings(page: Page, values: dict[str, Any], path: str = "") -> None:
+    """What new chats begin with, from the next load on; path: where the server is below its proxy's address."""
+    await page.value(f"localStorage.setItem('nf4-chat{path}.settings', {json.dumps(json.dumps(values))})")
 
 
 async def load(page: Page, address: str) -> None:

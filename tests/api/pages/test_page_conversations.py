@@ -80,6 +80,21 @@ async def test_search(three: Page) -> None:
     assert sorted(await three.value(TITLES)) == ["Is 7 a prime?", "Paint", "What is a lighthouse?"]
 
 
+async def test_titles_have_no_markdown(page: Page) -> None:
+    await page.set("[name=max_tokens]", "2")
+    for question in (
+        "# **List** `two` [ports](http://x)\nof Lisbon", "```python\nx = __init__\n```", "What is 2*3*4?",
+        "<b onclick=x>*Who*</b>",
+    ):  # fmt: skip
+        await page.click(".new-chat")
+        await ask(page, question)
+    titles = ["<b onclick=x>Who</b>", "What is 2*3*4?", "x = __init__", "List two ports"]
+    assert await page.value(TITLES) == titles
+    assert await page.text("#title") == titles[0]
+    assert await page.value("document.title") == f"{titles[0]} · NF4 server"
+    assert page.troubles == []
+
+
 async def test_rename_and_delete(three: Page, pages: str) -> None:
     page = three
     await choose(page, "Is 7 a prime?", "rename")

@@ -178,7 +178,7 @@ async def test_edit_regenerate_and_versions(page: Page) -> None:
     await page.value("document.getElementById('text').focus()")
     await page.press("ArrowUp")
     await page.set("article.user textarea", "What is the capital of Italy?")
-    await page.press("Enter", modifiers=2)
+    await page.press("Enter")
     await page.until("document.querySelector('.user .count')?.innerText === '2/2'")
     await page.until(ENDED.format(1))
     assert asked(page)[-1]["messages"] == [{"role": "user", "content": "What is the capital of Italy?"}]
@@ -192,6 +192,28 @@ async def test_edit_regenerate_and_versions(page: Page) -> None:
     assert await page.text(".assistant strong") == "Lyon"
     await ask(page, "Sure?", 2)
     assert asked(page)[-1]["messages"][1]["content"] == "It is **Lyon**."
+    assert page.troubles == []
+
+
+async def test_enter_sends_what_is_edited(page: Page) -> None:
+    await ask(page, "One")
+    field = "document.querySelector('.edit textarea')"
+    await page.click("article.user [aria-label=Edit]")
+    await page.press("Enter", modifiers=8)
+    await page.press("a", "a")
+    assert await page.value(f"{field}.value") == "One\na"
+    await page.press("Escape")
+    assert await page.text(".user .text") == "One"
+    await page.click(".assistant [aria-label=Edit]")
+    await page.value(f"{field}.value = 'Two'")
+    await page.press("Enter")
+    await page.until("document.querySelector('.assistant .prose')?.innerText === 'Two'")
+    # On a touch screen Enter begins a line here, too.
+    await page.size(390, 844, phone=True)
+    await page.click(".assistant [aria-label=Edit]")
+    await page.press("Enter")
+    await page.press("b", "b")
+    assert await page.value(f"{field}.value") == "Two\nb"
     assert page.troubles == []
 
 
