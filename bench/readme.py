@@ -17,7 +17,7 @@ from bench.speculation import tables as speculation_tables
 from bench.tables import busy, engine, parallel, sampling
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scaling.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("clients.md", "performance.md", "scaling.md")))
 MARKED = re.compile(r"(<!-- table:(?P<name>[a-z0-9-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     "headline": engine.headline,
@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": engine.decode,
     "prefill": engine.prefill,
     "vllm": engine.vllm,
+    "vllm-plugin": engine.vllm_plugin,
     "busy": busy.busy,
     "paper": engine.paper,
     "http": engine.http,

@@ -59,8 +59,11 @@ def _weight(packed: Tensor, quant_state: Any) -> Weight:
 
 
 def enable() -> None:
-    """Run every bitsandbytes Linear4bit layer of this process on these kernels. Needs bitsandbytes >= 0.50."""
-    from nf4_kernels import bnb
+    """Run every bitsandbytes Linear4bit layer of this process on these kernels. ImportError without bitsandbytes >= 0.50."""
+    try:
+        from nf4_kernels import bnb
+    except ImportError as e:
+        raise ImportError(f"nf4_kernels.enable() needs bitsandbytes 0.50 or newer: {e}") from e
 
     bnb.enable()
 

@@ -10,6 +10,7 @@ from bench.tables.results import NAMES, PEERS, Result, load, peer
 
 KERNELS, E2E, CPU = "kernels-nvidia-h200.json", "e2e-nvidia-h200.json", "cpu.json"
 EXPERTS = "moe-nvidia-h200.json"
+PLUGIN = "vllm-plugin-nvidia-h100.json"
 # The paper's best ratios to bitsandbytes 0.47.0 on an A100, and the batch sizes at which it reached them.
 PAPER = {"llama-3.3-70b": (1.54, 2), "qwen3-32b": (1.29, 32), "gemma-3-27b": (1.32, 64)}
 SHORT = (1, 8, 64, 256, 2048)
@@ -128,6 +129,18 @@ def vllm() -> str:
     return table(heads, lines)
 
 
+def vllm_plugin() -> str:
+    """Decode by vLLM with and without nf4_kernels."""
+    result = load(PLUGIN)
+    lines = [
+        [str(row["batch"]), *(_speed(row[key]) for key in ("vllm_tok_s", "enabled_tok_s")), f"{_gain(row):.1f}"]
+        for row in result["rows"]
+    ]
+    (model,) = {NAMES[row["model"]] for row in result["rows"]}
+    about = f"{model} in NF4 on one {result['device']}, decode, tokens per second; vLLM {result['versions']['vllm']}."
+    return f"{about}\n\n{table(['sequences', 'vLLM', 'with nf4_kernels', 'times as fast'], lines)}"
+
+
 def paper() -> str:
     """End to end, in times of transformers with bitsandbytes: the paper's kernels and this engine."""
     heads = ["times as fast as transformers", "the paper's kernels, at their best", "ours, 1 sequence", "32 sequences"]
@@ -242,6 +255,10 @@ def _slashes(values: Sequence[float | None]) -> str:
 
 def _versions(result: Result) -> str:
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+
+
+def _gain(row: Result) -> float:
+    return float(row["enabled_tok_s"] / row["vllm_tok_s"])
 
 
 def _speed(value: float | None) -> str:

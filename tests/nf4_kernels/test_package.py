@@ -122,6 +122,44 @@ def test_a_wheel_with_a_library_needs_no_compiler(wheel: Path, tmp_path: Path) -
     assert not list(home.rglob("*.so"))
 
 
+VLLM = """
+# As vLLM does it: plugins are called once in the parent, and a forked worker imports bitsandbytes when it makes its model.
+import importlib.util, logging, os, sys
+from importlib.metadata import entry_points
+logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+(plugin,) = entry_points(group="vllm.general_plugins", name="nf4_kernels")
+plugin.load()()
+plugin.load()()
+assert importlib.util.find_spec("bitsandbytes") and "bitsandbytes" not in sys.modules
+if worker := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+from bitsandbytes.nn import Linear4bit
+import bitsandbytes
+loader = bitsandbytes.__loader__
+assert loader is bitsandbytes.__spec__.loader and "nf4_kernels" not in type(loader).__module__
+print(Linear4bit.forward.__module__)
+"""
+
+
+def test_vllm_finds_the_plugin_and_a_worker_runs_on_the_kernels(wheel: Path, tmp_path: Path) -> None:
+    whole = with_libraries(wheel, [build.LIBRARIES / "libnf4_cpu.so"], tmp_path)
+    installed = tmp_path / "installed"
+    run("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(installed), str(whole), at=tmp_path)
+    environment = {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+    worker = run("-c", VLLM, at=tmp_path, **environment)
+    assert worker.stdout == "nf4_kernels.bnb\n"
+    assert worker.stderr.count("vllm.nf4_kernels: ") == 1
+    assert f"nf4_kernels {nf4_kernels.__version__}" in worker.stderr
+    off = run("-c", VLLM, at=tmp_path, NF4_KERNELS_VLLM="0", **environment)
+    assert off.stdout == "bitsandbytes.nn.modules\n"
+    # An error leaves vLLM as it is, and one line says which.
+    (installed / "nf4_kernels" / "bnb.py").write_text("raise ImportError('no such thing')")
+    broken = run("-c", VLLM, at=tmp_path, **environment)
+    assert broken.stdout == "bitsandbytes.nn.modules\n"
+    assert broken.stderr.count("vllm.nf4_kernels: ") == 1
+    assert "no such thing" in broken.stderr
+
+
 def test_libraries_that_need_newer_symbols_get_no_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def needing(*symbols: str) -> str:
         dump = "".join(f"0 DF *UND* 0 ({symbol}) name\n" for symbol in symbols)
