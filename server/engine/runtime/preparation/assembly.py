@@ -17,6 +17,7 @@ from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import least
 from server.engine.runtime.followers import Followers
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
+from server.engine.runtime.model.class_forward import adapt_forward
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.exchanged import exchange_outputs
 from server.engine.runtime.model.expanded import expand_weights
@@ -34,6 +35,7 @@ from server.engine.runtime.preparation.graph_capture import (
     capture_verify,
     verify_sizes,
 )
+from server.engine.runtime.preparation.own_forward import check_own_forward
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import ModelRunner, StepGraphs
@@ -75,6 +77,7 @@ def build_runner(
     adapters = install_adapters(model, config, sharded.parts if sharded else None)
     if sharded:
         exchange_outputs(model, sharded.parts, sharded.shard, sharded.norms)
+    adapt_forward(model)
     spec = CacheSpec.of(model, config)
     tower = ImageTower(model) if has_tower(model) else None
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
@@ -86,6 +89,8 @@ def build_runner(
     drafting = None if draft is None else DraftPreparation(draft, config, clock)
     budget = least(cache_budget(model, paged_with, spec.bytes_per_block, config))
     limits = model_limits(model, spec.bytes_per_block + (drafting.bytes_per_block if drafting else 0), config, budget)
+    with torch.inference_mode():
+        check_own_forward(paged_with, spec, limits)
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
         written = not (sharded or config.enforce_eager) and write_layers(paged, spec.options)
