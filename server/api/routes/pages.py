@@ -20,8 +20,8 @@ router = APIRouter(include_in_schema=False)
 # Only scripts and styles of this server are allowed, and no inline ones. A model's text enters the document through
 # DOMPurify alone, and loads nothing. Attached images are data: addresses.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _MEDIA_TYPES = {
@@ -30,6 +30,7 @@ _MEDIA_TYPES = {
     "js": "text/javascript; charset=utf-8",
     "mjs": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "woff2": "font/woff2",
 }
 ASSETS = (
     "answering.js",
@@ -46,6 +47,7 @@ ASSETS = (
     "exchange.js",
     "favicon.svg",
     "figures.js",
+    "formulas.js",
     "markdown.js",
     "math.js",
     "prose.css",
@@ -53,9 +55,12 @@ ASSETS = (
     "settings.js",
     "sidebar.js",
     "store.js",
+    "vendor/Temml-Local.css",
+    "vendor/Temml.woff2",
     "vendor/highlight.min.js",
     "vendor/markdown-it.esm.min.mjs",
     "vendor/purify.min.js",
+    "vendor/temml.min.js",
     "view.js",
 )
 """What is served under /static, and nothing else."""

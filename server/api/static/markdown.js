@@ -1,7 +1,8 @@
-// A model's text as elements: Markdown, coloured code with a button to copy it, formulas as text. The text is not trusted:
+// A model's text as elements: Markdown, coloured code with a button to copy it, typeset formulas. The text is not trusted:
 // HTML in it stays text, and what is rendered passes DOMPurify's list before it meets the document.
 
 import { copyFrom, element, icon } from "./dom.js";
+import { typeset } from "./formulas.js";
 import { math } from "./math.js";
 import highlighter from "./vendor/highlight.min.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
@@ -77,13 +78,18 @@ function finish(block) {
     box.append(table);
   });
   holder.querySelectorAll("pre").forEach(codeBox);
+  holder.querySelectorAll(".math").forEach(typeset);
   return holder.firstChild;
 }
 
-/** A text's blocks as elements, each with its HTML: [{html, element()}]. */
+/** A text's blocks as elements, each with its HTML and its text: [{html, text(), element()}]; text() before element(). */
 function blocks(text) {
   const safe = DOMPurify.sanitize(markdown.render(text), ALLOWED);
-  return [...safe.children].map((block) => ({ html: block.outerHTML, element: () => finish(block) }));
+  return [...safe.children].map((block) => ({
+    html: block.outerHTML,
+    text: () => (block.querySelector("pre") ?? block).textContent,
+    element: () => finish(block),
+  }));
 }
 
 const shown = new WeakMap();
@@ -97,10 +103,11 @@ export function show(place, text, { complete = true } = {}) {
   const now = blocks(text);
   let same = 0;
   while (same < now.length && same < before.html.length && now[same].html === before.html[same]) same++;
+  const ready = complete ? now.length : Math.max(0, now.length - 1);
+  // Formulas are told in TeX, as they are written.
+  const told = now.slice(before.told, ready).map((block) => block.text());
   while (place.children.length > same) place.lastChild.remove();
   for (const block of now.slice(same)) place.append(block.element());
-  const ready = complete ? now.length : Math.max(0, now.length - 1);
-  const told = [...place.children].slice(before.told, ready).map((block) => (block.querySelector("pre") ?? block).textContent);
   shown.set(place, { html: now.map((block) => block.html), told: Math.max(before.told, ready) });
   return told;
 }

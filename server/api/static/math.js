@@ -1,4 +1,4 @@
-// Formulas stay text: a markdown-it plugin that takes what stands between TeX's marks out of Markdown's hands.
+// Where formulas are: a markdown-it plugin that takes what stands between TeX's marks out of Markdown's hands.
 
 const INLINE = [
   ["\\(", "\\)"],
