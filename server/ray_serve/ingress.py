@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from server.api.http.errors import ApiError, unavailable
+from server.api.http.streaming import error_event
 from server.ray_serve.affinity import beginnings
 from server.ray_serve.answers import ConnectionLostError, Destination, Item, Receiver
 from server.ray_serve.engine import Request
@@ -177,9 +178,8 @@ class Answer:
             await self._send({"type": "http.response.body", "body": response.body})
             return
         if self._events:
-            event = b"event: error\n" if anthropic else b""
-            data = event + b"data: " + error.body(anthropic=anthropic) + b"\n\n"
-            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+            event = error_event(error, anthropic=anthropic)
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
         raise error
 

@@ -40,6 +40,11 @@ def event(document: Any, name: str | None = None) -> bytes:
     return head + _data(_encode(document))
 
 
+def error_event(error: ApiError, *, anthropic: bool = False) -> bytes:
+    """The last event of a stream that an error ends, in OpenAI's shape or in Anthropic's."""
+    return (b"event: error\n" if anthropic else b"") + _data(error.body(anthropic=anthropic))
+
+
 def _data(document: bytes) -> bytes:
     for raw, escaped in _LINE_ENDS.items():
         document = document.replace(raw, escaped)
@@ -105,11 +110,11 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except ApiError as e:
                 logger.warning("a stream ended with an error: %s", e.message)
-                await send({"type": "http.response.body", "body": _data(e.body()), "more_body": True})
+                await send({"type": "http.response.body", "body": error_event(e), "more_body": True})
             except Exception:
                 logger.exception("a stream failed")
-                body = internal_error(request_id.get()).body()
-                await send({"type": "http.response.body", "body": _data(body), "more_body": True})
+                failed = error_event(internal_error(request_id.get()))
+                await send({"type": "http.response.body", "body": failed, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

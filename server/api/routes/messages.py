@@ -18,7 +18,7 @@ from server.api.answering.turn import Turn, count_chat, respond, start_turn
 from server.api.http.errors import ApiError, renamed
 from server.api.http.hints import take_hints
 from server.api.http.replies import json_response
-from server.api.http.streaming import closing, event
+from server.api.http.streaming import closing, error_event, event
 from server.api.http.validation import given, read_json, validate
 from server.api.openai.chat_options import UNSUPPORTED_CHAT, ChatOptions
 from server.api.openai.message_schemas import ANTHROPIC_MESSAGES, ANTHROPIC_SYSTEM
@@ -161,7 +161,7 @@ class _Answer:
                         yield _block_event(happened)
                     reason, stop = delta.finish_reason or reason, delta.stop_reason
         except ApiError as e:
-            yield b"event: error\ndata: " + e.body(anthropic=True) + b"\n\n"
+            yield error_event(e, anthropic=True)
             return
         for happened in blocks.finish():
             yield _block_event(happened)
@@ -230,8 +230,7 @@ def _block_event(happened: ContentBlockEvent) -> bytes:
     block = happened.block
     match happened.action:
         case "start":
-            empty = ContentBlock(block.index, block.kind, "", block.call_id, block.name)
-            return _event("content_block_start", index=block.index, content_block=_content(empty))
+            return _event("content_block_start", index=block.index, content_block=_content(block.empty()))
         case "delta":
             kind, field = {
                 "text": ("text_delta", "text"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -196,15 +195,14 @@ class _Answer:
     def _block_event(self, happened: ContentBlockEvent, status: str = "completed") -> bytes:
         """The events of what happened; status is a block's when it ends."""
         block = happened.block
-        item = self._item(block, status)
-        where = {"item_id": item["id"], "output_index": block.index}
+        where = {"item_id": self._item_id(block), "output_index": block.index}
         part = {**where, "content_index": 0}
         text = {"text": "response.output_text", "reasoning": "response.reasoning_text"}.get(block.kind)
         extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         match happened.action:
             case "start":
                 # The first delta may be in the block already; it is an event of its own.
-                started = self._item(replace(block, text=""), "in_progress")
+                started = self._item(block.empty(), "in_progress")
                 content = started.get("content", [])
                 started = {**started, "content": []} if "content" in started else started
                 data = self._event("response.output_item.added", output_index=block.index, item=started)
@@ -215,6 +213,7 @@ class _Answer:
                 return self._event(f"{text}.delta", **part, delta=happened.delta, **extra)
             case "delta":
                 return self._event("response.function_call_arguments.delta", **where, delta=happened.delta)
+        item = self._item(block, status)
         if text is not None:
             data = self._event(f"{text}.done", **part, text=block.text, **extra)
             data += self._event("response.content_part.done", **part, part=item["content"][0])
@@ -222,9 +221,12 @@ class _Answer:
             data = self._event("response.function_call_arguments.done", **where, name=block.name, arguments=block.text)
         return data + self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
+    def _item_id(self, block: ContentBlock) -> str:
         prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
-        item_id = self._ids.setdefault(block.index, new_id(prefix))
+        return self._ids.setdefault(block.index, new_id(prefix))
+
+    def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
+        item_id = self._item_id(block)
         match block.kind:
             case "text":
                 content = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

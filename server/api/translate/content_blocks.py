@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from server.text.answer import Part
@@ -16,9 +16,19 @@ class ContentBlock:
 
     index: int
     kind: Kind
-    text: str = ""
     call_id: str = ""
     name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """The deltas of the text; appending each to one string would take time that grows with its square."""
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        return "".join(self.pieces)
+
+    def empty(self) -> ContentBlock:
+        """The block as it began, without text."""
+        return replace(self, pieces=[])
 
 
 @dataclass(frozen=True)
@@ -70,5 +80,5 @@ class ContentBlocks:
 
     def _grow(self, text: str, events: list[ContentBlockEvent]) -> None:
         if text:
-            self.all[-1].text += text
+            self.all[-1].pieces.append(text)
             events.append(ContentBlockEvent("delta", self.all[-1], text))
