@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from fastapi import FastAPI
 
 from server.api.http.counts import Counts
+from server.checkpoint.adapter_files import check_adapter
 from server.checkpoint.source import resolve_checkpoint
 from server.config import Config
 from server.engine.supervisor.base import EngineBase
@@ -44,8 +45,13 @@ class Alone:
         """Called when the application starts."""
 
     async def engine(self, progress: Progress) -> tuple[Path, EngineBase]:
-        """The checkpoint's folder, and the engine, not started. Raises CheckpointError."""
+        """The checkpoint's folder, and the engine, not started. Raises CheckpointError.
+
+        Adapters' folders are checked first, as fetching and loading the model may take long.
+        """
         config = self._config
+        for module in config.engine.lora_modules:
+            check_adapter(module.path)
         folder = await in_thread(lambda: resolve_checkpoint(config.model, config.cache_dir, progress))
         return folder, EngineClient(await _with_draft_model(config, progress), folder)
 

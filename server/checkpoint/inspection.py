@@ -94,7 +94,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     files = tuple(weight_files(folder))
     for file in files:
-        tensors.update(_read_header(file))
+        tensors.update(read_header(file))
     eight_bit = next((name for name in tensors if name.endswith(".SCB")), None)
     if eight_bit is not None:
         raise CheckpointError(f"{folder}: {eight_bit.removesuffix('.SCB')} is in bitsandbytes' 8 bit; {_NEEDED}")
@@ -154,7 +154,7 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Names, dtypes and shapes in a safetensors file; checks that the file is as long as its header says."""
     try:
         size = file.stat().st_size

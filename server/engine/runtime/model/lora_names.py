@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from server.checkpoint.adapter_files import EMBEDDINGS, OUTPUT_LAYERS
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.lora import EMBEDDINGS, OUTPUT_LAYERS, AdapterFactors, AdapterWeights, VocabularyChange
+from server.checkpoint.lora import AdapterFactors, AdapterWeights, VocabularyChange
 from server.checkpoint.names import is_of_tower
 
 logger = logging.getLogger(__name__)
