@@ -5,7 +5,8 @@ and libnf4_cuda.so (nvcc, if one is found). No torch header is included, so one 
 ending of a C++ source's name says its instruction set: *_avx2.cpp, *_avx512.cpp, *_amx.cpp; the choice among them is made
 at run time. A CUDA source is compiled for all GPU targets; if its name or a folder's ends in _sm90, for 90a alone.
 NF4_CUDA_ARCHS chooses the targets (default "80;86;89;90a;100;120"). A source is compiled again only if it, a header that
-it includes or its command has changed (object_files.py).
+it includes or its command has changed (object_files.py). With NF4_POSE_AS=86 and NF4_CUDA_ARCHS=90 the kernels are those
+for capability 8.6, translated for an H100: with the same variable the server and the library then choose as on such a GPU.
 
 Run as a file, python nf4_kernels/build.py, it needs no torch, whose import takes seconds.
 """
@@ -131,9 +132,12 @@ def build_cuda(
     """
     compiler = Compiler.of(nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-I.", *(flags or []))
     all_targets = [a for a in (archs or os.environ.get("NF4_CUDA_ARCHS", CUDA_ARCHS)).split(";") if a]
+    posed = os.environ.get("NF4_POSE_AS")
+    posing = [] if posed is None else ["-DNF4_POSED"]
     commands = {
         source.relative_to(SOURCES).as_posix(): [
-            f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_archs(source, all_targets)
+            *posing,
+            *(f"-gencode=arch=compute_{posed or a},code=sm_{a}" for a in cuda_archs(source, all_targets)),
         ]
         for source in sorted((SOURCES / "cuda").rglob("*.cu"))
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nf4_kernels.cuda.device import capability
 from nf4_kernels.cuda.library import DecodeAttention, load_error, raise_for, usable
 from nf4_kernels.params import DTYPES
 
@@ -100,7 +101,7 @@ def can_attend(device: torch.device, dtype: torch.dtype, block_size: int, heads:
     """Whether decode_attention() runs on that device of this machine with such a cache and such queries."""
     return (
         device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == (9, 0)
+        and capability(device) == (9, 0)
         and dtype in (torch.float16, torch.bfloat16)
         and (block_size, dim) == (BLOCK_SIZE, DIM)
         and heads % kv_heads == 0

@@ -20,6 +20,8 @@ import statistics
 import torch
 from torch import Tensor
 
+from nf4_kernels.cuda.device import capability
+
 logger = logging.getLogger(__name__)
 
 KINDS = ("rows", "wgmma", "slices", "dequantize")
@@ -160,10 +162,9 @@ class DeviceClock:
         return self._words.data_ptr() + (index * CAPACITY + place) * WORDS * 8
 
     def _measure_completion(self, device: torch.device) -> int:
-        properties = torch.cuda.get_device_properties(device)
-        if properties.major < 9:
+        if capability(device)[0] < 9:
             return 0
-        blocks = properties.multi_processor_count
+        blocks = torch.cuda.get_device_properties(device).multi_processor_count
         stream = torch.cuda.current_stream(device)
         written = torch.empty(blocks * 256, device=device)
         found = []

@@ -9,6 +9,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from nf4_kernels.cuda.device import arch
 from nf4_kernels.cuda.device_clock import DeviceClock
 from nf4_kernels.cuda.library import Linear, MmaPlan, Next, RowsPlan, WgmmaPlan, raise_for, usable
 from nf4_kernels.cuda.weight_order import next_weight
@@ -120,17 +121,15 @@ def plan_on(
     device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True, normalised: bool = False
 ) -> Plan:
     """plan() for a CUDA device of this machine (16-bit types)."""
-    arch, multiprocessors = _properties(device.index if device.index is not None else torch.cuda.current_device())
-    return _plan(m, n, k, arch, multiprocessors, blocksize, nested, normalised)
+    return _plan(m, n, k, arch(device), _multiprocessors(device), blocksize, nested, normalised)
 
 
 _plan = functools.lru_cache(maxsize=4096)(plan)
 
 
 @functools.cache
-def _properties(index: int) -> tuple[int, int]:
-    properties = torch.cuda.get_device_properties(index)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _launch(

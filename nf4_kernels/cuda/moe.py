@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nf4_kernels.cuda import BLOCKSIZES
+from nf4_kernels.cuda.device import arch
 from nf4_kernels.cuda.library import Moe, MoeRowsPlan, MoeWarpsPlan, MoeWgmmaPlan, load_error, raise_for, usable
 from nf4_kernels.format import Weight, second_level
 from nf4_kernels.params import DTYPES, EXPERT_ACTIVATIONS, Nf4Weight
@@ -109,10 +110,9 @@ def plan_on(
     routed: bool,
 ) -> MoePlan | None:
     """plan_moe() for a CUDA device of this machine."""
-    properties = torch.cuda.get_device_properties(device)
-    arch, multiprocessors = 10 * properties.major + properties.minor, properties.multi_processor_count
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     experts, n, k = shape
-    return plan_moe(tokens, top_k, experts, n, k, arch, multiprocessors, blocksize, nested, gated, routed)
+    return plan_moe(tokens, top_k, experts, n, k, arch(device), multiprocessors, blocksize, nested, gated, routed)
 
 
 def _check(

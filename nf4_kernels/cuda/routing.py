@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nf4_kernels.cuda.device import capability
 from nf4_kernels.cuda.library import raise_for, usable
 from nf4_kernels.cuda.top_k import can_select
 from nf4_kernels.params import DTYPES
@@ -39,7 +40,7 @@ def can_route(device: torch.device, dtype: torch.dtype, width: int, k: int) -> b
 def can_route_linear(device: torch.device, dtype: torch.dtype, width: int, hidden: int, k: int) -> bool:
     """Whether nf4::route_linear is one launch for few tokens."""
     fits = width <= 128 and 256 <= hidden <= 4096 and hidden % 256 == 0 and dtype in (torch.float16, torch.bfloat16)
-    return fits and can_route(device, dtype, width, k) and torch.cuda.get_device_capability(device)[0] >= 9
+    return fits and can_route(device, dtype, width, k) and capability(device)[0] >= 9
 
 
 def _in_torch(logits: Tensor, k: int, normalised: bool, rounded: torch.dtype) -> tuple[Tensor, Tensor]:

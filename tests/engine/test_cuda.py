@@ -64,14 +64,16 @@ def test_graphs_of_many_sequences_pass_on_tiled_activations(
 ) -> None:
     """Tiles go from each layer's attention to its next GEMM, and from the GEMM with the gated activation to the next."""
     calls: Counter[str] = Counter()
+    sequences = 48
 
     def counted(name: str) -> Callable[..., torch.Tensor]:
         function: Callable[..., torch.Tensor] = getattr(cuda, name)
 
         def call(*arguments: Any) -> torch.Tensor:
-            # A gated GEMM tiles its result where its last argument, the tile, is not 0.
+            # A gated GEMM tiles its result if its last argument, the tile, is not 0. Graphs of prompts are captured, too.
             tiled = name == "tiled_linear" or arguments[-1] > 0
-            calls[name] += torch.cuda.is_current_stream_capturing() and tiled
+            tokens = arguments[-3] if name == "tiled_linear" else arguments[0].shape[0]
+            calls[name] += torch.cuda.is_current_stream_capturing() and tiled and tokens == sequences
             return function(*arguments)
 
         return call
@@ -82,7 +84,8 @@ def test_graphs_of_many_sequences_pass_on_tiled_activations(
     rng = random.Random(2)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 100))] for _ in range(12)]
     # Sums of wgmma and of transformers are up to two of the steps below apart, both logits each.
-    check_answers(name, tmp_path, prompts, 0.035, max_num_seqs=48, max_num_batched_tokens=512, kv_cache_bytes=1 << 28)
+    limits = {"max_num_seqs": sequences, "max_num_batched_tokens": 512, "kv_cache_bytes": 1 << 28}
+    check_answers(name, tmp_path, prompts, 0.035, **limits)
     assert calls == {"tiled_linear": 14, "gated_linear": 7}
 
 

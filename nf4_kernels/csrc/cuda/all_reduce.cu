@@ -8,16 +8,13 @@
 
 #include "all_reduce_ll.cuh"
 #include "all_reduce_ll128.cuh"
+#include "device.cuh"
 
 namespace nf4 {
 namespace {
 
 template <typename T, int kMostRanks>
 cudaError_t launch(const ReduceArgs& args, bool ll128, cudaStream_t stream) {
-  int device = 0, major = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (status != cudaSuccess) return status;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -27,7 +24,7 @@ cudaError_t launch(const ReduceArgs& args, bool ll128, cudaStream_t stream) {
   config.blockDim = dim3(kReduceThreads);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.numAttrs = has_hopper_launches() ? 1 : 0;
   return cudaLaunchKernelEx(&config, ll128 ? all_reduce_ll128<T, kMostRanks> : all_reduce_ll<T, kMostRanks>, args);
 }
 

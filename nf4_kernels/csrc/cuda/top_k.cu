@@ -3,6 +3,7 @@
 // are two launches that cost several times as much, and its softmax and weights are one each.
 #include <stdint.h>
 
+#include "device.cuh"
 #include "pipeline.cuh"
 #include "router.cuh"
 
@@ -84,11 +85,7 @@ cudaError_t launch(void (*kernel)(Args), const Args& args, cudaStream_t stream) 
   config.blockDim = dim3(kWarps * 32);
   config.stream = stream;
   config.attrs = &attribute;
-  int device = 0, major = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (status != cudaSuccess) return status;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.numAttrs = has_hopper_launches() ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 

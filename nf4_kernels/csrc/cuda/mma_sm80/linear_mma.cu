@@ -1,17 +1,12 @@
 // The C entry of linear_mma.cuh: it validates what is asked, fills the kernel's arguments and launches the instance that the
 // plan names.
+#include "../device.cuh"
 #include "instances.cuh"
 #include "linear_mma.cuh"
 #include "norm.cuh"
 
 namespace nf4 {
 namespace {
-
-int mma_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = -1;
-  if (cudaGetDevice(&device) != cudaSuccess) return -1;
-  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : -1;
-}
 
 template <typename T, int kWarps, int kTiles>
 cudaError_t launch_instance(const MmaArgs& args, int grid, cudaStream_t stream) {
@@ -54,9 +49,9 @@ cudaError_t validate(const Nf4Linear& linear, const MmaPlan& plan) {
   int64_t tiles = (w.n + kMmaRows - 1) / kMmaRows * ((linear.m + plan.tokens - 1) / plan.tokens);
   int64_t steps = tiles * (w.k / 64);
   if (steps >= int64_t{1} << 31 || plan.grid > steps) return cudaErrorInvalidValue;
-  // From sm_90 on the system keeps some of a block's shared memory for itself, in front of the block's own.
-  bool reserves = mma_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  if (reserves && mma_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) return cudaErrorNotSupported;
+  if (reserves_shared_memory() && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
+    return cudaErrorNotSupported;
+  }
   return cudaSuccess;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common.cuh"
+#include "../device.cuh"
 #include "../pipeline.cuh"
 
 namespace nf4 {
@@ -35,14 +36,6 @@ inline int64_t list_bytes(int64_t capacity, int size) {
   return ((kListHeader + capacity + capacity * size) * 4 + 255) / 256 * 256;
 }
 
-inline int moe_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = -1;
-  if (cudaGetDevice(&device) != cudaSuccess) return -1;
-  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : -1;
-}
-
-inline bool moe_hopper() { return moe_attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
-
 // Launches a kernel, which from sm_90 on may start before the one in front has ended (programmatic dependent launch).
 template <typename... Parameters, typename... Values>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t grid, int threads, int shared, void* stream,
@@ -60,7 +53,7 @@ cudaError_t launch_dependent(void (*kernel)(Parameters...), int64_t grid, int th
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
-  config.numAttrs = moe_hopper() ? 1 : 0;
+  config.numAttrs = has_hopper_launches() ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(values)...);
 }
 

@@ -12,7 +12,7 @@ bool boxes_fit(const MoeRowsArgs& args, const Nf4Moe& moe, const MoeRowsPlan& pl
   const Nf4Weight& w = moe.weight;
   bool few_blocks = moe.num_experts * w.n * (w.k / 64) < int64_t{1} << 32;  // they are counted with 32 bits
   return plan.parts == 1 && w.blocksize == 64 && few_blocks &&
-         reinterpret_cast<uintptr_t>(w.packed) % 16 == 0 && moe_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+         reinterpret_cast<uintptr_t>(w.packed) % 16 == 0 && has_hopper_launches() && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
 // Launches the instance that the plan names; cudaErrorInvalidValue where there is none.
@@ -42,7 +42,9 @@ cudaError_t validate(const Nf4Moe& moe, const MoeRowsPlan& plan) {
   bool fits = !plan.sorted && plan.parts == 1 && moe_choices(moe) <= plan.tiles * 8;
   if (plan.adds && (!fits || !moe.routing || moe.activation)) return cudaErrorInvalidValue;
   if (!plan.sorted && moe_choices(moe) > 1024) return cudaErrorInvalidValue;
-  if (moe_hopper() && moe_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) return cudaErrorNotSupported;
+  if (reserves_shared_memory() && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
+    return cudaErrorNotSupported;
+  }
   return cudaSuccess;
 }
 

@@ -97,7 +97,7 @@ cudaError_t launch_sums(const SumArgs& args, void* stream) {
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
-  config.numAttrs = moe_hopper() ? 1 : 0;
+  config.numAttrs = has_hopper_launches() ? 1 : 0;
   return cudaLaunchKernelEx(&config, sum_choices<T, Result>, args);
 }
 

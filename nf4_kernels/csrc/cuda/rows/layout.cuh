@@ -30,10 +30,8 @@ constexpr int kTableStride = 256;
 constexpr int kTableBytes = 256 * kTableStride;
 // Where dynamic shared memory starts: from sm_90 on behind the system's first KB. As a constant it goes into the table
 // lookups' immediate offsets; the kernel checks it. In a cluster a block's rank is added in the highest byte of every
-// address. (NF4_SHARED_BASE is for older code that a newer device's driver compiles.)
-#if defined(NF4_SHARED_BASE)
-constexpr int kSharedBase = NF4_SHARED_BASE;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+// address. (NF4_POSED builds have older code that a newer device's driver compiles.)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900 && !defined(NF4_POSED)
 constexpr int kSharedBase = 0;
 #else
 constexpr int kSharedBase = 1024;

@@ -1,5 +1,6 @@
 // The C entry of linear_rows.cuh: it validates what is asked, fills the kernel's arguments and launches the instance that
 // the plan names.
+#include "../device.cuh"
 #include "linear_rows.cuh"
 
 // linear_rows_timed.cu compiles this again, for the kernels that time their decoding.
@@ -12,12 +13,6 @@ namespace nf4 {
 namespace {
 
 // An attribute of the current device; -1 where CUDA does not say.
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = -1;
-  if (cudaGetDevice(&device) != cudaSuccess) return -1;
-  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : -1;
-}
-
 template <typename T, int kWarps, int kBlocks, int kTiles, bool kNested, bool kNormalises, bool kGates = false>
 cudaError_t launch(const RowsArgs& args, int grid, bool hopper, cudaStream_t stream) {
   using Layout = RowsLayout<kWarps, kBlocks, kTiles, kNested>;
@@ -78,8 +73,9 @@ cudaError_t validate(const Nf4Linear& linear, const RowsPlan& plan, bool hopper)
   if (linear.norm_weight && (linear.dtype != NF4_BFLOAT16 || plan.passes > 1)) return cudaErrorInvalidValue;
   if (linear.m > plan.tiles * 8 || plan.blocks * plan.warps < plan.part_blocks) return cudaErrorInvalidValue;
   if (plan.cluster < 1 || plan.cluster > kMaxCluster || plan.grid % plan.cluster) return cudaErrorInvalidValue;
-  // From sm_90 on the system keeps some of a block's shared memory for itself, in front of the block's own.
-  if (hopper && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) return cudaErrorNotSupported;
+  if (reserves_shared_memory() && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
+    return cudaErrorNotSupported;
+  }
   return cudaSuccess;
 }
 
@@ -163,7 +159,7 @@ cudaError_t launch(const Nf4Linear& linear, const RowsPlan& plan, const RowsArgs
 
 // Launches; returns a cudaError_t, cudaErrorInvalidValue where no instance fits the plan.
 NF4_EXPORT int NF4_LINEAR_ROWS(const Nf4Linear* linear, const RowsPlan* plan) {
-  bool hopper = nf4::device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  bool hopper = nf4::has_hopper_launches();
   cudaError_t status = nf4::validate(*linear, *plan, hopper);
   if (status != cudaSuccess) return status;
   return nf4::launch(*linear, *plan, nf4::build_args(*linear, *plan), hopper);

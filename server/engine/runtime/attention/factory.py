@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nf4_kernels.cuda.device import capability
 from server.config import KVCacheDtype
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.kernels.kv_cache import stored_dtype
@@ -120,7 +121,7 @@ def _eight_bits_unsuitable(
 ) -> str | None:
     if device.type != "cuda":
         return "it needs CUDA"
-    if name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < (8, 9):
+    if name == "fp8_e4m3" and capability(device) < (8, 9):
         return "this GPU does not compute in fp8 (int8 works)"
     return _unsuitable(shapes, dtype)
 

@@ -7,6 +7,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from triton.language.extra import libdevice  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from nf4_kernels.cuda.device import capability
+
 _GATE_COLUMNS = 1024
 
 
@@ -95,7 +97,7 @@ def angles(
 
 def _overlaps(device: torch.device) -> bool:
     """Whether kernels may start by programmatic dependent launch."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return capability(device)[0] >= 9
 
 
 @triton.jit  # type: ignore[untyped-decorator]

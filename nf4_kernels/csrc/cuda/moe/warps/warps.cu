@@ -15,7 +15,9 @@ cudaError_t validate(const Nf4Moe& moe, const MoeWarpsPlan& plan) {
   // An expert's bytes, and k blocks of all experts, are counted with 32 bits.
   if (w.n * w.k >= int64_t{1} << 32 || moe.num_experts * w.n * (w.k / 64) >= int64_t{1} << 32) return cudaErrorInvalidValue;
   if (moe.num_experts * w.n >= int64_t{1} << 31 || moe_choices(moe) > 1024) return cudaErrorInvalidValue;
-  if (moe_hopper() && moe_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) return cudaErrorNotSupported;
+  if (reserves_shared_memory() && device_attribute(cudaDevAttrReservedSharedMemoryPerBlock) != kSharedBase) {
+    return cudaErrorNotSupported;
+  }
   return cudaSuccess;
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nf4_kernels.cuda.device import capability
 from server.config import default_cache_dir
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.flashinfer.compiler import missing_compiler, prepare_compiler
@@ -45,7 +46,7 @@ class FlashInferPrefill:
 
         self._block_size, self._dtype = block_size, dtype
         properties = torch.cuda.get_device_properties(device)
-        kernels = "fa3" if (properties.major, properties.minor) == (9, 0) else "fa2"
+        kernels = "fa3" if capability(device) == (9, 0) else "fa2"
         need = 0
         for kind in kinds:
             blocks = max(1, _BLOCKS_PER_PROCESSOR * properties.multi_processor_count // kind.kv_heads)

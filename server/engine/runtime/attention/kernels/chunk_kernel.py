@@ -6,6 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from nf4_kernels.cuda.device import capability
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.kernels.chunk_items import FIELDS
 from server.engine.runtime.attention.kernels.key_tiles import LOG2_E, add_sinks, add_tile, cache_shape, load_tile
@@ -44,7 +45,7 @@ def attend_chunks(
     """
     heads = query.shape[1]
     kv_heads = cache.data.shape[3]
-    overlap = torch.cuda.get_device_capability(query.device)[0] >= 9
+    overlap = capability(query.device)[0] >= 9
     _attend[(items, kv_heads)](
         cache.data,
         cache.data if cache.scales is None else cache.scales,

@@ -6,6 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from nf4_kernels.cuda.device import capability
 from server.engine.runtime.attention.kernels.key_tiles import cache_shape, store_kv
 
 
@@ -26,7 +27,7 @@ def write_kv(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots:
         *value.stride()[:2],
         cache_shape(cache),
         triton.next_power_of_2(heads * dim),
-        overlap := torch.cuda.get_device_capability(key.device)[0] >= 9,
+        overlap := capability(key.device)[0] >= 9,
         launch_pdl=overlap,
     )
 
@@ -67,7 +68,7 @@ def quantize_kv(
 ) -> None:
     """Do as write_kv() does, with the data of a kv_cache.LayerCache in 8 bits (int8 or float8_e4m3fn) and its scales."""
     tokens, heads, _ = key.shape
-    overlap = torch.cuda.get_device_capability(key.device)[0] >= 9
+    overlap = capability(key.device)[0] >= 9
     _quantize[(tokens, heads)](
         cache,
         scales,

@@ -6,6 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from nf4_kernels.cuda.device import capability
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 
 _ELEMENTS = 2048
@@ -49,7 +50,7 @@ def rotate(rotary: RotaryEmbedding, query: torch.Tensor, key: torch.Tensor) -> t
         width,
         triton.next_power_of_2(rest) if rest else 0,
         norms is not None,
-        overlap := torch.cuda.get_device_capability(query.device)[0] >= 9,
+        overlap := capability(query.device)[0] >= 9,
         num_warps=4,
         launch_pdl=overlap,
     )

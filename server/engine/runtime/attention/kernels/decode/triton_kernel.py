@@ -7,6 +7,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from nf4_kernels.cuda.decode_attention import Workspace
+from nf4_kernels.cuda.device import capability
 from server.engine.runtime.attention.base import AttentionOptions, result_shape
 from server.engine.runtime.attention.kernels.decode.sums import both, finish
 from server.engine.runtime.attention.kernels.instances import DecodeInstance, Shared
@@ -129,7 +130,7 @@ def _instance(
         has_sinks=sinks is not None,
         has_rotary=rotary is not None,
         norms=rotary is not None and rotary.norms is not None,
-        overlap=torch.cuda.get_device_capability(cache.data.device)[0] >= 9,
+        overlap=capability(cache.data.device)[0] >= 9,
         shared=shared,
     )
 

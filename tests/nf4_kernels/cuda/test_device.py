@@ -1,0 +1,41 @@
+"""The compute capability by which kernels are chosen, a GPU's own or the one that NF4_POSE_AS names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nf4_kernels.cuda import device
+
+HOPPER = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def own_capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU of capability 9.0, and nothing remembered of the environment."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    device._posed.cache_clear()
+    yield
+    device._posed.cache_clear()
+
+
+def test_a_gpu_is_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NF4_POSE_AS", raising=False)
+    assert device.capability(HOPPER) == (9, 0)
+    assert device.arch(HOPPER) == 90
+
+
+@pytest.mark.parametrize(("value", "capability"), [("86", (8, 6)), ("80", (8, 0)), ("90", (9, 0))])
+def test_a_gpu_poses_as_an_older_one(value: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NF4_POSE_AS", value)
+    assert device.capability(HOPPER) == capability
+    assert device.arch(HOPPER) == int(value)
+
+
+@pytest.mark.parametrize("value", ["120", "8.6", "6", "", "sm_86"])
+def test_what_it_cannot_pose_as_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NF4_POSE_AS", value)
+    with pytest.raises(ValueError, match="NF4_POSE_AS"):
+        device.capability(HOPPER)
