@@ -18,13 +18,17 @@ import torch
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.exchange import Membership
+from server.engine.runtime.layers.decoder import DecoderLayer
+from server.engine.runtime.model.decoder import decoder_layers
+from server.engine.runtime.preparation import written_layers
 from server.engine.start import load_runner
 from tests.engine.factories import make_request, run_together, tokens
 
 CONFIG = EngineConfig(
-    device="cpu", threads=1, block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=16, max_num_seqs=4,
-    enforce_eager=True,
-)  # fmt: skip
+    device="cpu", threads=1, block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=16, max_num_seqs=4
+)
+EAGER = CONFIG.model_copy(update={"enforce_eager": True})
+"""The layers are transformers' own."""
 PROMPTS = (3, 41, 17, 9)
 
 
@@ -37,6 +41,8 @@ class Answers(TypedDict):
     """By how much the likeliest token's log-probability is above the next one's."""
     weights: int
     """Bytes of all that the model has."""
+    written: bool
+    """Whether its layers are written ones."""
 
 
 def answers(folder: Path, membership: Membership | None, config: EngineConfig = CONFIG) -> Answers:
@@ -59,14 +65,23 @@ def answers(folder: Path, membership: Membership | None, config: EngineConfig = 
         logprobs={name: [entry.logprob for entry in entries] for name, entries in scored.items()},
         gaps={name: [entry.top[0][1] - entry.top[1][1] for entry in entries] for name, entries in scored.items()},
         weights=sum(held.values()),
+        written=all(isinstance(layer.forward, DecoderLayer) for layer in decoder_layers(model)),
     )
 
 
-def answers_of_ranks(folders: list[Path], count: int, store: Path) -> list[dict[str, Answers]]:
-    """What each of count ranks, in processes of their own, got of the models in folders, by the folder."""
+def answers_of_ranks(
+    folders: list[Path], count: int, store: Path, refusing: int | None = None
+) -> list[dict[str, Answers]]:
+    """What each of count ranks, in processes of their own, got of the models in folders, by the folder.
+
+    refusing: the rank whose warm-up check finds written layers wrong.
+    """
     command = [sys.executable, "-m", "tests.parallel.rank"]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(count), str(store), *map(str, folders)], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), str(count), str(store), str(int(rank == refusing)), *map(str, folders)],
+            stdout=subprocess.PIPE,
+        )
         for rank in range(count)
     ]
     try:
@@ -86,9 +101,11 @@ def check_same(found: Answers, expected: Answers, what: str) -> None:
 
 
 def main() -> None:
-    """Arguments: rank, count, store, folders."""
-    rank, count, store, *folders = sys.argv[1:]
+    """Arguments: rank, count, store, whether written layers are to be found wrong, folders."""
+    rank, count, store, refuses, *folders = sys.argv[1:]
     torch.set_num_threads(1)
+    if refuses == "1":
+        written_layers._TOLERANCES = dict.fromkeys(written_layers._TOLERANCES, -1.0)
     found = {}
     for index, folder in enumerate(folders):
         found[folder] = answers(Path(folder), Membership(int(rank), int(count), f"{store}-{index}"))

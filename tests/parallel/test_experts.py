@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from nf4_kernels import cpu
+from tests.engine.layers.test_written_layers import WRITTEN_MIXTURES
 from tests.moe_checkpoints import FAMILIES, is_projection, save_moe, separate_experts, tiny_moe, unsloth_gpt_oss
 from tests.nf4_kernels.weights import FIXED_POINT
-from tests.parallel.rank import Answers, answers, answers_of_ranks
+from tests.parallel.rank import EAGER, Answers, answers, answers_of_ranks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 512, "moe_intermediate_size": 256,
@@ -78,12 +79,13 @@ def check(cases: dict[str, Save], count: int, root: Path) -> None:
     for case, save in cases.items():
         (root / case).mkdir()
         save(root / case)
-    whole = {case: answers(root / case, None) for case in cases}
+    whole = {case: answers(root / case, None, EAGER) for case in cases}
     ranks = answers_of_ranks([root / case for case in cases], count, root / "store")
     for case, expected in whole.items():
         most = 1 / count + 0.03 + (MOST_ZEROS / count if case in PADDED_CASES else 0)
         for found in ranks:
             compare(found[str(root / case)], expected, most, case)
+            assert found[str(root / case)]["written"] == (case not in FAMILIES or case in WRITTEN_MIXTURES), case
             # Sampled ones, too, are the same on every rank.
             assert found[str(root / case)]["tokens"] == ranks[0][str(root / case)]["tokens"], case
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.layers.test_written_layers import WRITTEN
 from tests.engine.models import tiny_model
-from tests.parallel.rank import Answers, answers, answers_of_ranks, check_same
+from tests.parallel.rank import EAGER, Answers, answers, answers_of_ranks, check_same
 
 pytestmark = pytest.mark.rest
 
@@ -57,8 +58,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, Answers]:
-    """What one rank answers."""
-    return {family: answers(folder, None) for family, folder in folders.items()}
+    """What one rank answers by transformers' own layers."""
+    return {family: answers(folder, None, EAGER) for family, folder in folders.items()}
 
 
 # With four ranks, two have the same KV head. Phi-3 has q, k and v in one weight.
@@ -75,3 +76,12 @@ def test_every_family_gives_the_tokens_of_one_rank(
     found = answers_of_ranks([folders[family] for family in families], count, tmp_path / "store")[0]
     for family in families:
         check_same(found[str(folders[family])], expected[family], family)
+        assert found[str(folders[family])]["written"] == (family in WRITTEN), family
+
+
+def test_what_one_rank_finds_wrong_no_rank_uses(
+    folders: dict[str, Path], expected: dict[str, Answers], tmp_path: Path
+) -> None:
+    for found in answers_of_ranks([folders["qwen3"]], 2, tmp_path / "store", refusing=1):
+        check_same(found[str(folders["qwen3"])], expected["qwen3"], "qwen3")
+        assert not found[str(folders["qwen3"])]["written"]

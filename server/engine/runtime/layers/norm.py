@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from server.engine.runtime import pointwise
+from server.engine.runtime.model.exchanged import ReducedNorm
 
 
 class Norm(Protocol):
@@ -80,7 +81,7 @@ def read_rms_norm(module: nn.Module) -> RmsNorm | None:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    if list(module.children()) or getattr(module, "bias", None) is not None:
+    if list(module.children()) or getattr(module, "bias", None) is not None or isinstance(module, ReducedNorm):
         return None
     random = torch.Generator(device="cpu").manual_seed(weight.shape[0])
     # A mean that is not zero tells a LayerNorm from an RMS norm, small rows tell where eps is added.

@@ -20,7 +20,8 @@ from server.engine.runtime.layers.experts import Experts, read_router
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp, read_activation
 from server.engine.runtime.layers.norm import read_norm, read_rms_norm
 from server.engine.runtime.layers.projection import JoinedProjection, joined, projection_of
-from server.engine.runtime.model.exchanged_experts import ReducedBlock
+from server.engine.runtime.model.exchanged import ReducedNorm
+from server.engine.runtime.model.exchanged_experts import ReducedBlock, ReducedExperts
 
 # The places of a layer's norms, by their names: before and after attention, before and after the feed-forward part.
 _PLACES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
@@ -125,7 +126,8 @@ def _qk_norms(queries: nn.Module, keys: nn.Module, head_dim: int) -> dict[str, A
     alike = None not in heads and len({(norm.eps, norm.offset) for norm in heads if norm is not None}) == 1
     if alike and widths == [(head_dim,)] * 2:
         return {"head_norms": heads}
-    if all(width and width[0] > head_dim for width in widths):
+    of_ranks = isinstance(queries, ReducedNorm) and isinstance(keys, ReducedNorm)
+    if of_ranks or all(width and width[0] > head_dim for width in widths):
         return {"row_norms": (read_norm(queries), read_norm(keys))}
     raise UnknownLayerError(f"norms of queries and keys of the kind {type(queries).__name__}")
 
@@ -172,4 +174,7 @@ def _read_experts(module: nn.Module, is_partial: bool) -> Experts:
     dense = None if shared is None else _read_dense(shared)
     if isinstance(dense, Mlp):
         raise UnknownLayerError(f"{type(module).__name__} has a shared expert without gates")
+    if isinstance(experts, ReducedExperts) and dense is None:
+        # The launch that sums the ranks' results adds the residual, too.
+        experts, is_partial = experts.experts, True
     return Experts(read_router(router), experts, dense, gate, is_partial)

@@ -93,7 +93,7 @@ def build_runner(
         check_own_forward(paged_with, spec, limits)
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
-        written = not (sharded or config.enforce_eager) and write_layers(paged, spec.options)
+        written = not config.enforce_eager and write_layers(paged, spec.options)
         graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress, written)
         draft_model, draft_times = drafting.finish(limits, graphs, progress) if drafting else (None, None)
         costs = measure_steps(paged, limits, graphs, draft_times) if config.speculation != "off" else None

@@ -13,7 +13,7 @@ from torch import nn
 from server.config import WRITTEN_LAYERS_VARIABLE
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
-from server.engine.runtime.exchange import agreed
+from server.engine.runtime.exchange import agreed, is_alone
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.layers.outer import write_norm, write_rotary
 from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps
@@ -62,14 +62,15 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> bool
         set_weight_order(paged.model, steps.run)
     plain = [steps.run(count) for count in _TOKENS]
     undo = _put(paged, layers, written)
-    for count, expected in zip(_TOKENS, plain, strict=True):
-        failed = failed or steps.difference(steps.run(count), expected, count)
+    # All steps, because other ranks compute them, too.
+    found = [steps.difference(steps.run(count), own, count) for count, own in zip(_TOKENS, plain, strict=True)]
+    failed = next(filter(None, found), None)
     if not agreed(failed is None):
         logger.warning("layers run by transformers' own code: with the written ones logits %s", failed)
         undo()
         return False
     logger.info("layers are written ones; their logits are within %.1e of transformers' own", steps.largest_error)
-    if isinstance(paged.backend, PagedCpuBackend):
+    if isinstance(paged.backend, PagedCpuBackend) and is_alone():
         _use_small_steps(paged, written, paged.backend, steps)
     return True
 
@@ -98,8 +99,10 @@ def _compare(
     steps: TrialSteps, layers: Sequence[nn.Module], written: Sequence[DecoderLayer], dtype: torch.dtype
 ) -> None:
     """Run steps by the layers' own code, and each written layer on what its own was given. Raises ValueError."""
+    # All of them, also after a difference, because other ranks wait for this one's part of every sum.
+    wrong: list[str] = []
     handles = [
-        layer.register_forward_hook(_hook(index, own, dtype), with_kwargs=True)
+        layer.register_forward_hook(_hook(index, own, dtype, wrong), with_kwargs=True)
         for index, (layer, own) in enumerate(zip(layers, written, strict=True))
     ]
     try:
@@ -108,9 +111,11 @@ def _compare(
     finally:
         for handle in handles:
             handle.remove()
+    if wrong:
+        raise ValueError(wrong[0])
 
 
-def _hook(index: int, written: DecoderLayer, dtype: torch.dtype) -> Callable[..., None]:
+def _hook(index: int, written: DecoderLayer, dtype: torch.dtype, wrong: list[str]) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = dict(kwargs)
         x: torch.Tensor = args[0] if args else given.pop("hidden_states")
@@ -120,7 +125,7 @@ def _hook(index: int, written: DecoderLayer, dtype: torch.dtype) -> Callable[...
         error = float((found.float() - expected.float()).norm())
         allowed = float(_TOLERANCES[dtype] * added + _ROUNDING[dtype] * expected.float().norm())
         if not error <= allowed:
-            raise ValueError(f"layer {index} by {error / float(added):.1e} with {x.shape[-2]} tokens")
+            wrong.append(f"layer {index} by {error / float(added):.1e} with {x.shape[-2]} tokens")
 
     return hook
 
