@@ -5,8 +5,8 @@
 #     nf4-server --model /models/NAME
 ARG BASE=python:3.12-slim-bookworm
 
-# Both targets run on this. g++ stays in it: attention on CPU is compiled for the processor at hand, and torch's compiler
-# calls g++ on CUDA.
+# Both targets run on this. g++ stays in it: attention on CPU is compiled for the processor at hand, and on CUDA
+# Triton and FlashInfer call g++.
 # hadolint ignore=DL3006
 FROM ${BASE} AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -67,6 +67,6 @@ COPY --from=cpu-packages /opt/nf4 /opt/nf4
 
 FROM runtime AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-# Caches of what is compiled at the first start: FlashInfer adds .cache itself, torch's compiler uses XDG_CACHE_HOME.
+# Caches of what is compiled at the first start: FlashInfer adds .cache itself.
 ENV FLASHINFER_WORKSPACE_BASE=/models TRITON_CACHE_DIR=/models/.cache/triton
 COPY --from=cuda-packages /opt/nf4 /opt/nf4

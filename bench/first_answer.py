@@ -22,7 +22,7 @@ from bench.e2e.results import Row
 from bench.e2e.served import READY_S, running, write_folder
 from bench.machine import cpu_name, current_commit, gpu_in_file_names, versions
 
-CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
 """Variables that say where compiled code is kept."""
 
 

@@ -39,7 +39,7 @@ _HELPERS = {
     *("load_runner", "build_runner", "make_engine", "tiny_model"),
 }
 """What modules import whose tests start processes, compile, or compute with whole models."""
-_REST = ("bench", "deploy", "engine/compile", "ray_serve")
+_REST = ("bench", "deploy", "ray_serve")
 """Folders whose tests only make test-all runs: of benches, of what one deploys, and of GPUs' fused launches."""
 
 

@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, help="of the real server's closed loop; default with --http: up to 32")
     parser.add_argument("--fidelity", action="store_true", help="compare log-probabilities with transformers', too")
     parser.add_argument("--batch-invariant", action="store_true", help="decode only, in rows of their own")
-    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
+    parser.add_argument("--eager", action="store_true", help="transformers' own layers, no CUDA graphs")
     parser.add_argument(
         "--tensor-parallel", type=int, default=0, help="GPUs; rows of 1 and more go to bench/results/tp-<device>.json"
     )

@@ -11,7 +11,7 @@ _TENSORS = ("packed", "absmax", "absmax_8bit", "absmax_code", "absmax_offset")
 
 
 class WeightBuffers(nn.Module):
-    """A weight and its bias as buffers, so that one compiled function serves all layers."""
+    """A weight and its bias as buffers."""
 
     packed: torch.Tensor
     absmax: torch.Tensor

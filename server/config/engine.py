@@ -70,7 +70,7 @@ class EngineConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None takes all cores this process may use."""
     enforce_eager: bool = False
-    """Skip compilation and CUDA graphs: a quick start, slower decoding."""
+    """Skip CUDA graphs and written layers, so that transformers' own code computes: a quick start, slower decoding."""
     batch_invariant: bool = False
     """CUDA: a sequence's logits are the same bits whatever else is in its batch. Slower, most of all prefill."""
     embeddings: bool | None = None

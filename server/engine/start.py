@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from server.checkpoint.loading import load_model
 from server.checkpoint.sharding.sharded import ShardedModel, load_shard
 from server.checkpoint.sharding.shards import Shard
 from server.checkpoint.tokenizer_files import check_same_vocabulary
-from server.config import EngineConfig, default_cache_dir
+from server.config import EngineConfig
 from server.engine.runtime.exchange import Membership, join
 from server.engine.runtime.followers import Followers
 from server.engine.runtime.limits import resolve_device, usable_threads
@@ -40,8 +39,6 @@ def load_runner(
     EngineConfigError when that cannot succeed.
     """
     device, dtype = resolve_device(config)
-    # torch's own default is a temporary folder, whose loss would make the next start a slow one.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "compiled"))
     if device.type == "cpu":
         torch.set_num_threads(max(1, usable_threads(config) // (membership.count if membership else 1)))
     model: PreTrainedModel | ShardedModel

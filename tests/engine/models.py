@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -71,6 +72,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
+
+
+def nf4(k: int, n: int, dtype: torch.dtype = torch.bfloat16, weight: torch.Tensor | None = None) -> Linear4bit:
+    """A layer of a weight [n, k], random if None, quantized on CPU."""
+    layer = Linear4bit(k, n, bias=False, compute_dtype=dtype, quant_type="nf4")
+    values = torch.randn(n, k) * 0.15 if weight is None else weight
+    layer.weight = Params4bit(values.to(dtype), requires_grad=False, quant_type="nf4")
+    moved: Linear4bit = layer.to("cpu")
+    return moved
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""On a GPU: adapters with DoRA and tables in decode graphs; families whose layers share keys, or are named otherwise."""
+"""On a GPU: adapters with DoRA and tables in decode graphs; families whose layers are transformers' own in graphs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_kinds_of_adapters_in_decode_graphs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_bigcode", "gemma3n_text", "gemma4_text"])
-def test_families_with_compiled_layers(family: str) -> None:
+def test_families_without_written_layers(family: str) -> None:
     model = tiny_model(family, **{**WIDE, "per_layer_config": {}} if family == "gemma4_text" else WIDE)
     check_model(model, GPU, torch.bfloat16)
 

@@ -28,16 +28,15 @@ def main() -> None:
     # CUDA does not say of one GPU that NVLink links it with itself.
     assert exchange.one_launch() == most_bytes(ranks, False)
     exchange.bound_waiting(60.0)
-    ops = torch.ops.nf4_server_exchange
     with torch.inference_mode():
         for tokens in (1, 7, 24):
             # Dense and aligned, a view that is not dense, one that is not aligned.
             wides = torch.full((3, tokens, 5128), float(rank + 1), device=device, dtype=torch.bfloat16)
             for x in (wides[0, :, :5120].contiguous(), wides[1, :, :5120], wides[2].view(-1)[1 : 1 + 4096]):
                 residual = torch.full_like(x, 0.5)
-                ops.all_reduce_add(x, residual)
+                exchange.all_reduce_add(x, residual)
                 assert bool((x == ranks * (ranks + 1) / 2 + 0.5).all())
-                ops.all_reduce(residual)
+                exchange.all_reduce(residual)
                 assert bool((residual == 0.5 * ranks).all())
     print("together")
 

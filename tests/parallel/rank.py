@@ -59,13 +59,14 @@ def answers(folder: Path, membership: Membership | None, config: EngineConfig = 
     ]
     found = run_together(engine, *requests)
     scored = {name: [entry for output in outputs for entry in output.logprobs or ()] for name, outputs in found.items()}
+    layers = decoder_layers(model)
     held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     return Answers(
         tokens={name: tokens(outputs) for name, outputs in found.items()},
         logprobs={name: [entry.logprob for entry in entries] for name, entries in scored.items()},
         gaps={name: [entry.top[0][1] - entry.top[1][1] for entry in entries] for name, entries in scored.items()},
         weights=sum(held.values()),
-        written=all(isinstance(layer.forward, DecoderLayer) for layer in decoder_layers(model)),
+        written=bool(layers) and all(isinstance(layer.forward, DecoderLayer) for layer in layers),
     )
 
 

@@ -85,7 +85,8 @@ def check(cases: dict[str, Save], count: int, root: Path) -> None:
         most = 1 / count + 0.03 + (MOST_ZEROS / count if case in PADDED_CASES else 0)
         for found in ranks:
             compare(found[str(root / case)], expected, most, case)
-            assert found[str(root / case)]["written"] == (case not in FAMILIES or case in WRITTEN_MIXTURES), case
+            if case in FAMILIES:
+                assert found[str(root / case)]["written"] == (case in WRITTEN_MIXTURES), case
             # Sampled ones, too, are the same on every rank.
             assert found[str(root / case)]["tokens"] == ranks[0][str(root / case)]["tokens"], case
 

@@ -1,9 +1,8 @@
 """What the processes of tensor parallelism exchange: sums and rows of tensors, rank 0's tensors, what they agree on.
 
 A process belongs to one group at most, which join() makes; where there is none, a rank is alone and exchanges nothing.
-The operations are torch's own collectives behind ops that torch.compile keeps and CUDA graphs capture: NCCL on CUDA, gloo
-on CPU. Small tensors are summed by one launch of our own where GPUs reach one another (peers.py). Every rank must make the
-same calls in the same order.
+The operations are torch's own collectives, which CUDA graphs capture: NCCL on CUDA, gloo on CPU. Small tensors are summed by
+one launch of our own where GPUs reach one another (peers.py). Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -128,12 +127,14 @@ def broadcast(x: torch.Tensor) -> None:
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _all_reduce(x: torch.Tensor) -> None:
+def all_reduce(x: torch.Tensor) -> None:
+    """Add the ranks' x up, in place."""
     if not _reduced_by_peers(x, None):
         dist.all_reduce(x)
 
 
-def _all_reduce_add(x: torch.Tensor, residual: torch.Tensor) -> None:
+def all_reduce_add(x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Add the ranks' x and the residual, which is the same on all ranks, up in x."""
     if not _reduced_by_peers(x, residual):
         dist.all_reduce(x)
         x += residual
@@ -153,7 +154,8 @@ def _reduced_by_peers(x: torch.Tensor, residual: torch.Tensor | None) -> bool:
     return True
 
 
-def _all_gather(x: torch.Tensor) -> torch.Tensor:
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    """The ranks' x, [ranks, ...], in the order of the ranks."""
     assert _Process.membership is not None
     count = _Process.membership.count
     out = x.new_empty(count, *x.shape)
@@ -161,29 +163,3 @@ def _all_gather(x: torch.Tensor) -> torch.Tensor:
     if x.numel():
         _gather(out.view(count * x.shape[0], *x.shape[1:]), x.contiguous())
     return out
-
-
-_library = torch.library.Library("nf4_server_exchange", "DEF")
-_library.define("all_reduce(Tensor(a!) x) -> ()")
-_library.define("all_reduce_add(Tensor(a!) x, Tensor residual) -> ()")
-_library.define("all_gather(Tensor x) -> Tensor")
-for _key in ("CPU", "CUDA"):
-    _library.impl("all_reduce", _all_reduce, _key)
-    _library.impl("all_reduce_add", _all_reduce_add, _key)
-    _library.impl("all_gather", _all_gather, _key)
-
-
-@torch.library.register_fake("nf4_server_exchange::all_reduce")  # type: ignore[untyped-decorator]
-def _(x: torch.Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("nf4_server_exchange::all_reduce_add")  # type: ignore[untyped-decorator]
-def _(x: torch.Tensor, residual: torch.Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("nf4_server_exchange::all_gather")  # type: ignore[untyped-decorator]
-def _(x: torch.Tensor) -> torch.Tensor:
-    assert _Process.membership is not None
-    return x.new_empty(_Process.membership.count, *x.shape)

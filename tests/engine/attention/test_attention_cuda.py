@@ -19,7 +19,7 @@ from server.engine.runtime.attention.paged_cuda import CudaBackend
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.attention.sdpa import SdpaBackend
 from server.engine.runtime.batch import Batch, Span, Spans
-from tests.engine.compile.complex_rotary import rotated
+from tests.engine.attention.complex_rotary import rotated
 
 pytestmark = [
     pytest.mark.gpu,

@@ -43,4 +43,4 @@ def test_it_needs_a_backend_with_graphs() -> None:
     runner = build_runner(tiny_model("qwen3"), config)
     invariant = config.model_copy(update={"batch_invariant": True})
     with pytest.raises(EngineConfigError, match="batch_invariant needs CUDA graphs"):
-        assembly._prepare_steps(runner._paged, runner.limits, invariant, lambda *_: None, written=False)
+        assembly._capture_steps(runner._paged, runner.limits, invariant, lambda *_: None, [])

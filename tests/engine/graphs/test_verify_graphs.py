@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from server.config import EngineConfig
 from server.engine.runtime import runner as runner_module
 from server.engine.runtime.batch import Batch, batch_of, check_batch
 from server.engine.runtime.exchange import ExchangeError
-from server.engine.runtime.graphs import captured_layers
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch
-from server.engine.runtime.graphs.captured_layers import compiled_layers
+from server.engine.runtime.graphs.cuts import cut_layers
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.verify import VerifyGraphs
-from server.engine.runtime.model.projections import NF4Linear
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
@@ -33,87 +29,8 @@ from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Chunk, Step
-from tests.engine.compile.test_fusion import nf4_model
 from tests.engine.factories import make_sequence
 from tests.engine.models import tiny_model
-
-
-def test_graphs_that_check_guesses_have_an_option_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option is what keeps their layers' code apart, which the slow test below shows."""
-    asked: list[object] = []
-
-    def noted(forward: Callable[..., object], **options: object) -> Callable[..., object]:
-        asked.append(options.get("options"))
-        return forward
-
-    monkeypatch.setattr(torch, "compile", noted)
-    for shared in (False, True):
-        with compiled_layers(tiny_model("llama", num_hidden_layers=1), 8, True, shared):
-            pass
-    # A layer, the rotary embedding and the last norm each time.
-    assert asked == [None] * 3 + [{"epilogue_fusion": config.epilogue_fusion}, None, None]
-
-
-def test_layers_of_expanded_weights_are_compiled_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None leaves it to torch, which makes such code for the second size. Ranks' sums are fused for known sizes only."""
-    asked: list[object] = []
-
-    def noted(forward: Callable[..., object], **options: object) -> Callable[..., object]:
-        asked.append(options["dynamic"])
-        return forward
-
-    monkeypatch.setattr(torch, "compile", noted)
-    model = nf4_model("llama")
-    few, many = NF4Linear.EXPANDED_FROM - 1, NF4Linear.EXPANDED_FROM
-    for size, expands, alone, dynamic in (
-        (many, False, True, False),
-        (few, True, True, False),
-        (many, True, True, None),
-        (many, True, False, False),
-    ):
-        for module in model.modules():
-            if isinstance(module, NF4Linear):
-                module.expanded = module.packed if expands else None
-        monkeypatch.setattr(captured_layers, "is_alone", lambda alone=alone: alone)
-        asked.clear()
-        with compiled_layers(model, size, applies_rotary=True):
-            pass
-        # The layer comes first; the modules around the layers are always compiled for any number.
-        assert asked == [dynamic, True, True]
-
-
-@pytest.mark.slow
-def test_layers_are_compiled_apart_from_those_of_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have the same number of tokens; decode graphs may leave the rotary embedding to the attention, these may not."""
-    found: list[bool] = []
-
-    class Noted(CustomGraphPass):
-        def __init__(self, applies_rotary: bool) -> None:
-            self._applies_rotary = applies_rotary
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            found.append(self._applies_rotary)
-
-        def uuid(self) -> None:
-            return None
-
-    @contextmanager
-    def noting(applies_rotary: bool) -> Iterator[None]:
-        with config.patch(post_grad_custom_pre_pass=Noted(applies_rotary)):
-            yield
-
-    monkeypatch.setattr(captured_layers, "fused_operations", noting)
-    # Other tests may have compiled the rotary embedding and the norm in this process.
-    torch._dynamo.reset()
-    model = tiny_model("llama", num_hidden_layers=1)
-    ids = torch.arange(3, 11)[None]
-    with torch.inference_mode(), config.patch(force_disable_caches=True):
-        expected = model(input_ids=ids, use_cache=False).logits
-        for applies_rotary, shared in ((True, False), (False, True), (True, False), (False, True)):
-            with compiled_layers(model, 8, applies_rotary, shared):
-                torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
-    # The rotary embedding and the last norm are the same in both.
-    assert found == [True] * 3 + [False]
 
 
 class UncapturedGraphs(VerifyGraphs):
@@ -306,10 +223,7 @@ def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch
 
 
 @pytest.mark.parametrize(("layers", "behind"), [(1, []), (6, [1]), (35, [1, 6]), (65, [2, 11])])
-def test_a_step_that_is_waited_for_is_cut_behind_its_first_layers(
-    layers: int, behind: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
+def test_a_step_that_is_waited_for_is_cut_behind_its_first_layers(layers: int, behind: list[int]) -> None:
     model = tiny_model("llama", num_hidden_layers=layers)
     done: list[int] = []
     for index, layer in enumerate(model.model.layers):
@@ -319,6 +233,6 @@ def test_a_step_that_is_waited_for_is_cut_behind_its_first_layers(
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits
         done.clear()
-        with compiled_layers(model, 5, False, True, lambda: cuts.append(list(done))):
+        with cut_layers(model, lambda: cuts.append(list(done))):
             assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
     assert cuts == [list(range(count)) for count in behind]

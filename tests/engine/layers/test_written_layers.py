@@ -16,6 +16,7 @@ from nf4_kernels import ops
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions
+from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, read_router
 from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
 from server.engine.runtime.layers.spec import UnknownLayerError, read_layer
@@ -26,8 +27,7 @@ from server.engine.runtime.preparation import written_layers
 from server.engine.runtime.preparation.cache import CacheSpec
 from server.engine.runtime.preparation.trial_steps import TrialSteps
 from tests.checkpoint.families import COMMON, SERVED
-from tests.engine.compile.fusing import nf4
-from tests.engine.models import tiny_model
+from tests.engine.models import nf4, tiny_model
 from tests.moe_checkpoints import FAMILIES as MIXTURES
 from tests.moe_checkpoints import save_moe, separate_experts, tiny_moe, unsloth_gpt_oss
 
@@ -52,7 +52,7 @@ def paged_of(family: str, **overrides: Any) -> tuple[PagedModel, list[AttentionO
 @torch.inference_mode()
 def test_which_families_have_written_layers(family: str) -> None:
     paged, options = paged_of(family)
-    assert written_layers.write_layers(paged, options) == (family in WRITTEN)
+    assert bool(written_layers.write_layers(paged, options)) == (family in WRITTEN)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "olmo2", "granite"])
@@ -174,6 +174,19 @@ def test_all_launches_that_a_layer_may_make_compute_the_same(
     assert called.count("tiled_linear") == (by_codes and tile > 0) * (1 + gates)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_forms_of_attention_by_sequences(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "token_tile", lambda *_: 32)
+    model = tiny_model(family, hidden_size=256, head_dim=64, num_hidden_layers=1)
+    nf4_layers(model, torch.bfloat16)
+    (layer,) = model.get_decoder().layers
+    attention, norms = read_layer(layer, 0, AttentionOptions(1.0)).attention, family == "qwen3"
+    assert [attention.form(count, torch.bfloat16) for count in (1, 4)] == [DecodeForm(False, False, 0)] * 2
+    assert attention.form(8, torch.bfloat16) == DecodeForm(True, norms, 32)
+    layer.self_attn.o_proj.expand(torch.bfloat16)
+    assert attention.form(129, torch.bfloat16) == DecodeForm(True, norms, 0)
+
+
 def _watch(monkeypatch: pytest.MonkeyPatch, name: str, called: list[str]) -> None:
     own = getattr(torch.ops.nf4, name)
 
@@ -197,7 +210,7 @@ def test_which_mixtures_have_written_layers(family: str, tmp_path: Path) -> None
     use_cpu_kernels(model)
     spec = CacheSpec.of(model, CONFIG)
     paged = PagedModel(model, spec.backend(40), CONFIG.block_size)
-    assert written_layers.write_layers(paged, spec.options) == (family in WRITTEN_MIXTURES)
+    assert bool(written_layers.write_layers(paged, spec.options)) == (family in WRITTEN_MIXTURES)
 
 
 def test_the_page_of_models_says_which_have_written_layers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from nf4_kernels import ops
 from server.checkpoint.dummy import dummy_model
 from server.config import EngineConfig
 from server.engine.core import Engine
-from server.engine.runtime.compile.layers import compile_layers
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.model import expanded
 from server.engine.runtime.model.expanded import copy_bytes, expand_weights, expanded_bytes
@@ -75,14 +73,12 @@ def test_copies_are_used_from_their_token_count_on(tokens: int, tmp_path: Path) 
     by_copy = linear(x, module.expanded)
     assert torch.equal(module(x), by_copy if tokens >= MANY else by_codes)
     assert (by_copy - by_codes).norm() < 1e-4 * by_codes.norm()
-    dynamic = torch.ops.nf4_server.expanded_linear(x, module.expanded, *module.weight.arguments(), module.bias)
-    assert torch.equal(dynamic, module(x))
 
 
 @pytest.mark.parametrize(
     ("tokens", "most", "by_codes"), [(MANY, 256, True), (256, 256, True), (257, 256, False), (MANY, FEW, False)]
 )
-def test_decode_graphs_of_large_weights_use_the_codes_for_more_tokens(
+def test_layers_of_large_weights_use_the_codes_for_more_tokens(
     tokens: int, most: int, by_codes: bool, tmp_path: Path
 ) -> None:
     module = first_linear(tmp_path)
@@ -93,10 +89,7 @@ def test_decode_graphs_of_large_weights_use_the_codes_for_more_tokens(
     module.expanded.mul_(2)  # so that it shows which of both a run takes
     module.fused_up_to = most
     assert module.uses_copy(tokens) is not by_codes
-    with NF4Linear.for_graph():
-        assert torch.equal(module(x), codes if by_codes else linear(x, module.expanded))
-    # A prompt of as many tokens is no decode graph.
-    assert torch.equal(module(x), linear(x, module.expanded))
+    assert torch.equal(module(x), codes if by_codes else linear(x, module.expanded))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +101,7 @@ def test_decode_graphs_of_large_weights_use_the_codes_for_more_tokens(
         (torch.float16, 512 * 256, 128, FEW),
     ],
 )
-def test_what_decode_graphs_multiply_by_the_codes(
+def test_what_is_multiplied_by_the_codes(
     dtype: torch.dtype, large: int, tile: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a layer has a large weight, in the dtype and on the devices whose launches are fused."""
@@ -120,42 +113,6 @@ def test_what_decode_graphs_multiply_by_the_codes(
     monkeypatch.setattr(ops, "token_tile", lambda *_: tile)
     expand_weights(model, each)
     assert [{module.fused_up_to for module in layer} for layer in layers] == [{most}, {FEW}, {FEW}, {FEW}]
-
-
-def test_code_traced_for_any_number_of_tokens_decides_when_it_runs(tmp_path: Path) -> None:
-    """Traced with few tokens; where it decided while it is traced, many tokens would be another graph."""
-    module = first_linear(tmp_path)
-    module.expand(torch.float32)
-    traced: list[torch.fx.GraphModule] = []
-
-    def kept(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        traced.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend=kept)
-    for tokens in (5, MANY + 40, FEW, MANY):
-        x = torch.randn(1, tokens, module.in_features)
-        expected = module(x)
-        with NF4Linear.for_any_tokens():
-            assert torch.equal(compiled(x), expected)
-    assert len(traced) == 1
-
-
-@pytest.mark.slow
-def test_compiled_layers_decide_when_they_run(tmp_path: Path) -> None:
-    """Compiled layers are traced with a few tokens, and no guard tells them apart from many."""
-    module = first_linear(tmp_path)
-    module.expand(torch.float32)
-    assert module.expanded is not None
-    module.expanded.mul_(2)  # so that it shows which of both a run takes
-    layer = torch.nn.Sequential(torch.nn.LayerNorm(module.in_features), module)
-    sizes = (5, MANY + 40, FEW, MANY)
-    inputs = [torch.randn(1, tokens, module.in_features) for tokens in sizes]
-    expected = [layer(x) for x in inputs]
-    with torch.inference_mode():
-        compile_layers([layer], lambda tokens: layer(torch.randn(1, tokens, module.in_features)), lambda *_: None)
-        for x, own in zip(inputs, expected, strict=True):
-            assert torch.allclose(layer(x), own, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -189,14 +146,13 @@ def test_copies_that_cannot_be_used_or_do_not_fit_are_refused_by_name(monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize(("large", "decode_from"), [(expanded.LARGE, MANY), (1, 257)])
+@pytest.mark.parametrize(("large", "used_from"), [(expanded.LARGE, MANY), (1, 257)])
 def test_steps_with_copies_give_what_steps_by_codes_give(
-    large: int, decode_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    large: int, used_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prompts of 300 tokens, and decode steps of 150 sequences: log-probabilities are those without copies.
 
-    The graph of 160 sequences runs code for any number of tokens, which the second largest size has compiled. Of large
-    weights it is by the codes.
+    Of large weights the graph of 160 sequences is by the codes.
     """
     monkeypatch.setattr(expanded, "LARGE", large)
     caplog.set_level("INFO")
@@ -223,7 +179,7 @@ def test_steps_with_copies_give_what_steps_by_codes_give(
         tokens.append(torch.tensor([one[0][0] for one in ordered]))
         scores.append(torch.tensor([one[0][1] for one in ordered]))
         seconds.append(torch.tensor([one[1][1] for one in ordered]))
-    assert f"prompts of {MANY} tokens and more use them, decode from {decode_from} on" in caplog.text
+    assert f"steps of {used_from} tokens and more use them" in caplog.text
     assert (scores[0] - scores[1]).square().mean().sqrt() < 0.02
     # The second tokens' steps are those of graphs. They are the same steps where the first tokens are.
     same = tokens[0] == tokens[1]

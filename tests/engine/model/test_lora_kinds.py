@@ -157,8 +157,7 @@ def test_on_a_multimodal_base(prefix: str, tmp_path: Path) -> None:
     assert list(finish(engine).values()) == wanted
 
 
-@pytest.mark.slow
-def test_dora_in_compiled_layers(tmp_path: Path) -> None:
+def test_dora_in_written_layers(tmp_path: Path) -> None:
     save_adapter(tiny_model("llama"), tmp_path / "a", 0, 0.3, r=4, use_dora=True, target_modules=ALL_PROJECTIONS)
     check("llama", {}, tmp_path, enforce_eager=False)
 

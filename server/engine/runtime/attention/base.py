@@ -50,8 +50,6 @@ class AttentionOptions:
 class AttentionBackend(ABC):
     """Owns the cache of every layer and attends over it. One forward pass: begin(batch), then attend() per layer."""
 
-    runs_compiled_layers = False
-    """Whether the decoder layers may be compiled, which takes attend_next()."""
     sinks: Mapping[int, torch.Tensor] = MappingProxyType({})
     """The sinks of the layers whose options say that they have some, by layer: each query head's, float32 [heads]."""
     windows: Mapping[int, int | None] = MappingProxyType({})
@@ -75,15 +73,11 @@ class AttentionBackend(ABC):
         """
 
     def see_sinks(self, layer: int, sinks: torch.Tensor) -> None:  # noqa: B027 - most need not know
-        """Called before attend() in a layer that has sinks, [heads], unless the layer is compiled."""
+        """Called before attend() in a layer that has sinks, [heads]."""
 
     def see_mask(self, layer: int, module: str, mask: torch.Tensor) -> None:
         """Called before attend(), with the name of the layer's module, in a layer that is called with a mask."""
         raise UnsupportedModelError(f"{module} has a mask of its own, which the paged attention ignores")
-
-    def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """attend() for the layer after the last one that attended, as compiled model code calls it."""
-        raise UnsupportedModelError(f"{type(self).__name__} does not run compiled layers")
 
     def attend_rotary(
         self,
@@ -101,12 +95,6 @@ class AttentionBackend(ABC):
         tokens beyond T may hold anything.
         """
         return _tiled(self.attend(layer, *rotary.rotate(query, key), value, options), tile)
-
-    def attend_rotary_next(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
-    ) -> torch.Tensor:
-        """attend_rotary() for the layer after the last one that attended, as compiled model code calls it."""
-        return _tiled(self.attend_next(*rotary.apply(query, key), value), tile)
 
     def tiles_result(self, tokens: int) -> bool:
         """Whether the launch of attend_rotary() writes tiled activations itself in the pass that has begun."""

@@ -1,4 +1,4 @@
-"""How transformers' model code, compiled or not, reaches the attention backend in use."""
+"""The attention function of transformers' model code, and the backend in use that it calls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from server.engine.runtime.attention.base import (
-    AttentionBackend,
-    AttentionOptions,
-    UnsupportedModelError,
-    result_shape,
-)
-from server.engine.runtime.attention.rotary import RotaryEmbedding
+from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, UnsupportedModelError
 
 IMPLEMENTATION = "nf4_paged"
 """The name under which transformers knows our attention function."""
@@ -51,56 +45,6 @@ def is_attending(backend: AttentionBackend) -> bool:
     return _Active.backend is backend
 
 
-@torch.library.custom_op("nf4_server::attend", mutates_args=())
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    assert _Active.backend is not None
-    return _Active.backend.attend_next(query, key, value)
-
-
-@torch.library.custom_op("nf4_server::attend_rotary", mutates_args=())
-def _attend_rotary(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    query_norm: torch.Tensor | None,
-    key_norm: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    tile: int = 0,
-) -> torch.Tensor:
-    assert _Active.backend is not None
-    norms = None if query_norm is None or key_norm is None else (query_norm, key_norm)
-    rotary = RotaryEmbedding(cos, sin, norms, eps, offset)
-    return _Active.backend.attend_rotary_next(query, key, value, rotary, tile)
-
-
-@_attend.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-@_attend_rotary.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    query_norm: torch.Tensor | None,
-    key_norm: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    tile: int = 0,
-) -> torch.Tensor:
-    return query.new_empty(result_shape(query.shape[0], query.shape[1], value.shape[2], tile))
-
-
-# The nodes of inductor's graphs that call these operations have them as targets.
-ATTEND, ATTEND_ROTARY = torch.ops.nf4_server.attend.default, torch.ops.nf4_server.attend_rotary.default
-
-
 def _paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -114,10 +58,6 @@ def _paged_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers: query [1, heads, T, dim] to [1, T, heads, dim]."""
-    if torch.compiler.is_compiling():
-        # The layer's index stays out of the compiled code, so that one compilation serves all layers.
-        rows = (t[0].transpose(0, 1) for t in (query, key, value))
-        return torch.ops.nf4_server.attend(*rows).unsqueeze(0), None
     backend = active_backend()
     for name in ("position_bias", "head_mask", "cache"):
         if others.get(name) is not None:

@@ -70,11 +70,6 @@ class GraphBackend(AttentionBackend):
     scratch_block: int
     """A KV block of no sequence: padding writes its keys and values there."""
 
-    @property
-    @abstractmethod
-    def applies_rotary(self) -> bool:
-        """Whether decode graphs compute norms and rotary embeddings in the launch that attends."""
-
     @abstractmethod
     def set_up_graphs(
         self, max_model_len: int, max_num_seqs: int, split_keys: bool, forms: Collection[DecodeForm] = ()

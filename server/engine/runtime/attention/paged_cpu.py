@@ -50,8 +50,6 @@ class PagedCpuBackend(SdpaBackend):
     Raises RuntimeError where paged_cpu_error() gives a reason.
     """
 
-    runs_compiled_layers = True
-
     def __init__(
         self,
         shapes: list[LayerShape],
@@ -75,7 +73,6 @@ class PagedCpuBackend(SdpaBackend):
         self._address = ctypes.addressof(self._call)
         # The tensors that _call points to.
         self._kept: tuple[torch.Tensor, ...] = ()
-        self._next_layer = 0
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -88,17 +85,11 @@ class PagedCpuBackend(SdpaBackend):
         call.slots, call.tables, call.spans = (tensor.data_ptr() for tensor in self._kept)
         call.tokens, call.singles, call.sequences = batch.num_tokens, batch.num_single, len(batch.spans)
         call.table_width = width
-        self._next_layer = 0
-
-    def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        layer = self._next_layer
-        return self.attend(layer, query, key, value, self._options[layer])
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         dtype = query.dtype
-        self._next_layer = layer + 1
         query, key, value = query.float(), key.float(), value.float()
         out = torch.empty(query.shape[0], query.shape[1], self._shapes[layer].value_dim)
         self._fill(self._call, layer, (query, key, value, out), options)
@@ -109,14 +100,13 @@ class PagedCpuBackend(SdpaBackend):
     def call_of(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor
     ) -> tuple[int, tuple[int, int], object]:
-        """A call that attends as attend_next() does, in the step that has begun and in all later ones of as many tokens.
+        """A call that attends as attend() does, in the step that has begun and in all later ones of as many tokens.
 
         Tensors are float32 and stay where they are. Returns a C function's address, its two arguments, and what must be
         kept while these are used.
         """
         call = _Call.from_buffer_copy(self._call)
         self._fill(call, layer, (query, key, value, out), self._options[layer])
-        self._next_layer = layer + 1
         function = ctypes.cast(self._attend_step, ctypes.c_void_p).value
         assert function is not None
         return function, (ctypes.addressof(call), self._address), call

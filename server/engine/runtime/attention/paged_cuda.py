@@ -49,8 +49,6 @@ class CudaBackend(GraphBackend):
     A graph's launches are fixed by its size; a replay reads what the latest plan laid out.
     """
 
-    runs_compiled_layers = True
-
     def __init__(
         self,
         shapes: list[LayerShape],
@@ -86,7 +84,6 @@ class CudaBackend(GraphBackend):
         # Whether tokens of a decode graph may be of one sequence.
         self._shared = False
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
-        self._next_layer = 0
 
     def begin(self, batch: Batch) -> None:
         singles = batch.num_single
@@ -203,7 +200,6 @@ class CudaBackend(GraphBackend):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        self._next_layer = layer + 1
         cache, decode, sinks = self._cache[layer], self._decode, self.sinks.get(layer)
         assert decode is not None
         shared = Shared.NO
@@ -241,10 +237,6 @@ class CudaBackend(GraphBackend):
         else:
             self._quantize_kv(cache.data, cache.scales, key, value, self._slots)
 
-    def attend_next(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        layer = self._next_layer
-        return self.attend(layer, query, key, value, self._kinds[layer].options)
-
     def attend_rotary(
         self,
         layer: int,
@@ -257,29 +249,14 @@ class CudaBackend(GraphBackend):
     ) -> torch.Tensor:
         if not self.tiles_result(query.shape[0]) or rotary.cos.shape[-1] != query.shape[-1]:
             return super().attend_rotary(layer, query, key, value, options, rotary, tile)
-        self._next_layer = layer
-        return self.attend_rotary_next(query, key, value, rotary, tile)
-
-    def tiles_result(self, tokens: int) -> bool:
-        return self._newest_only and self._split_keys and not self._shared and tokens >= ROTARY_FROM
-
-    def attend_rotary_next(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotaryEmbedding, tile: int = 0
-    ) -> torch.Tensor:
-        if not self._newest_only or self._shared or not self._split_keys:
-            return super().attend_rotary_next(query, key, value, rotary, tile)
         assert self._decode is not None
-        layer, self._next_layer = self._next_layer, self._next_layer + 1
-        options = self._kinds[layer].options
         sinks = self.sinks.get(layer)
         return self._decode.attend(self._cache[layer], query, key, value, options, rotary, tile, sinks)
 
-    @property
-    def applies_rotary(self) -> bool:
-        return self._split_keys
+    def tiles_result(self, tokens: int) -> bool:
+        return self._newest_only and self._split_keys and not self._shared and tokens >= ROTARY_FROM
 
     def _write_to(self, slots: torch.Tensor) -> None:
         self._slots = slots
         self._newest_only = self._shared = False
         self._long, self._image_queries = None, ()
-        self._next_layer = 0

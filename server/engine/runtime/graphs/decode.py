@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one per batch size of a ladder, captured over layers that torch.compile has fused."""
+"""Decode steps as CUDA graphs: one per batch size of a ladder, captured over the model's layers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from transformers import PreTrainedModel
 from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.calls import attending
-from server.engine.runtime.attention.graph_backend import ROTARY_FROM, GraphBackend
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.batch import Batch, Spans
-from server.engine.runtime.compile.kept_layers import KeptLayers
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before
-from server.engine.runtime.graphs.captured_layers import compiled_layers, cut_layers
-from server.engine.runtime.graphs.fused_launches import FusedLaunches, count_fused
+from server.engine.runtime.graphs.cuts import cut_layers
 from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
 from server.engine.runtime.model.lora import adding_masked, others_of
@@ -34,7 +32,7 @@ WARM_UPS = 1
 def ladder(max_num_seqs: int) -> list[int]:
     """Batch sizes that get a graph: 1, 2, 4, multiples of 8 to 64, of 16 to 256, of 64 to 512, of 128 beyond.
 
-    max_num_seqs is the last one. 1024 sequences get 31 sizes, most of which are compiled on their own at the first start.
+    max_num_seqs is the last one. 1024 sequences get 31 sizes.
     """
     few = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16)]
     sizes = [*few, *range(256, 512, 64), *range(512, max_num_seqs, 128)]
@@ -72,12 +70,8 @@ class DecodeGraphs:
         adapter_slots: int = 0,
         pool: GraphPool | None = None,
         waited_for: bool = False,
-        written: bool = False,
     ) -> None:
-        """pool: the pool of other graphs, which these share. waited_for: whether the device is idle before a step.
-
-        written: whether the layers are written ones, which are captured as they are; others are compiled first.
-        """
+        """pool: the pool of other graphs, which these share. waited_for: whether the device is idle before a step."""
         self._model = model
         self._backend = backend
         self._graphs: dict[int, _Graph] = {}
@@ -85,23 +79,18 @@ class DecodeGraphs:
         self._results = HostResults(clock)
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for
-        self.written = written
-        """Whether the layers are captured as they are."""
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
         self._adapted: dict[int, _Graph] = {}
         self._largest = 0
-        self._kept = KeptLayers()
         self.pool = GraphPool(model.device, backend.scratch_block * block_size) if pool is None else pool
         """Captures and replays these graphs; other graphs may share it."""
         self._last: _Graph | None = None
-        self.fused: FusedLaunches | None = None
-        """The fused launches of a step of the largest graph, without adapters, where they could be counted."""
 
     def capture(self, sizes: list[int], progress: Progress) -> None:
-        """Compile and capture for each of sizes, the largest first because the others share its memory."""
+        """Capture for each of sizes, the largest first because the others share its memory."""
         for done, size in enumerate(sorted(sizes, reverse=True)):
             progress(f"capturing decode of {size}", done / len(sizes))
-            self._graphs[size] = self._capture_one(size, None, count=size == max(sizes))
+            self._graphs[size] = self._capture_one(size, None)
             if self._adapter_slots:
                 others = torch.ones(size, self._adapter_slots, dtype=torch.bool, device=self._model.device)
                 self._adapted[size] = self._capture_one(size, others)
@@ -180,11 +169,7 @@ class DecodeGraphs:
         found = captured.best[:count], captured.tokens[:count]
         return OptionsStep(step, ModelOutput(captured.logits[:count], found, captured.inputs[0, :count]), sampler)
 
-    def applies_rotary(self, size: int) -> bool:
-        """Whether the attention computes rotary embeddings in the graph of size sequences."""
-        return self._backend.applies_rotary and size >= ROTARY_FROM and not self.shared
-
-    def _capture_one(self, size: int, others: torch.Tensor | None, count: bool = False) -> _Graph:
+    def _capture_one(self, size: int, others: torch.Tensor | None) -> _Graph:
         inputs = self.pool.new_inputs(size)
         # The capture before has waited for the device, and so for the copies of the plan before.
         self._backend.plan_decode_graph(Spans.of([]), size, self.shared)
@@ -199,16 +184,7 @@ class DecodeGraphs:
                 self._clock.collect()
             return logits, *largest_of_rows(logits)
 
-        cut = self.pool.cut if self._waited_for else None
-        rotary = self.applies_rotary(size)
-        layers = (
-            cut_layers(self._model, cut)
-            if self.written
-            else compiled_layers(self._model, size, rotary, self.shared, cut, self._kept)
-        )
-        with layers:
+        with cut_layers(self._model, self.pool.cut if self._waited_for else None):
             captured, found = self.pool.capture(forward, WARM_UPS)
-            if count and not self.written:
-                self.fused = count_fused(forward)
         logits, best, tokens = map(unowned, found)
         return _Graph(captured, inputs, logits, best, tokens, others)

@@ -1,4 +1,4 @@
-"""Mixed steps, those with chunks of prompts, as CUDA graphs: one per number of tokens, over the compiled layers.
+"""Mixed steps, those with chunks of prompts, as CUDA graphs: one per number of tokens.
 
 Launching such a step's kernels one by one takes the host longer than the device needs for some hundred tokens, and every
 running request waits meanwhile.

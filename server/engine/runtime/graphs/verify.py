@@ -33,9 +33,8 @@ class VerifyGraphs(DecodeGraphs):
         clock: DeviceClock | None,
         adapter_slots: int,
         pool: GraphPool,
-        written: bool = False,
     ) -> None:
-        super().__init__(model, backend, block_size, clock, adapter_slots, pool, waited_for=True, written=written)
+        super().__init__(model, backend, block_size, clock, adapter_slots, pool, waited_for=True)
         self._block_size = block_size
 
     def fits(self, batch: Batch) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.calls import active_backend
+from server.engine.runtime.attention.graph_backend import ROTARY_FROM, DecodeForm
 from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.layers.norm import Norm, RmsNorm
 from server.engine.runtime.layers.projection import JoinedProjection, Projection
@@ -55,6 +56,12 @@ class Attention:
         if tile:
             return self.output.of_tiles(out, tokens, residual)
         return self.output(out.flatten(1), residual=residual)
+
+    def form(self, sequences: int, dtype: torch.dtype) -> DecodeForm:
+        """What it asks of the launch that attends in a decode graph of that many sequences."""
+        if not self.is_rotary or sequences < ROTARY_FROM:
+            return DecodeForm(False, False, 0)
+        return DecodeForm(True, self.head_norms is not None, self.output.tile(sequences, dtype))
 
     def _rotary(self, angles: Angles) -> RotaryEmbedding:
         if self.angles_once and 2 * angles[0].shape[-1] <= self.head_dim:

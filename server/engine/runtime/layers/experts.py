@@ -10,6 +10,7 @@ from torch import nn
 
 import nf4_kernels.cuda.routing
 import nf4_kernels.cuda.top_k  # noqa: F401 - these two register torch.ops.nf4
+from server.engine.runtime import exchange
 from server.engine.runtime.layers.mlp import GatedMlp
 from server.engine.runtime.layers.norm import Norm
 
@@ -41,9 +42,9 @@ class Experts:
         if not self.is_partial:
             return y if residual is None else _sum(residual, y)
         if residual is None:
-            torch.ops.nf4_server_exchange.all_reduce(y)
+            exchange.all_reduce(y)
         else:
-            torch.ops.nf4_server_exchange.all_reduce_add(y, residual)
+            exchange.all_reduce_add(y, residual)
         return y
 
 

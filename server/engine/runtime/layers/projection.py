@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nf4_kernels import ops
+from server.engine.runtime import exchange
 from server.engine.runtime.layers.norm import Norm, RmsNorm
 from server.engine.runtime.model.exchanged import ReducedLinear
 from server.engine.runtime.model.projections import GroupMember, NF4Linear
@@ -80,9 +81,9 @@ class ReducedProjection:
 
 def _reduced(y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     if residual is None:
-        torch.ops.nf4_server_exchange.all_reduce(y)
+        exchange.all_reduce(y)
     else:
-        torch.ops.nf4_server_exchange.all_reduce_add(y, residual)
+        exchange.all_reduce_add(y, residual)
     return y
 
 

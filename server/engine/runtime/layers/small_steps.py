@@ -25,7 +25,7 @@ from server.engine.runtime.layers.mlp import IN_LAUNCH, GatedMlp
 from server.engine.runtime.layers.norm import Norm, RmsNorm, read_rms_norm
 from server.engine.runtime.layers.outer import fixed_frequencies
 from server.engine.runtime.layers.projection import JoinedProjection, ModuleProjection, Projection
-from server.engine.runtime.model.cpu_linear import CpuNF4Linear, prepared_linear
+from server.engine.runtime.model.cpu_linear import CpuNF4Linear
 from server.engine.runtime.model.decoder import outer_modules
 from server.engine.runtime.pointwise import Call, Calls
 
@@ -209,7 +209,7 @@ def _prepared(projection: Projection | JoinedProjection) -> PreparedLinear:
     module: nn.Module | None = projection.module if isinstance(projection, ModuleProjection) else None
     if not isinstance(module, CpuNF4Linear):
         raise UnsuitableError(f"a projection is a {type(module or projection).__name__}")
-    return prepared_linear(module.handle)
+    return module.prepared
 
 
 def _prepared_all(joined: JoinedProjection) -> list[PreparedLinear]:

@@ -10,33 +10,9 @@ from nf4_kernels import cpu
 from nf4_kernels.cpu.huge_pages import HugePages
 from server.engine.runtime.model.projections import NF4Linear
 
-_prepared: list[cpu.PreparedLinear] = []
-
-
-def _linear(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
-    return _prepared[handle.item()](x)  # type: ignore[index]
-
-
-def prepared_linear(handle: torch.Tensor) -> cpu.PreparedLinear:
-    """The layer that a handle of CpuNF4Linear's stands for."""
-    return _prepared[handle.item()]  # type: ignore[index]
-
-
-# The layer is named by data, so that one compilation of a decoder layer serves all of them.
-_library = torch.library.Library("nf4_server_cpu", "DEF")
-_library.define("linear(Tensor x, Tensor handle, int out_features) -> Tensor")
-_library.impl("linear", _linear, "CPU")
-
-
-@torch.library.register_fake("nf4_server_cpu::linear")  # type: ignore[untyped-decorator]
-def _(x: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
-
 
 class CpuNF4Linear(nn.Module):
     """One NF4 or FP4 GEMM whose arguments have been laid out for the kernel once."""
-
-    handle: torch.Tensor
 
     def __init__(self, layer: NF4Linear, pages: HugePages) -> None:
         """pages: where the layer's codes and scales are put."""
@@ -48,13 +24,11 @@ class CpuNF4Linear(nn.Module):
             layer.absmax_8bit = pages.copy(layer.absmax_8bit)
         layer.packed = pages.copy(layer.packed)
         self.weight, self.own_bias = layer.weight, layer.bias
-        _prepared.append(cpu.PreparedLinear(self.weight, self.own_bias))
-        self.register_buffer("handle", torch.tensor(len(_prepared) - 1), persistent=False)
+        self.prepared = cpu.PreparedLinear(self.weight, self.own_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
-        out: torch.Tensor = torch.ops.nf4_server_cpu.linear(x, self.handle, self.out_features)
-        return out
+        return self.prepared(x)
 
 
 class Bf16Linear(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.checkpoint.sharding.shards import Part, Shard
-from server.engine.runtime import exchange  # noqa: F401 - registers torch.ops.nf4_server_exchange
+from server.engine.runtime import exchange
 from server.engine.runtime.model.exchanged_experts import exchange_experts
 
 
@@ -24,7 +24,7 @@ class ReducedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., this rank's part of k] to [..., n]."""
         y: torch.Tensor = self.linear(x)
-        torch.ops.nf4_server_exchange.all_reduce(y)
+        exchange.all_reduce(y)
         return y
 
 
@@ -45,7 +45,7 @@ class ReducedNorm(nn.Module):
         """x [..., this rank's features] to the same shape and dtype, rounded before the weight and after it."""
         wide = x.float()
         sums = wide.pow(2).unflatten(-1, (self.SUMS, -1)).sum(-1)
-        torch.ops.nf4_server_exchange.all_reduce(sums)
+        exchange.all_reduce(sums)
         mean = sums.sum(-1, keepdim=True) / self.features
         return self.weight * (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
 
@@ -71,7 +71,7 @@ class VocabularyEmbedding(nn.Module):
         others = (own < 0) | (own >= self.count)
         found: torch.Tensor = self.embedding(own.masked_fill(others, 0))
         found = found.masked_fill(others.unsqueeze(-1), 0)
-        torch.ops.nf4_server_exchange.all_reduce(found)
+        exchange.all_reduce(found)
         return found
 
 
@@ -85,7 +85,7 @@ class VocabularyLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden] to [..., vocabulary], the same bits on every rank."""
-        parts = torch.ops.nf4_server_exchange.all_gather(self.linear(x)).unbind(0)
+        parts = exchange.all_gather(self.linear(x)).unbind(0)
         # The last ranks' rows beyond the vocabulary are padding.
         each = parts[0].shape[-1]
         held = (self.vocabulary - rank * each for rank in range(len(parts)))

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.checkpoint.experts.module import NF4Experts
-from server.engine.runtime import exchange  # noqa: F401 - registers torch.ops.nf4_server_exchange
+from server.engine.runtime import exchange
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class ReducedExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *choices: torch.Tensor) -> torch.Tensor:
         """As NF4Experts: [tokens, hidden]."""
         y: torch.Tensor = self.experts(hidden_states, *choices)
-        torch.ops.nf4_server_exchange.all_reduce(y)
+        exchange.all_reduce(y)
         return y
 
 
@@ -44,7 +44,7 @@ class ReducedBlock(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> Any:
         """As the block: a tensor [..., hidden], or a tuple that begins with it."""
         found = self.block(hidden_states)
-        torch.ops.nf4_server_exchange.all_reduce(_output(found))
+        exchange.all_reduce(_output(found))
         return found
 
 

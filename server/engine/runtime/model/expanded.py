@@ -21,10 +21,10 @@ AUTO_SHARE = 0.25
 # The same where the configuration says how large the KV cache is: what that takes is not counted, and steps get the rest.
 AUTO_SHARE_BESIDE_CACHE = 0.5
 
-# Decode graphs of up to LARGE_UP_TO tokens multiply by the codes all the same where a layer has a weight of LARGE elements
+# Steps of up to LARGE_UP_TO tokens multiply by the codes all the same where a layer has a weight of LARGE elements
 # or more. cuBLAS's GEMMs of such weights run at the GPU's limit of power, and the NF4 launches compute norm, activation and
-# sum as well. With a largest weight of 142M elements this was 4 % faster at 136 tokens and 4 % slower at 256, and each graph
-# has to be compiled on its own (docs/lab/decode-512-sequences.md).
+# sum as well. With a largest weight of 142M elements this was 4 % faster at 136 tokens and 4 % slower at 256
+# (docs/lab/decode-512-sequences.md).
 LARGE = 3 << 26
 LARGE_UP_TO = 256
 
@@ -32,8 +32,7 @@ LARGE_UP_TO = 256
 def expand_weights(model: PreTrainedModel, budget: int) -> int:
     """Give the NF4 layers of model's first decoder layers 16-bit copies of up to budget bytes in all; returns their bytes.
 
-    A decoder layer gets the copies of all its NF4 layers or none, so that at most two kinds of decoder layers have to be
-    compiled. Call before the model is compiled.
+    A decoder layer gets the copies of all its NF4 layers or none.
     """
     taken = 0
     fused: list[int] = []
@@ -52,13 +51,11 @@ def expand_weights(model: PreTrainedModel, budget: int) -> int:
             fused.append(fused_up_to)
     if fused:
         logger.info(
-            "weights of %d of %d decoder layers also in %s, %.2f GiB:"
-            " prompts of %d tokens and more use them, decode from %d on",
+            "weights of %d of %d decoder layers also in %s, %.2f GiB: steps of %d tokens and more use them",
             len(fused),
             len(layers),
             str(model.dtype).removeprefix("torch."),
             taken / 2**30,
-            NF4Linear.EXPANDED_FROM,
             min(fused) + 1,
         )
     return taken
@@ -76,7 +73,7 @@ def expanded_bytes(model: nn.Module) -> int:
 
 
 def _most_fused(linears: Sequence[NF4Linear], dtype: torch.dtype) -> int:
-    """The most tokens that decode graphs multiply by the codes of a layer's weights, which all have copies."""
+    """The most tokens that are multiplied by the codes of a layer's weights, which all have copies."""
     large = any(linear.out_features * linear.in_features >= LARGE for linear in linears)
     # 0 on devices whose GEMM of so many tokens is not fused.
     fuses = dtype is torch.bfloat16 and all(ops.token_tile(*linear.planned(LARGE_UP_TO)) for linear in linears)

@@ -74,25 +74,6 @@ def _scale(y: torch.Tensor, excess: torch.Tensor, shift: torch.Tensor) -> None:
             out[where] = out[where] * (excess[slot] + 1) + shift[slot]
 
 
-_library = torch.library.Library("nf4_server_lora", "DEF")
-_library.define("scale(Tensor(a!) y, Tensor excess, Tensor shift) -> ()")
-_library.impl("scale", _scale, "CPU")
-_library.impl("scale", _scale, "CUDA")
-_library.define("add(Tensor(a!) y, Tensor x, Tensor a, Tensor b) -> ()")
-_library.impl("add", _add, "CPU")
-_library.impl("add", _add, "CUDA")
-
-
-@torch.library.register_fake("nf4_server_lora::add")  # type: ignore[untyped-decorator]
-def _(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("nf4_server_lora::scale")  # type: ignore[untyped-decorator]
-def _(y: torch.Tensor, excess: torch.Tensor, shift: torch.Tensor) -> None:
-    return None
-
-
 class AdaptedLinear(nn.Module):
     """A projection, or several joined into one GEMM, and room for slots adapters of up to rank each.
 
@@ -127,9 +108,9 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
         y: torch.Tensor = self.base(x)
-        if self.excess is not None:
-            torch.ops.nf4_server_lora.scale(y, self.excess, self.shift)
-        torch.ops.nf4_server_lora.add(y, x, self.a, self.b)
+        if self.excess is not None and self.shift is not None:
+            _scale(y, self.excess, self.shift)
+        _add(y, x, self.a, self.b)
         return y
 
     def write(self, part: int, slot: int, factors: AdapterFactors | None) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import nn
 
 import nf4_kernels.ops  # noqa: F401 - registers torch.ops.nf4
-from nf4_kernels.format import NESTED_BLOCKSIZE, Weight, block_scales, second_level, with_weight
+from nf4_kernels.format import NESTED_BLOCKSIZE, Weight, block_scales, second_level
 from server.checkpoint.packed import keeps_fp4
 from server.checkpoint.weight import WeightBuffers
 
@@ -35,13 +33,7 @@ class NF4Linear(WeightBuffers):
     """Tokens from which on the expanded weight is used: with fewer the NF4 kernels read a quarter of its bytes."""
 
     fused_up_to: int
-    """The most tokens that decode graphs multiply by the codes, in launches with norm, activation and sum."""
-
-    _for_any_tokens = False
-    """Whether what is traced now runs with any number of tokens, see for_any_tokens()."""
-
-    _in_graph = False
-    """Whether what is traced now is a decode graph's, see for_graph()."""
+    """The most tokens that are multiplied by the codes, in launches with norm, activation and sum."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -55,7 +47,7 @@ class NF4Linear(WeightBuffers):
         return cls(_weight_of(layer), None if layer.bias is None else layer.bias.data)
 
     def uses_copy(self, tokens: int) -> bool:
-        """Whether a decode graph of so many tokens multiplies by the expanded weight, by cuBLAS."""
+        """Whether the expanded weight computes that many tokens, by cuBLAS."""
         return self.expanded is not None and tokens > self.fused_up_to
 
     def planned(
@@ -71,65 +63,14 @@ class NF4Linear(WeightBuffers):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., out_features]."""
-        if self.expanded is None:
-            out: torch.Tensor = torch.ops.nf4.linear(x, *self.weight.arguments(), self.bias)
-            return out
-        tokens = x.shape[:-1].numel()
-        if NF4Linear._for_any_tokens:
-            out = torch.ops.nf4_server.expanded_linear(x, self.expanded, *self.weight.arguments(), self.bias)
-        elif self.uses_copy(tokens) if NF4Linear._in_graph else tokens >= self.EXPANDED_FROM:
-            out = torch.nn.functional.linear(x, self.expanded, self.bias)
-        else:
-            out = torch.ops.nf4.linear(x, *self.weight.arguments(), self.bias)
+        if self.expanded is not None and self.uses_copy(x.shape[:-1].numel()):
+            return torch.nn.functional.linear(x, self.expanded, self.bias)
+        out: torch.Tensor = torch.ops.nf4.linear(x, *self.weight.arguments(), self.bias)
         return out
-
-    @staticmethod
-    @contextmanager
-    def for_any_tokens() -> Iterator[None]:
-        """While entered, traced layers leave it to each run whether to use the expanded weight.
-
-        torch.compile would trace the branch of the example's tokens, and nothing would check it where guards are off.
-        """
-        NF4Linear._for_any_tokens = True
-        try:
-            yield
-        finally:
-            NF4Linear._for_any_tokens = False
-
-    @staticmethod
-    @contextmanager
-    def for_graph() -> Iterator[None]:
-        """While entered, traced layers are a decode graph's, whose passes fuse launches: fused_up_to decides."""
-        NF4Linear._in_graph = True
-        try:
-            yield
-        finally:
-            NF4Linear._in_graph = False
 
     def extra_repr(self) -> str:
         """What print(model) says of it."""
         return f"in_features={self.in_features}, out_features={self.out_features}, blocksize={self.blocksize}"
-
-
-def _expanded_linear(
-    x: torch.Tensor, expanded: torch.Tensor, weight: Weight, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The GEMM with the expanded weight or with the codes, whichever its tokens ask for."""
-    if x.shape[:-1].numel() >= NF4Linear.EXPANDED_FROM:
-        return torch.nn.functional.linear(x, expanded, bias)
-    out: torch.Tensor = torch.ops.nf4.linear(x, *weight.arguments(), bias)
-    return out
-
-
-def _expanded_shape(x: torch.Tensor, expanded: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], expanded.shape[0]))
-
-
-_library = torch.library.Library("nf4_server", "FRAGMENT")
-_library.define(f"expanded_linear(Tensor x, Tensor expanded, {Weight.SCHEMA}, Tensor? bias) -> Tensor")
-for _key in ("CPU", "CUDA"):
-    _library.impl("expanded_linear", with_weight(_expanded_linear, 2), _key)
-torch.library.register_fake("nf4_server::expanded_linear", _expanded_shape)
 
 
 class _Shared:

@@ -1,9 +1,10 @@
-"""Builds a runner: the model's projections and attention in their final form, its cache, compiled layers and graphs."""
+"""Builds a runner: the model's projections and attention in their final form, its cache, layers and graphs."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
 from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import least
 from server.engine.runtime.followers import Followers
+from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import EngineConfigError, ModelLimits, model_limits
 from server.engine.runtime.model.class_forward import adapt_forward
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
@@ -26,7 +28,6 @@ from server.engine.runtime.model.lora_registry import install_adapters
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec, cache_budget
-from server.engine.runtime.preparation.compilation import compile_with_trials
 from server.engine.runtime.preparation.drafting import DraftPreparation
 from server.engine.runtime.preparation.expansion import expansion_budget
 from server.engine.runtime.preparation.graph_capture import (
@@ -60,8 +61,8 @@ def build_runner(
     The ranks of a divided model must build their runners at the same time; followers: the other ranks, for rank 0. draft:
     the draft model, on the same device, where the configuration has one.
 
-    Layers are compiled, and on CUDA steps captured as graphs, unless engine.enforce_eager leaves that out. Raises
-    EngineConfigError, UnsupportedModelError, or CheckpointError for an adapter that cannot be served.
+    Layers are written ones where they can be, and on CUDA steps are captured as graphs, unless engine.enforce_eager leaves
+    that out. Raises EngineConfigError, UnsupportedModelError, or CheckpointError for an adapter that cannot be served.
     """
     sharded = loaded if isinstance(loaded, ShardedModel) else None
     model: PreTrainedModel = sharded.model if sharded else loaded
@@ -93,8 +94,8 @@ def build_runner(
         check_own_forward(paged_with, spec, limits)
     paged = paged_with(limits.num_blocks)
     with torch.inference_mode():
-        written = not config.enforce_eager and write_layers(paged, spec.options)
-        graphs = StepGraphs() if config.enforce_eager else _prepare_steps(paged, limits, config, progress, written)
+        layers = [] if config.enforce_eager else write_layers(paged, spec.options)
+        graphs = StepGraphs() if config.enforce_eager else _capture_steps(paged, limits, config, progress, layers)
         draft_model, draft_times = drafting.finish(limits, graphs, progress) if drafting else (None, None)
         costs = measure_steps(paged, limits, graphs, draft_times) if config.speculation != "off" else None
     if not config.batch_invariant:
@@ -103,12 +104,12 @@ def build_runner(
     return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers, draft_model)
 
 
-def _prepare_steps(
-    paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress, written: bool
+def _capture_steps(
+    paged: PagedModel, limits: ModelLimits, config: EngineConfig, progress: Progress, layers: Sequence[DecoderLayer]
 ) -> StepGraphs:
-    """Compile paged's layers and capture its steps, as far as its backend can. Raises EngineConfigError.
+    """Capture paged's steps, as far as its backend can. Raises EngineConfigError.
 
-    written: whether its layers are written ones, which are not compiled.
+    layers: its written layers; empty: it has none.
     """
     backend = paged.backend
     if not isinstance(backend, GraphBackend):
@@ -117,12 +118,9 @@ def _prepare_steps(
                 "engine.batch_invariant needs CUDA graphs, and attention has them with our own kernels only; a warning"
                 " in the log says why these cannot be used"
             )
-        if not written and backend.runs_compiled_layers:
-            compile_with_trials(paged, progress)
         return StepGraphs()
-    # Decode graphs first: they compile the model's own code, for each of their sizes.
     try:
-        decode = capture_decode(paged, backend, limits, config, progress, written)
+        decode = capture_decode(paged, backend, limits, config, progress, layers)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as e:
@@ -133,10 +131,7 @@ def _prepare_steps(
         return StepGraphs()
     sizes = verify_sizes(config)
     verify = capture_verify(paged, backend, limits, sizes, decode, progress) if sizes else None
-    compiled = written or (backend.runs_compiled_layers and compile_with_trials(paged, progress))
-    mixed = None
-    if compiled and not config.batch_invariant:
-        mixed = capture_mixed(paged, backend, limits, config, decode, progress)
+    mixed = None if config.batch_invariant else capture_mixed(paged, backend, limits, config, decode, progress)
     return StepGraphs(decode, mixed, verify, config.batch_invariant)
 
 

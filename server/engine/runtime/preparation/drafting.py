@@ -1,4 +1,4 @@
-"""Makes a draft model ready: its projections and attention, a cache with the model's KV blocks, compiled layers, graphs."""
+"""Makes a draft model ready: its projections and attention, a cache with the model's KV blocks, its layers, graphs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from server.engine.runtime.graphs.verify import SIZES
 from server.engine.runtime.limits import ModelLimits, own_limit, sequence_limit
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.projections import replace_projections
-from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec
-from server.engine.runtime.preparation.compilation import compile_with_trials
 from server.engine.runtime.preparation.graph_capture import capture_verify
 from server.engine.runtime.preparation.step_costs import draft_times
-from server.engine.runtime.preparation.trial_steps import TrialSteps
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import StepGraphs
 from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
@@ -56,14 +53,11 @@ class DraftPreparation:
         """
         config, model = self._config, self._model
         paged = PagedModel(model, self._spec.backend(limits.num_blocks), config.block_size, self._clock)
+        if not config.enforce_eager:
+            write_layers(paged, self._spec.options)
         captured: DraftGraphs | None = None
         if graphs.decode is not None and isinstance(paged.backend, GraphBackend):
-            # Graphs first: they compile the model's own code, for each of their sizes.
             captured = self._capture(paged, paged.backend, limits, graphs.decode.pool, progress)
-        # On CUDA graphs have compiled the layers already.
-        written = captured is None and not config.enforce_eager and write_layers(paged, self._spec.options)
-        if not (written or config.enforce_eager) and paged.backend.runs_compiled_layers:
-            compile_with_trials(paged, progress)
         longest = own_limit(model.config.get_text_config()) or limits.max_model_len
         times = draft_times(paged, limits, None if captured is None else captured.decode)
         return DraftModel(paged, limits.vocab_size, min(longest, limits.max_model_len), captured), times
@@ -72,7 +66,6 @@ class DraftPreparation:
         self, paged: PagedModel, backend: GraphBackend, limits: ModelLimits, pool: GraphPool, progress: Progress
     ) -> DraftGraphs:
         """Capture steps of as many sequences as may have guesses together."""
-        set_weight_order(paged.model, TrialSteps(paged).run)
         # The device's copy of the block tables has a row for each running sequence.
         rows = sequence_limit(self._config, paged.device, limits.num_blocks * self._config.block_size)
         backend.set_up_graphs(limits.max_model_len, max(rows, *SIZES), True)

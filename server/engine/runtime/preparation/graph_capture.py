@@ -11,15 +11,14 @@ import torch
 
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
-from server.engine.runtime.attention.graph_backend import ROTARY_FROM, GraphBackend
+from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import agreed
 from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
-from server.engine.runtime.graphs.fused_launches import decode_forms, possible_launches, report_fused
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.graphs.mixed import MixedGraphs
 from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
+from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import ModelLimits, sequence_limit, token_budget
-from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps, mixed_trial_steps
 from server.engine.runtime.trials import failure
@@ -33,25 +32,20 @@ def capture_decode(
     limits: ModelLimits,
     config: EngineConfig,
     progress: Progress,
-    written: bool = False,
+    layers: Sequence[DecoderLayer],
 ) -> DecodeGraphs:
-    """Capture decode steps of up to the configured number of sequences. Call in inference mode, before compilation.
+    """Capture decode steps of up to the configured number of sequences. Call in inference mode.
 
-    written: whether the layers are written ones, which are captured as they are.
+    layers: the model's written layers; empty: it has none.
     """
-    # A graph's GEMMs prefetch the next weight only if its order is known when they are captured.
-    if not written:
-        set_weight_order(paged.model, TrialSteps(paged).run)
-    graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots, written=written)
+    graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots)
     cached = limits.num_blocks * config.block_size
     sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device, cached))
     largest = max(sizes)
     room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
-    forms = decode_forms(paged.model, sizes, ROTARY_FROM)
+    forms = {layer.attention.form(size, paged.dtype) for layer in layers for size in sizes}
     backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant, forms)
     graphs.capture(sizes, progress)
-    if graphs.fused is not None:
-        report_fused(graphs.fused, possible_launches(paged.model, largest, graphs.applies_rotary(largest)))
     return graphs
 
 
@@ -70,10 +64,9 @@ def capture_verify(
 ) -> VerifyGraphs | None:
     """Capture steps with guesses of these sizes, in tokens; None, with a warning, where that fails or the logits differ.
 
-    Call in inference mode, before compilation.
+    Call in inference mode.
     """
-    own = paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots
-    graphs = VerifyGraphs(*own, decode.pool, decode.written)
+    graphs = VerifyGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots, decode.pool)
     steps = TrialSteps(paged)
 
     def attempt() -> None:
@@ -103,7 +96,7 @@ def capture_mixed(
     decode: DecodeGraphs,
     progress: Progress,
 ) -> MixedGraphs | None:
-    """Capture mixed steps over compiled layers; None, with a warning, where that fails or the logits differ."""
+    """Capture mixed steps; None, with a warning, where that fails or the logits differ."""
     cached = limits.num_blocks * config.block_size
     sequences, budget = sequence_limit(config, paged.device, cached), token_budget(config, paged.device)
     graphs = MixedGraphs(paged.model, backend, paged.block_size, sequences, paged.clock, decode.pool)

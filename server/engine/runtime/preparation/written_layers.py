@@ -26,6 +26,10 @@ from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
 
+_OWN = (
+    "layers run by transformers' own code, more slowly, as norms, activations and rotary angles are separate operations"
+)
+_ELSEWHERE = "so it is on another rank"
 _TOKENS = (1, 17)
 """Tokens of the steps on which layers are compared."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.04, torch.float16: 0.01}
@@ -34,13 +38,18 @@ _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """The same relative to the norm of the layer's result, which each side rounds."""
 
 
-def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> bool:
-    """Whether paged's decoder layers are written layers from here on; the log says why not. Call in inference mode.
+def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list[DecoderLayer]:
+    """Put written layers in the place of paged's decoder layers, and return them; none, if transformers' own stay.
 
-    options: how each layer attends.
+    The log says why they stay. Also sets the order of weights. options: how each layer attends. Call in inference mode.
     """
+    steps = TrialSteps(paged)
+    if paged.device.type == "cuda":
+        # Now, because it watches modules that written layers do not call.
+        set_weight_order(paged.model, steps.run)
     if os.environ.get(WRITTEN_LAYERS_VARIABLE) == "0":
-        return False
+        logger.info("%s: %s is 0", _OWN, WRITTEN_LAYERS_VARIABLE)
+        return []
     layers, failed = decoder_layers(paged.model), None
     written: list[DecoderLayer] = []
     try:
@@ -50,29 +59,25 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> bool
     except UnknownLayerError as e:
         failed = str(e)
     if not agreed(failed is None):
-        logger.info("layers run by transformers' own code: %s", failed or "another rank's do")
-        return False
-    steps = TrialSteps(paged)
+        logger.info("%s: %s", _OWN, failed or _ELSEWHERE)
+        return []
     failed = failure(lambda: _compare(steps, layers, written, paged.dtype))
     if not agreed(failed is None):
-        logger.warning("layers run by transformers' own code: the written ones differ, %s", failed)
-        return False
-    # Before the layers are replaced, because it watches the modules that these do not call.
-    if paged.device.type == "cuda":
-        set_weight_order(paged.model, steps.run)
+        logger.warning("%s: the written ones differ, %s", _OWN, failed or _ELSEWHERE)
+        return []
     plain = [steps.run(count) for count in _TOKENS]
     undo = _put(paged, layers, written)
     # All steps, because other ranks compute them, too.
     found = [steps.difference(steps.run(count), own, count) for count, own in zip(_TOKENS, plain, strict=True)]
     failed = next(filter(None, found), None)
     if not agreed(failed is None):
-        logger.warning("layers run by transformers' own code: with the written ones logits %s", failed)
+        logger.warning("%s: with the written ones logits %s", _OWN, failed or _ELSEWHERE)
         undo()
-        return False
+        return []
     logger.info("layers are written ones; their logits are within %.1e of transformers' own", steps.largest_error)
     if isinstance(paged.backend, PagedCpuBackend) and is_alone():
         _use_small_steps(paged, written, paged.backend, steps)
-    return True
+    return written
 
 
 def _use_small_steps(

@@ -97,7 +97,7 @@ def _attend(  # type: ignore[no-untyped-def]
     overlap: tl.constexpr,
 ):
     # A thread block takes some tokens of a chunk and one key head, with all query heads that share it.
-    if overlap:  # see server/engine/runtime/compile/pdl.py
+    if overlap:  # docs/adr/0010-pdl-and-weight-prefetch.md
         tl.extra.cuda.gdc_launch_dependents()
     dim: tl.constexpr = shape.dim
     item, head = tl.program_id(0), tl.program_id(1)

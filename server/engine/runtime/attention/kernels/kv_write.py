@@ -46,7 +46,7 @@ def _write(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    if overlap:  # see server/engine/runtime/compile/pdl.py
+    if overlap:  # docs/adr/0010-pdl-and-weight-prefetch.md
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # A thread block takes one token, with all its heads.
@@ -98,7 +98,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     shape: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    if overlap:  # see server/engine/runtime/compile/pdl.py
+    if overlap:  # docs/adr/0010-pdl-and-weight-prefetch.md
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # A thread block takes one key head of one token.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -28,7 +27,7 @@ Tried = tuple[torch.Tensor, Kind, torch.Tensor | None]
 def compile_forms(decode: DecodeAttention, layers: Sequence[Tried], forms: Collection[DecodeForm]) -> None:
     """Compile the kernel for each of the layers' kinds in all forms, and without a rotary embedding, side by side.
 
-    Each is run once, on padding. What graphs are compiled with is loaded meanwhile. Raises what a launch raises.
+    Each is run once, on padding. Raises what a launch raises.
     """
     decode.plan(Spans.of([]), TRIAL_SEQUENCES)
 
@@ -47,13 +46,7 @@ def compile_forms(decode: DecodeAttention, layers: Sequence[Tried], forms: Colle
         for form in wanted
         if not form.tile or layer[1].heads * layer[1].dim % 256 == 0
     ]
-    side_by_side([_load_inductor, *launches], layers[0][0].device)
-
-
-def _load_inductor() -> None:
-    # It takes 2 seconds and more to import, and starts the processes that compile. If it fails, so will what is compiled.
-    with suppress(Exception):
-        import torch._inductor.compile_fx  # noqa: F401
+    side_by_side(launches, layers[0][0].device)
 
 
 def disagreement(

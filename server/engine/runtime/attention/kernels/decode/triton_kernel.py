@@ -166,7 +166,7 @@ def _attend(  # type: ignore[no-untyped-def]
     instance: tl.constexpr,
 ):
     # A thread block takes a part of a sequence's keys and one key head, with all query heads that share it.
-    if instance.overlap:  # see server/engine/runtime/compile/pdl.py
+    if instance.overlap:  # docs/adr/0010-pdl-and-weight-prefetch.md
         tl.extra.cuda.gdc_launch_dependents()
     shape: tl.constexpr = instance.cache
     item, head = tl.program_id(0), tl.program_id(1)
