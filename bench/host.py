@@ -66,6 +66,7 @@ class HostRunner:
     graph_replays: int = 0
     step_costs: None = None
     draft_model: None = None
+    states: None = None
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """The time of the present step, by part."""
 
@@ -127,7 +128,7 @@ def decoding(sequences: int, context: int, steps: int) -> tuple[Engine, HostRunn
     """An engine whose sequences have been prefilled and decode steps more tokens."""
     config = EngineConfig(device="cpu", max_num_seqs=sequences, max_num_batched_tokens=max(8192, sequences))
     length = context + steps + config.block_size
-    limits = ModelLimits(length, sequences * -(-length // config.block_size), VOCABULARY, ())
+    limits = ModelLimits(length, sequences * -(-length // config.block_size), VOCABULARY, (), sequences)
     runner = HostRunner(limits, config.block_size, sequences)
     engine = Engine(cast(ModelRunner, runner), config)
     rng = random.Random(0)

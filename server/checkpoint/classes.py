@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from transformers.utils import ModelOutput
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import CheckpointInfo
-from server.checkpoint.names import is_of_tower
+from server.checkpoint.names import is_ignored, is_of_tower
+from server.checkpoint.states import NARROW_INPUTS, STATE_KINDS, STATE_MODULES, STATE_TYPES, kinds_of_layers
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
@@ -81,26 +82,34 @@ def loading_of(info: CheckpointInfo) -> Loading:
 
 
 def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[PreTrainedModel]) -> None:
-    """Raise CheckpointError for models that keep more than keys and values: linear attention, state-space layers."""
-    text = config.get_text_config()
-    kinds = {str(kind) for key in ("layer_types", "layers_block_type") for kind in getattr(text, key, None) or ()}
-    others = sorted(kind for kind in kinds if kind not in ATTENTION_KINDS)
+    """Raise CheckpointError for models that keep more than keys and values, and a state that the engine does not know."""
+    kinds = set(kinds_of_layers(config))
+    known = (*ATTENTION_KINDS, *STATE_KINDS) if info.model_type in STATE_TYPES else ATTENTION_KINDS
+    others = sorted(kind for kind in kinds if kind not in known)
     if others or (model_class._is_stateful and not kinds):
         what = f"layers of the kind {', '.join(others)}" if others else "layers with a state of their own"
         raise CheckpointError(
             f"{info.folder}: {info.architecture} ({info.model_type}) has {what}, which the paged cache cannot serve;"
-            " only models all of whose layers attend over keys and values are served"
+            " of models with such layers, only Qwen3.5's dense ones are served"
         )
 
 
 def is_left_out(name: str, config: Any) -> bool:
-    """Whether a tensor of that name in the files is only for images or sounds, and so not loaded."""
+    """Whether a tensor of that name in the files is not for text, or for guesses of later tokens, and so not loaded."""
     layer = _LAYER.search(name)
-    return is_of_tower(name) or (layer is not None and int(layer[1]) in _cross_attention_layers(config))
+    return (
+        is_ignored(name)
+        or is_of_tower(name)
+        or (layer is not None and int(layer[1]) in _cross_attention_layers(config))
+    )
 
 
-def _towers_of(model: PreTrainedModel) -> list[tuple[nn.Module, str, nn.Module]]:
-    """The parts that only images and sounds go through: the module that each belongs to, its name there, itself."""
+_Parts = list[tuple[nn.Module, str, nn.Module]]
+"""Modules: the one that each belongs to, its name there, itself."""
+
+
+def _towers_of(model: PreTrainedModel) -> _Parts:
+    """The parts that only images and sounds go through."""
     return [
         (parent, name, child)
         for parent_name, parent in model.named_modules()
@@ -110,16 +119,25 @@ def _towers_of(model: PreTrainedModel) -> list[tuple[nn.Module, str, nn.Module]]
     ]
 
 
-@contextmanager
-def towers_aside(model: PreTrainedModel) -> Iterator[None]:
+def towers_aside(model: PreTrainedModel) -> AbstractContextManager[None]:
     """While entered, a model is without the parts that only images and sounds go through."""
-    towers = _towers_of(model)
-    for parent, name, _ in towers:
+    return _aside(_towers_of(model))
+
+
+def narrow_inputs_aside(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """While entered, layers with states are without their projections with one output for each head."""
+    modules = (module for name, module in model.named_modules() if name.rpartition(".")[2] in STATE_MODULES)
+    return _aside([(m, name, getattr(m, name)) for m in modules for name in NARROW_INPUTS if hasattr(m, name)])
+
+
+@contextmanager
+def _aside(parts: _Parts) -> Iterator[None]:
+    for parent, name, _ in parts:
         setattr(parent, name, None)
     try:
         yield
     finally:
-        for parent, name, child in towers:
+        for parent, name, child in parts:
             setattr(parent, name, child)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.experts.names import described, place_of
 from server.checkpoint.names import is_of_tower
+from server.checkpoint.states import NARROW_INPUTS
 
 Quantization = Literal["nf4", "none"]
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
@@ -209,7 +210,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_projection(name: str) -> bool:
-    return name.endswith("proj.weight") and not is_of_tower(name)
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    is_named = module.endswith("proj") or module.startswith("in_proj_")
+    return name.endswith(".weight") and is_named and module not in NARROW_INPUTS and not is_of_tower(name)
 
 
 def _is_quantization_state(name: str) -> bool:

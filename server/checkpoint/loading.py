@@ -19,6 +19,7 @@ from server.checkpoint.embedding import MODULES
 from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.experts.tensors import CheckpointTensors
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
+from server.checkpoint.names import is_ignored
 from server.checkpoint.packed import keeps_fp4
 from server.checkpoint.quantizer import TensorRefused, by_file
 
@@ -123,7 +124,7 @@ def available_bytes(device: torch.device) -> int:
 
 def whole_bytes(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, chosen: Loading, towers: bool) -> int:
     """Bytes that load_model() takes on device; chosen: what loading_of() says."""
-    loaded = info if towers else info.without(lambda name: is_left_out(name, chosen.config))
+    loaded = info.without(is_ignored if towers else lambda name: is_left_out(name, chosen.config))
     return loaded.loaded_bytes(dtype.itemsize, keeps_fp4(device))
 
 

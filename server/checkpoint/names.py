@@ -12,6 +12,11 @@ TOWERS = frozenset(
 )  # fmt: skip
 
 
+def is_ignored(name: str) -> bool:
+    """Whether a tensor of that name is never loaded: heads that predict several tokens (Qwen3.5's mtp)."""
+    return name.startswith("mtp.")
+
+
 def is_of_tower(name: str) -> bool:
     """Whether a tensor or module of that name belongs to a part that text does not go through."""
     return any(part in TOWERS for part in name.split(".")[:3])

@@ -20,7 +20,7 @@ from transformers.quantizers import auto as quantizers
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.classes import leave_out_towers, towers_aside
+from server.checkpoint.classes import leave_out_towers, narrow_inputs_aside, towers_aside
 from server.checkpoint.diagnosis import first_line
 from server.checkpoint.inspection import CheckpointInfo
 from server.checkpoint.packed import expand, read_state
@@ -75,7 +75,7 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         names = names_in_model(self._info, model, self._key_mapping)
         check_shapes(self._info, model, names)
         if not self.pre_quantized:
-            with towers_aside(model):  # what is in 16 bit there stays so
+            with towers_aside(model), narrow_inputs_aside(model):  # what is in 16 bit there stays so
                 super()._process_model_before_weight_loading(model, device_map, **options)
         expanded = sum(table not in self._kept for table in self._info.packed.values())
         if expanded:

@@ -14,7 +14,7 @@ from server.engine.grammar import Grammars
 from server.engine.outputs import OutputBuilder
 from server.engine.requests import check_request
 from server.engine.runtime.graphs.options_step import LaunchedStep
-from server.engine.runtime.limits import sequence_limit, token_budget
+from server.engine.runtime.limits import token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.pace import PrefillPace
@@ -56,10 +56,10 @@ class Engine:
         self._pace = None if bound is None else PrefillPace(bound / 1000)
         self._scheduler = Scheduler(
             self._blocks,
-            sequence_limit(config, runner.device, limits.num_blocks * config.block_size),
+            limits.max_num_seqs,
             token_budget(config, runner.device),
             limits.max_model_len,
-            config.enable_prefix_caching,
+            config.enable_prefix_caching and runner.states is None,
             self._pace,
         )
         self._eos = frozenset(limits.eos_token_ids)

@@ -9,11 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import Progress
+from server.checkpoint.classes import read_config
 from server.checkpoint.dummy import dummy_model, dummy_shard
 from server.checkpoint.images import without_images
 from server.checkpoint.loading import load_model
 from server.checkpoint.sharding.sharded import ShardedModel, load_shard
 from server.checkpoint.sharding.shards import Shard
+from server.checkpoint.states import check_hybrid
 from server.checkpoint.tokenizer_files import check_same_vocabulary
 from server.config import EngineConfig
 from server.engine.runtime.exchange import Membership, join
@@ -39,6 +41,8 @@ def load_runner(
     EngineConfigError when that cannot succeed.
     """
     device, dtype = resolve_device(config)
+    for chosen in (folder, *([Path(config.draft_model)] if config.draft_model else ())):
+        check_hybrid(chosen, read_config(chosen), config)
     if device.type == "cpu":
         torch.set_num_threads(max(1, usable_threads(config) // (membership.count if membership else 1)))
     model: PreTrainedModel | ShardedModel

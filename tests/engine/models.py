@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.checkpoint.families import skip_where_refused
 
 VOCABULARY = 128
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -72,6 +72,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
+# Layers that keep a state of each sequence among others that attend.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+}
 
 
 def nf4(k: int, n: int, dtype: torch.dtype = torch.bfloat16, weight: torch.Tensor | None = None) -> Linear4bit:
@@ -89,7 +109,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     Skips a test of a family that the installed transformers is too old for.
     """
     skip_where_refused(family)
-    config = CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES.get(family, {}), **overrides})
+    config = CONFIG_MAPPING[family](**{**COMMON, **(FAMILIES | HYBRIDS).get(family, {}), **overrides})
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -15,6 +15,7 @@ from server.checkpoint.loading import available_bytes
 from server.checkpoint.sharding.plan import divided
 from server.checkpoint.sharding.shards import check_count
 from server.checkpoint.sharding.stored import BLOCKSIZE
+from server.checkpoint.states import check_hybrid
 from server.config import EngineConfig
 from server.engine.parallel.auto import check_config, fewest
 from server.engine.parallel.processes import kill, start_processes
@@ -73,6 +74,7 @@ def _check(folder: Path, config: EngineConfig, count: int, device: torch.device)
     devices = torch.cuda.device_count() if device.type == "cuda" else count
     if count > devices:
         raise EngineConfigError(f"engine.tensor_parallel_size is {count}, and there are {devices} GPUs")
+    check_hybrid(folder, read_config(folder), config.model_copy(update={"tensor_parallel_size": count}))
     # Before the workers start, so that the message comes at once and from one process.
     if config.load_format == "dummy":
         check_count(read_config(folder), BLOCKSIZE, count, str(folder))

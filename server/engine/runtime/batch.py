@@ -64,14 +64,17 @@ class Spans:
         """[S]: the slots of the sequences' LoRA adapters."""
 
     @classmethod
-    def of(cls, spans: Iterable[Span]) -> Spans:
-        """Spans of which each follows the one before, with block tables of their own."""
+    def of(cls, spans: Iterable[Span], rows: Sequence[int] | None = None) -> Spans:
+        """Spans of which each follows the one before, with block tables of their own, whose rows are 0, 1, ... or rows."""
         spans = list(spans)
+        rows = range(len(spans)) if rows is None else rows
         counts = np.array([len(span.blocks) for span in spans], np.int64)
         tables = BlockTables(len(spans), int(counts.max(initial=0)))
+        for _, span in sorted(zip(rows, spans, strict=True), key=lambda pair: pair[0]):
+            tables.take(list(span.blocks))
         return cls(
             tables,
-            np.array([tables.take(list(span.blocks)) for span in spans], np.int64),
+            np.array(rows, np.int64),
             np.array([span.start for span in spans], np.int64),
             np.array([span.length for span in spans], np.int64),
             counts,

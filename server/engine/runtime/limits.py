@@ -79,6 +79,8 @@ class ModelLimits:
     num_blocks: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_num_seqs: int
+    """Most sequences in one batch."""
 
 
 def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, budget: int) -> ModelLimits:
@@ -99,7 +101,9 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
         raise EngineConfigError(f"a KV cache of {budget} bytes does not hold {LEAST_MODEL_LEN} tokens of this model")
     # More blocks than all sequences need at full length can never be used.
     most = sequence_limit(config, model.device) * -(-max_model_len // config.block_size)
-    return ModelLimits(max_model_len, min(num_blocks, most), text.vocab_size, _eos_token_ids(model))
+    num_blocks = min(num_blocks, most)
+    sequences = sequence_limit(config, model.device, num_blocks * config.block_size)
+    return ModelLimits(max_model_len, num_blocks, text.vocab_size, _eos_token_ids(model), sequences)
 
 
 def own_limit(text: Any) -> int | None:

@@ -13,6 +13,7 @@ from nf4_kernels.cuda.device_clock import DeviceClock
 from server.engine.runtime.attention.base import AttentionBackend
 from server.engine.runtime.attention.calls import attending
 from server.engine.runtime.batch import Batch
+from server.engine.runtime.layers.gated_delta import StateLayers
 from server.engine.runtime.model.image_inputs import image_inputs, positions_by_axis
 from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.lora import adding
@@ -42,10 +43,11 @@ class PagedModel:
         clock: DeviceClock | None = None,
         adapter_slots: int = 0,
         tower: ImageTower | None = None,
+        states: StateLayers | None = None,
     ) -> None:
         """clock: the device's, where it times the kernels. adapter_slots: LoRA adapters there is room for.
 
-        tower: makes images' features, where the model's tower is loaded.
+        tower: makes images' features, where the model's tower is loaded. states: the layers that have states, if any.
         """
         self.model = model
         self.device: torch.device = model.device
@@ -55,6 +57,7 @@ class PagedModel:
         self.clock = clock
         self.adapter_slots = adapter_slots
         self.tower = tower
+        self.states = states
         self.small_steps: SmallSteps | None = None
         """Computes the steps that it takes in place of the model's class."""
 
@@ -109,6 +112,8 @@ class PagedModel:
             positions = positions_by_axis(batch, batch.images)
         with adding(batch, self.adapter_slots), inputs as given:
             self.backend.begin(batch)
+            if self.states is not None:
+                self.states.pool.begin(batch.spans, batch.num_single)
             with attending(self.backend):
                 output = module(**given, position_ids=positions, use_cache=False, **options)
         if self.clock is not None:

@@ -34,7 +34,11 @@ from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_
 from server.engine.runtime.speculation.draft_model import DraftModel
 from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
 from server.engine.runtime.speculation.verification import sampled_sequences
+from server.engine.runtime.states.pool import StatePool
 from server.engine.runtime.step_input import StepInput, step_input
+from server.engine.runtime.trials import first_line
+from server.engine.scheduling.errors import DataError
+from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 
@@ -98,6 +102,11 @@ class ModelRunner:
     def tower(self) -> ImageTower | None:
         """The model's image tower, where it is loaded."""
         return self._paged.tower
+
+    @property
+    def states(self) -> StatePool | None:
+        """The states of sequences, if the model has layers that keep some."""
+        return None if self._paged.states is None else self._paged.states.pool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,11 +180,21 @@ class ModelRunner:
         if logits.shape[0] > len(sequences):
             score_prompts(step, logits[len(sequences) :])
             logits = logits[: len(sequences)]
-        choose = sample if self._sampler is None else self._sampler.sample
-        results = choose(logits, sequences) if sequences else []
+        results = self._sample(logits, sequences) if sequences else []
         if self._paged.clock is not None and (self._sampler is None or not sequences):
             self._paged.clock.note(self._paged.clock.totals)  # a DeviceSampler has noted them
         return results
+
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+        """A token for each row of logits, which may be overwritten; one for which there is none gets the reason."""
+        if self._sampler is not None:
+            return self._sampler.sample(logits, sequences)
+        # The step is not computed again because of a grammar that fails: states would go on twice.
+        kept = logits.clone() if any(sequence.constraint is not None for sequence in sequences) else logits
+        try:
+            return sample(logits, sequences)
+        except DataError:
+            return [_sample_alone(kept[row : row + 1], sequence) for row, sequence in enumerate(sequences)]
 
     def _check_guesses(self, step: Step) -> list[Sampled] | None:
         """execute() of a step with guesses whose tokens a CUDA graph finds; None where it needs more than that."""
@@ -297,6 +316,13 @@ class ModelRunner:
         except Exception:
             logger.exception("launching a step of %d sequences failed", step.size)
             return None  # execute() finds the one that is at fault
+
+
+def _sample_alone(logits: torch.Tensor, sequence: Sequence) -> Sampled:
+    try:
+        return sample(logits, [sequence])[0]
+    except DataError as e:
+        return Sampled(0, error=f"the model failed: {type(e).__name__}: {first_line(e)}")
 
 
 def _is_raw_decode(step: Step) -> bool:

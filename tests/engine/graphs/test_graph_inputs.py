@@ -90,6 +90,7 @@ def make_graphs(*sizes: int) -> tuple[DecodeGraphs, PoolOnHost, list[int]]:
         "_clock": None,
         "_largest": max(sizes),
         "_last": None,
+        "_states": None,
         "pool": pool,
     }
     vars(graphs).update(attributes)

@@ -17,7 +17,7 @@ def test_trial_steps_lie_in_their_blocks(block_size: int, steps: int) -> None:
         spans = Spans.of([Span(0, 0, count, range(-(-count // block_size)))])
         return Batch(rows, rows, rows, rows, spans, int(count == 1))
 
-    batches = list(mixed_trial_steps(first_chunk, block_size, ModelLimits(4096, 8, 100, ())))
+    batches = list(mixed_trial_steps(first_chunk, block_size, ModelLimits(4096, 8, 100, (), 4)))
     assert len(batches) == steps
     for batch in batches:
         assert sum(span.length for span in batch.spans) == batch.num_tokens

@@ -105,10 +105,10 @@ class VirtualDraftModel:
 class VirtualRunner:
     """Does what the engine asks of a ModelRunner on a GPU, without a model."""
 
-    adapters = tower = None
+    adapters = tower = states = None
     nf4_weight_bytes = graph_replays = 0
     device = torch.device("cpu")
-    limits = ModelLimits(2000, 8 * 125, 1000, ())
+    limits = ModelLimits(2000, 8 * 125, 1000, (), 8)
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

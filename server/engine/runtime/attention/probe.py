@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from server.checkpoint.classes import ATTENTION_KINDS
+from server.checkpoint.states import STATE_KINDS, STATE_MODULES, has_states
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.calls import IMPLEMENTATION, PROBED_IMPLEMENTATION, attending
 from server.engine.runtime.attention.masks import FARTHEST, MaskReader, UnknownMaskError
@@ -77,15 +80,18 @@ Probed = tuple[list[LayerShape], list[AttentionOptions], dict[int, torch.Tensor]
 
 
 def probe_layers(model: PreTrainedModel) -> Probed:
-    """Switch the model to the paged attention and find out what each of its layers keeps and how it attends.
+    """Switch the model to the paged attention and find out what each layer that attends keeps, and how it attends.
 
-    Raises UnsupportedModelError for a model that keeps state elsewhere (recurrent or linear attention layers, shared
+    Layers that attend are numbered without those that have a state of another kind. Raises
+    UnsupportedModelError for a model that keeps state elsewhere (recurrent layers of kinds that are not served, shared
     caches) or whose code does not go through transformers' attention interface.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
-    for kind in set(getattr(config, "layer_types", None) or ()):
-        if kind not in ATTENTION_KINDS:
+    kinds = list(getattr(config, "layer_types", None) or ())
+    known = (*ATTENTION_KINDS, *STATE_KINDS) if has_states(config) else ATTENTION_KINDS
+    for kind in set(kinds):
+        if kind not in known:
             raise UnsupportedModelError(f"{name} has layers of the kind {kind}, which the paged cache cannot serve")
     try:
         model.get_decoder().set_attn_implementation(PROBED_IMPLEMENTATION)
@@ -95,15 +101,37 @@ def probe_layers(model: PreTrainedModel) -> Probed:
     _leave_unscaled(model)
     probe = _Probe(own_limit(config) or FARTHEST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with attending(probe), torch.inference_mode():
+    with attending(probe), _without_states(model), torch.inference_mode():
         model(input_ids=token, position_ids=token, use_cache=False)
     model.get_decoder().set_attn_implementation(IMPLEMENTATION)
-    expected = config.num_hidden_layers
-    if sorted(probe.shapes) != list(range(expected)):
-        found = f"{len(probe.shapes)} of {expected} layers use the attention interface"
+    expected = [layer for layer in range(config.num_hidden_layers) if not kinds or kinds[layer] not in STATE_KINDS]
+    if sorted(probe.shapes) != expected:
+        found = f"{len(probe.shapes)} of {len(expected)} layers use the attention interface"
         raise UnsupportedModelError(f"{name}: {found}{_remedy(config)}")
-    layers = range(expected)
-    return [probe.shapes[i] for i in layers], [probe.options[i] for i in layers], probe.seen_sinks
+    if len(expected) < config.num_hidden_layers:
+        _number(model, expected)
+    sinks = {expected.index(layer): sinks for layer, sinks in probe.seen_sinks.items()}
+    return [probe.shapes[i] for i in expected], [probe.options[i] for i in expected], sinks
+
+
+@contextmanager
+def _without_states(model: PreTrainedModel) -> Iterator[None]:
+    """While entered, what keeps a state gives zeros: its own code may compile kernels for a minute."""
+    modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in STATE_MODULES]
+    for module in modules:
+        module.forward = lambda hidden_states, *_, **__: torch.zeros_like(hidden_states)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _number(model: PreTrainedModel, attending: list[int]) -> None:
+    """Make the numbers that layers attend by places among those that do. attending: their places among all layers."""
+    for module in model.get_decoder().modules():
+        if hasattr(module, "is_causal") and getattr(module, "layer_idx", None) in attending:
+            module.layer_idx = attending.index(module.layer_idx)
 
 
 def _remedy(config: Any) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.cuda.device_clock import DeviceClock
 from server.checkpoint.base import Progress
 from server.engine.runtime.attention.calls import attending
-from server.engine.runtime.attention.graph_backend import GraphBackend
+from server.engine.runtime.attention.graph_backend import GraphBackend, HostLayout
 from server.engine.runtime.batch import Batch, Spans
 from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before
 from server.engine.runtime.graphs.cuts import cut_layers
@@ -23,6 +23,7 @@ from server.engine.runtime.model.lora import adding_masked, others_of
 from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
 from server.engine.runtime.sampling.inverse_cdf import sample_by_table
 from server.engine.runtime.sampling.largest import largest_of_rows
+from server.engine.runtime.states.pool import StatePool
 from server.engine.runtime.transfers.host_results import HostResults
 from server.engine.scheduling.step import Step
 
@@ -70,8 +71,12 @@ class DecodeGraphs:
         adapter_slots: int = 0,
         pool: GraphPool | None = None,
         waited_for: bool = False,
+        states: StatePool | None = None,
     ) -> None:
-        """pool: the pool of other graphs, which these share. waited_for: whether the device is idle before a step."""
+        """pool: the pool of other graphs, which these share. waited_for: whether the device is idle before a step.
+
+        states: of the layers that have states.
+        """
         self._model = model
         self._backend = backend
         self._graphs: dict[int, _Graph] = {}
@@ -79,6 +84,7 @@ class DecodeGraphs:
         self._results = HostResults(clock)
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for
+        self._states = states
         # Steps in which a sequence has an adapter have graphs of their own, so that the others pay nothing for adapters.
         self._adapted: dict[int, _Graph] = {}
         self._largest = 0
@@ -153,9 +159,15 @@ class DecodeGraphs:
         if captured.others is not None:
             captured.others[:count].copy_(others_of(batch, self._adapter_slots), non_blocking=True)
             captured.others[count:] = True
-        plan = partial(self._backend.host_layout, batch.spans, size, self.shared)
+        plan = partial(self._plan, batch.spans, size)
         self.pool.fill(captured.inputs, plan, (batch.ids, batch.positions, batch.slots), newest, source)
         return captured
+
+    def _plan(self, spans: Spans, size: int) -> HostLayout | None:
+        """Lay out a step, as GraphBackend.host_layout() does, and its states."""
+        if self._states is not None:
+            self._states.plan_decode_graph(spans, size)
+        return self._backend.host_layout(spans, size, self.shared)
 
     def run_with_options(
         self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
@@ -173,9 +185,13 @@ class DecodeGraphs:
         inputs = self.pool.new_inputs(size)
         # The capture before has waited for the device, and so for the copies of the plan before.
         self._backend.plan_decode_graph(Spans.of([]), size, self.shared)
+        if self._states is not None:
+            self._states.plan_decode_graph(Spans.of([]), size)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             self._backend.begin_decode_graph(inputs[2], self.shared)
+            if self._states is not None:
+                self._states.begin_decode_graph(size)
             with attending(self._backend), adding_masked(others):
                 logits: torch.Tensor = self._model(
                     input_ids=inputs[:1], position_ids=inputs[1:2], use_cache=False

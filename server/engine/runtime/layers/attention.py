@@ -32,6 +32,8 @@ class Attention:
     row_norms: tuple[Norm, Norm] | None = None
     """The norms of all heads of the queries together, and of the keys."""
     is_rotary: bool = True
+    is_gated: bool = False
+    """Whether a head of the queries' projection has a gate behind the query, whose sigmoid multiplies the head's result."""
     angles_once: bool = False
     """Whether the layer's own code takes each angle once, for both elements that it rotates (gpt-oss)."""
 
@@ -43,25 +45,30 @@ class Attention:
         query, key, value = self.qkv(x, norm)
         if self.row_norms is not None:
             query, key = self.row_norms[0](query), self.row_norms[1](key)
-        query, key, value = (rows.unflatten(-1, (-1, self.head_dim)) for rows in (query, key, value))
+        gate = None
+        if self.is_gated:
+            query, gate = query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+        else:
+            query = query.unflatten(-1, (-1, self.head_dim))
+        key, value = (rows.unflatten(-1, (-1, self.head_dim)) for rows in (key, value))
         backend = active_backend()
         if not self.is_rotary or angles is None:
             if self.head_norms is not None:
                 query, key = (_of_heads(norm, rows) for norm, rows in zip(self.head_norms, (query, key), strict=True))
             out = backend.attend(self.layer, query, key, value, self.options)
-            return self.output(out.flatten(1), residual=residual)
+            return self.output(_gated(out, gate).flatten(1), residual=residual)
         rotary = self._rotary(angles)
-        tile = self.output.tile(tokens, x.dtype) if self._tiles(tokens, rotary) else 0
+        tile = self.output.tile(tokens, x.dtype) if gate is None and self._tiles(tokens, rotary) else 0
         out = backend.attend_rotary(self.layer, query, key, value, self.options, rotary, tile)
         if tile:
             return self.output.of_tiles(out, tokens, residual)
-        return self.output(out.flatten(1), residual=residual)
+        return self.output(_gated(out, gate).flatten(1), residual=residual)
 
     def form(self, sequences: int, dtype: torch.dtype) -> DecodeForm:
         """What it asks of the launch that attends in a decode graph of that many sequences."""
         if not self.is_rotary or sequences < ROTARY_FROM:
             return DecodeForm(False, False, 0)
-        return DecodeForm(True, self.head_norms is not None, self.output.tile(sequences, dtype))
+        return DecodeForm(True, self.head_norms is not None, 0 if self.is_gated else self.output.tile(sequences, dtype))
 
     def _rotary(self, angles: Angles) -> RotaryEmbedding:
         if self.angles_once and 2 * angles[0].shape[-1] <= self.head_dim:
@@ -73,6 +80,11 @@ class Attention:
 
     def _tiles(self, tokens: int, rotary: RotaryEmbedding) -> bool:
         return rotary.cos.shape[-1] == self.head_dim and active_backend().tiles_result(tokens)
+
+
+def _gated(out: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """out times the sigmoid of the gate, both [T, heads, dim]."""
+    return out if gate is None else out * torch.sigmoid(gate)
 
 
 def _of_heads(norm: Norm, rows: torch.Tensor) -> torch.Tensor:

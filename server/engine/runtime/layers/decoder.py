@@ -9,9 +9,12 @@ import torch
 
 from server.engine.runtime.layers.attention import Angles, Attention
 from server.engine.runtime.layers.experts import Experts
+from server.engine.runtime.layers.gated_delta import GatedDelta
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
 
+Mixer = Attention | GatedDelta
+"""What brings a sequence's tokens together. Called with x, the norm of x, rotary angles and the residual that it adds."""
 FeedForward = GatedMlp | Mlp | Experts
 
 
@@ -37,10 +40,10 @@ class Block:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Attention and then a feed-forward part, each with norms before it, after it or both."""
+    """A mixer and then a feed-forward part, each with norms before it, after it or both."""
 
-    attention: Attention
-    attention_block: Block
+    mixer: Mixer
+    mixer_block: Block
     mlp: FeedForward
     mlp_block: Block
 
@@ -56,11 +59,11 @@ class DecoderLayer:
         if position_embeddings is not None:
             cos, sin = position_embeddings
             angles = cos.view(-1, cos.shape[-1]), sin.view(-1, sin.shape[-1])
-        block = self.attention_block
+        block = self.mixer_block
         if block.is_plain:
-            x = self.attention(x, block.before, angles, x)
+            x = self.mixer(x, block.before, angles, x)
         else:
-            x = block.add(x, self.attention(x, block.before, angles, None))
+            x = block.add(x, self.mixer(x, block.before, angles, None))
         block = self.mlp_block
         x = self.mlp(x, block.before, x) if block.is_plain else block.add(x, self.mlp(x, block.before, None))
         return x.view(hidden_states.shape)

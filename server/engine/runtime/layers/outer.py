@@ -38,15 +38,20 @@ def fixed_frequencies(module: nn.Module) -> tuple[torch.Tensor, float] | None:
     return frequencies, float(scaling)
 
 
-def write_rotary(module: nn.Module) -> Callable[..., Any] | None:
-    """A forward for a rotary embedding's module, one launch on CUDA; None if it has another form."""
+def write_rotary(module: nn.Module, has_axes: bool = True) -> Callable[..., Any] | None:
+    """A forward for a rotary embedding's module, one launch on CUDA; None if it has another form.
+
+    has_axes: whether positions of several axes may differ, as images make them do.
+    """
     found, own = fixed_frequencies(module), module.forward
     if found is None:
         return None
     frequencies, scaling = found
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *others: Any, **named: Any) -> Any:
-        if others or named or position_ids.dim() != 2:  # positions of several axes
+        if position_ids.dim() == 3 and not has_axes:
+            position_ids = position_ids[0]
+        if others or named or position_ids.dim() != 2:
             return own(x, position_ids, *others, **named)
         cos, sin = _angles(position_ids.reshape(-1), frequencies, scaling, x.dtype)
         return cos.view(*position_ids.shape, -1), sin.view(*position_ids.shape, -1)
@@ -58,8 +63,20 @@ def write_rotary(module: nn.Module) -> Callable[..., Any] | None:
     except TypeError:  # it takes more than that
         return None
     computed = forward(example, positions)
+    has_axes = has_axes or not _joins_axes(own, example, positions, expected)
     same = all(a.shape == b.shape and torch.allclose(a, b, atol=2e-5) for a, b in zip(computed, expected, strict=True))
     return forward if same else None
+
+
+def _joins_axes(
+    own: Callable[..., Any], example: torch.Tensor, positions: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]
+) -> bool:
+    """Whether a rotary embedding gives the same for positions and for three axes that have these."""
+    try:
+        found = own(example, positions.expand(3, *positions.shape))
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def _angles(

@@ -141,8 +141,10 @@ class _Layer:
 
     def __init__(self, layer: DecoderLayer) -> None:
         """Raises UnsuitableError."""
-        attention, mlp = layer.attention, layer.mlp
-        blocks = layer.attention_block, layer.mlp_block
+        attention, mlp = layer.mixer, layer.mlp
+        blocks = layer.mixer_block, layer.mlp_block
+        if not isinstance(attention, Attention) or attention.is_gated:
+            raise UnsuitableError("layers have states, or attention with gates")
         if any(block.multiplier != 1.0 for block in blocks) or attention.row_norms is not None:
             raise UnsuitableError("layers multiply what they add, or normalise all heads together")
         if not isinstance(mlp, GatedMlp) or mlp.activation not in IN_LAUNCH:

@@ -15,8 +15,9 @@ from torch import nn
 
 from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.layers.attention import Attention
-from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForward
+from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForward, Mixer
 from server.engine.runtime.layers.experts import Experts, read_router
+from server.engine.runtime.layers.gated_delta import StateLayers
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp, read_activation
 from server.engine.runtime.layers.norm import read_norm, read_rms_norm
 from server.engine.runtime.layers.projection import JoinedProjection, joined, projection_of
@@ -48,15 +49,25 @@ def read_layer(layer: nn.Module, index: int, options: AttentionOptions) -> Decod
     index: its place among the layers that attend, with the options that the layer attends with. Raises UnknownLayerError.
     """
     children = _children(layer, ("self_attn", "mlp"))
-    norms = {name: child for name, child in children.items() if name not in ("self_attn", "mlp")}
+    return _with_mixer(layer, "self_attn", _read_attention(children["self_attn"], index, options))
+
+
+def read_state_layer(layer: nn.Module, states: StateLayers) -> DecoderLayer:
+    """The written layer for transformers' module of one that has a state, as read_layer()."""
+    (name, mixer), *_ = [(name, states.mixers[own]) for name, own in layer.named_children() if own in states.mixers]
+    return _with_mixer(layer, name, mixer)
+
+
+def _with_mixer(layer: nn.Module, mixer_name: str, mixer: Mixer) -> DecoderLayer:
+    children = _children(layer, (mixer_name, "mlp"))
+    norms = {name: child for name, child in children.items() if name not in (mixer_name, "mlp")}
     places = next((places for places in _PLACES if set(norms) == {name for name in places if name}), None)
     if places is None or len(norms) + 2 != len(children):
         raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(children)}")
-    attention = _read_attention(children["self_attn"], index, options)
     mlp = _read_mlp(children["mlp"])
     before, after, before_mlp, after_mlp = (None if name is None else read_norm(norms[name]) for name in places)
     multiplier = float(getattr(layer, "residual_multiplier", 1.0))
-    return DecoderLayer(attention, Block(before, after, multiplier), mlp, Block(before_mlp, after_mlp, multiplier))
+    return DecoderLayer(mixer, Block(before, after, multiplier), mlp, Block(before_mlp, after_mlp, multiplier))
 
 
 def _children(module: nn.Module, needed: tuple[str, ...]) -> Mapping[str, nn.Module]:
@@ -73,13 +84,17 @@ def _children(module: nn.Module, needed: tuple[str, ...]) -> Mapping[str, nn.Mod
 def _read_attention(module: nn.Module, index: int, options: AttentionOptions) -> Attention:
     head_dim = getattr(module, "head_dim", None)
     children = dict(_children(module, ("o_proj",)))
-    output = projection_of(children.pop("o_proj"))
+    output_module = children.pop("o_proj")
+    output = projection_of(output_module)
+    is_gated = False
     if not isinstance(head_dim, int):
         raise UnknownLayerError(f"{type(module).__name__} does not say how wide a head is")
     if "qkv_proj" in children:
         qkv = _fused_qkv(children.pop("qkv_proj"), module, head_dim)
     elif {"q_proj", "k_proj", "v_proj"} <= set(children):
-        qkv = joined([children.pop(name) for name in ("q_proj", "k_proj", "v_proj")])
+        modules = [children.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
+        is_gated = getattr(modules[0], "out_features", None) == 2 * getattr(output_module, "in_features", 0)
+        qkv = joined(modules)
     else:
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
     queries, keys = children.pop("q_norm", None), children.pop("k_norm", None)
@@ -93,6 +108,7 @@ def _read_attention(module: nn.Module, index: int, options: AttentionOptions) ->
         output,
         options,
         is_rotary=_is_rotary(module),
+        is_gated=is_gated,
         angles_once=_takes_angles_once(module),
         **norms,
     )

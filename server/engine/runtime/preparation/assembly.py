@@ -37,6 +37,7 @@ from server.engine.runtime.preparation.graph_capture import (
     verify_sizes,
 )
 from server.engine.runtime.preparation.own_forward import check_own_forward
+from server.engine.runtime.preparation.states import keep_in_16_bits, make_states
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import ModelRunner, StepGraphs
@@ -69,6 +70,7 @@ def build_runner(
     device = model.device
     if config.batch_invariant and (config.enforce_eager or device.type != "cuda"):
         raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")
+    keep_in_16_bits(model)
     replace_projections(model)
     expand_weights(model, least(expansion_budget(device, config)))
     if device.type == "cpu":
@@ -80,12 +82,15 @@ def build_runner(
         exchange_outputs(model, sharded.parts, sharded.shard, sharded.norms)
     adapt_forward(model)
     spec = CacheSpec.of(model, config)
+    states = make_states(model, spec.bytes_per_block, config)
+    if states is not None:
+        config = config.model_copy(update={"max_num_seqs": states.pool.max_num_seqs})
     tower = ImageTower(model) if has_tower(model) else None
     clock = start_clock(device) if device.type == "cuda" and load_error() is None else None
 
     def paged_with(num_blocks: int) -> PagedModel:
         slots = adapters.slots if adapters else 0
-        return PagedModel(model, spec.backend(num_blocks), config.block_size, clock, slots, tower)
+        return PagedModel(model, spec.backend(num_blocks), config.block_size, clock, slots, tower, states)
 
     drafting = None if draft is None else DraftPreparation(draft, config, clock)
     budget = least(cache_budget(model, paged_with, spec.bytes_per_block, config))
@@ -131,7 +136,9 @@ def _capture_steps(
         return StepGraphs()
     sizes = verify_sizes(config)
     verify = capture_verify(paged, backend, limits, sizes, decode, progress) if sizes else None
-    mixed = None if config.batch_invariant else capture_mixed(paged, backend, limits, config, decode, progress)
+    # The launch of chunks over states depends on how long they are.
+    has_mixed = paged.states is None and not config.batch_invariant
+    mixed = capture_mixed(paged, backend, limits, config, decode, progress) if has_mixed else None
     return StepGraphs(decode, mixed, verify, config.batch_invariant)
 
 

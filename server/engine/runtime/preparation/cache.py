@@ -100,6 +100,7 @@ def run_largest_step(model: PreTrainedModel, paged_with: PagedWith, config: Engi
     sequences = sequence_limit(config, device)
     count = max(token_budget(config, device), sequences)
     length = min(count, own_limit(text) or count)
+    count = min(count, sequences * length)
     blocks_each = -(-length // block_size)
     spans = []
     num_blocks = 0

@@ -17,8 +17,9 @@ from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
 from server.engine.runtime.graphs.mixed import MixedGraphs
 from server.engine.runtime.graphs.verify import SIZES, VerifyGraphs
+from server.engine.runtime.layers.attention import Attention
 from server.engine.runtime.layers.decoder import DecoderLayer
-from server.engine.runtime.limits import ModelLimits, sequence_limit, token_budget
+from server.engine.runtime.limits import ModelLimits, token_budget
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.trial_steps import TrialSteps, mixed_trial_steps
 from server.engine.runtime.trials import failure
@@ -38,12 +39,14 @@ def capture_decode(
 
     layers: the model's written layers; empty: it has none.
     """
-    graphs = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots)
-    cached = limits.num_blocks * config.block_size
-    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(sequence_limit(config, paged.device, cached))
+    states = None if paged.states is None else paged.states.pool
+    own = paged.model, backend, paged.block_size, paged.clock, paged.adapter_slots
+    graphs = DecodeGraphs(*own, states=states)
+    sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(limits.max_num_seqs)
     largest = max(sizes)
     room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
-    forms = {layer.attention.form(size, paged.dtype) for layer in layers for size in sizes}
+    attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+    forms = {attention.form(size, paged.dtype) for attention in attending for size in sizes}
     backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant, forms)
     graphs.capture(sizes, progress)
     return graphs
@@ -97,8 +100,7 @@ def capture_mixed(
     progress: Progress,
 ) -> MixedGraphs | None:
     """Capture mixed steps; None, with a warning, where that fails or the logits differ."""
-    cached = limits.num_blocks * config.block_size
-    sequences, budget = sequence_limit(config, paged.device, cached), token_budget(config, paged.device)
+    sequences, budget = limits.max_num_seqs, token_budget(config, paged.device)
     graphs = MixedGraphs(paged.model, backend, paged.block_size, sequences, paged.clock, decode.pool)
     steps = TrialSteps(paged)
 

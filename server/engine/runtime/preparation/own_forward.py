@@ -20,6 +20,7 @@ from server.engine.runtime.model.class_forward import takes
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec, PagedWith
+from server.engine.runtime.preparation.states import own_mixers
 from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ def _tolerance(paged: PagedModel, cache_dtype: torch.dtype) -> float:
 def _differences(paged: PagedModel, lengths: tuple[int, int], tolerance: float) -> list[str]:
     """In words, which logits differ by more than rounding."""
     sequences = [_plain_tokens(paged.model, first, length) for first, length in zip((101, 211), lengths, strict=True)]
-    expected = [_own_logits(paged.model, ids.to(paged.device)) for ids in sequences]
+    with own_mixers(paged.states):
+        expected = [_own_logits(paged.model, ids.to(paged.device)) for ids in sequences]
     errors = defaultdict(list)
     for chunks in _steps(lengths):
         # In another order than the tokens', for classes that give all tokens' rows whatever they are asked for.
@@ -120,7 +122,8 @@ def _batch(chunks: list[_Chunk], sequences: list[torch.Tensor], block_size: int)
         row += length
     singles = sum(length == 1 for _, _, length in chunks)
     wanted = torch.arange(row).flip(0)
-    return Batch(torch.cat(ids), torch.cat(places), torch.cat(slots), wanted, Spans.of(spans), singles)
+    rows = [which for which, _, _ in chunks]
+    return Batch(torch.cat(ids), torch.cat(places), torch.cat(slots), wanted, Spans.of(spans, rows), singles)
 
 
 def _errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,10 @@ from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.exchange import agreed, is_alone
 from server.engine.runtime.layers.decoder import DecoderLayer
+from server.engine.runtime.layers.gated_delta import StateLayers
 from server.engine.runtime.layers.outer import write_norm, write_rotary
 from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps
-from server.engine.runtime.layers.spec import UnknownLayerError, read_layer
+from server.engine.runtime.layers.spec import UnknownLayerError, read_layer, read_state_layer
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel
@@ -53,9 +54,7 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list
     layers, failed = decoder_layers(paged.model), None
     written: list[DecoderLayer] = []
     try:
-        if len(layers) != len(options):
-            raise UnknownLayerError(f"{len(layers)} layers, of which {len(options)} attend")
-        written = [read_layer(layer, i, own) for i, (layer, own) in enumerate(zip(layers, options, strict=True))]
+        written = _read(layers, options, paged.states)
     except UnknownLayerError as e:
         failed = str(e)
     if not agreed(failed is None):
@@ -77,6 +76,23 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list
     logger.info("layers are written ones; their logits are within %.1e of transformers' own", steps.largest_error)
     if isinstance(paged.backend, PagedCpuBackend) and is_alone():
         _use_small_steps(paged, written, paged.backend, steps)
+    return written
+
+
+def _read(
+    layers: Sequence[nn.Module], options: Sequence[AttentionOptions], states: StateLayers | None
+) -> list[DecoderLayer]:
+    """The written layers for transformers' modules. Raises UnknownLayerError."""
+    mixers = {} if states is None else states.mixers
+    stateful = [any(child in mixers for child in layer.children()) for layer in layers]
+    if len(layers) - sum(stateful) != len(options):
+        raise UnknownLayerError(f"{len(layers)} layers, of which {len(options)} attend and {sum(stateful)} have states")
+    written, attending = [], iter(enumerate(options))
+    for layer, has_state in zip(layers, stateful, strict=True):
+        if has_state and states is not None:
+            written.append(read_state_layer(layer, states))
+        else:
+            written.append(read_layer(layer, *next(attending)))
     return written
 
 
@@ -139,7 +155,7 @@ def _put(paged: PagedModel, layers: Sequence[nn.Module], written: Sequence[Decod
     """Put the written layers in place, and launches of ours for what runs once for all of them; returns what undoes it."""
     replaced: dict[nn.Module, Callable[..., Any]] = dict(zip(layers, written, strict=True))
     for module in outer_modules(paged.model):
-        forward = write_norm(module) or write_rotary(module)
+        forward = write_norm(module) or write_rotary(module, has_axes=paged.tower is not None)
         if forward is not None:
             replaced[module] = forward
     embedding: Any = paged.model.get_input_embeddings()

@@ -1,0 +1,49 @@
+"""Hybrid models, some of whose layers keep a state in the place of keys and values: which are served, and with what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from server.checkpoint.base import CheckpointError
+from server.config import EngineConfig
+
+STATE_TYPES = frozenset(("qwen3_5", "qwen3_5_text"))
+"""Model types whose layers with states are served."""
+STATE_KINDS = ("linear_attention",)
+"""The names that configurations have for these layers."""
+STATE_MODULES = ("linear_attn",)
+"""The names that transformers' decoder layers have for what keeps the state."""
+NARROW_INPUTS = ("in_proj_b", "in_proj_a")
+"""Projections in these modules with one output for each head. They stay in 16 bits: NF4 would save next to nothing."""
+
+
+def kinds_of_layers(config: Any) -> list[str]:
+    """The kinds of a model's layers by its configuration; empty where that names none."""
+    text = config.get_text_config()
+    return [str(kind) for key in ("layer_types", "layers_block_type") for kind in getattr(text, key, None) or ()]
+
+
+def has_states(config: Any) -> bool:
+    """Whether a model that is served has layers with states."""
+    return config.model_type in STATE_TYPES and any(kind in STATE_KINDS for kind in kinds_of_layers(config))
+
+
+def check_hybrid(folder: Path, config: Any, engine: EngineConfig) -> None:
+    """Raise CheckpointError for what the engine's options ask of a hybrid model and layers with states do not do.
+
+    config: the configuration of the model in folder.
+    """
+    if not has_states(config):
+        return
+    asked = {
+        f"engine.tensor_parallel_size {engine.tensor_parallel_size}": engine.tensor_parallel_size not in (1, "auto"),
+        f"engine.speculation {engine.speculation}": engine.speculation != "off",
+        "LoRA adapters": engine.lora_slots > 0,
+        "engine.batch_invariant": engine.batch_invariant,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise CheckpointError(
+                f"{folder}: {config.model_type} has layers that keep a state of each sequence, which do not work with {what}"
+            )

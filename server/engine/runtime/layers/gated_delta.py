@@ -1,0 +1,180 @@
+"""The gated delta rule as the mixer of a decoder layer: projections, causal convolution, recurrent state, gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import nf4_kernels.gated_delta  # noqa: F401 - registers torch.ops.nf4
+from server.engine.runtime.layers.norm import Norm
+from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
+from server.engine.runtime.model.projections import GroupMember
+from server.engine.runtime.states.kinds import StateKind, gated_delta
+from server.engine.runtime.states.pool import StatePool
+
+INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+"""transformers' names of the projections of a layer's input, as Qwen3.5 has them."""
+
+
+@dataclass(frozen=True)
+class InputProjection:
+    """One GEMM of a layer's input, whose columns are the results of one or several of INPUTS."""
+
+    module: nn.Module
+    projection: Projection
+    names: Sequence[str]
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, module: nn.Module, names: Sequence[str], sizes: Sequence[int]) -> InputProjection:
+        """The projection that a module in its final form computes."""
+        return cls(module, projection_of(module), names, sizes)
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """The parameters of a layer that are no projections, and its sizes."""
+
+    conv_weight: torch.Tensor
+    """[C, K]."""
+    a_log: torch.Tensor
+    """float32 [value heads], as dt_bias."""
+    dt_bias: torch.Tensor
+    norm_weight: torch.Tensor
+    """[value_dim]."""
+    eps: float
+    key_heads: int
+    key_dim: int
+
+    @property
+    def kind(self) -> StateKind:
+        """What the layer keeps of a sequence."""
+        (channels, taps), value_dim = self.conv_weight.shape, self.norm_weight.shape[0]
+        heads = self.a_log.shape[0]
+        return gated_delta(channels, taps, heads, self.key_dim, value_dim, self.conv_weight.dtype)
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A layer's mixer over states in a pool; nf4_kernels.gated_delta says what it computes."""
+
+    inputs: Sequence[InputProjection]
+    output: Projection
+    output_module: nn.Module
+    rule: DeltaRule
+    pool: StatePool
+    conv_state: torch.Tensor
+    """[slots, C, K - 1] of the pool."""
+    state: torch.Tensor
+    """float32 [slots, value heads, key_dim, value_dim] of the pool."""
+
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None, angles: object, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """residual + the output for norm(x), x [T, width], whose rows are the tokens of the pool's step."""
+        x = x if norm is None else norm(x)
+        found: dict[str, torch.Tensor] = {}
+        for part in self.inputs:
+            found |= zip(part.names, part.projection(x).split(part.sizes, -1), strict=True)
+        qkv, z, b, a = (found[name] for name in INPUTS)
+        return self.output(self._advanced(qkv, z, a, b), residual=residual)
+
+    def by_modules(self) -> GatedDelta:
+        """This mixer, whose projections are calls of their modules, as transformers' own code makes them."""
+        inputs = [replace(part, projection=ModuleProjection(part.module)) for part in self.inputs]
+        return replace(self, inputs=inputs, output=ModuleProjection(self.output_module))
+
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Hidden states [1, T, width] to the same shape, as transformers' module of it is called."""
+        return self(hidden_states.view(-1, hidden_states.shape[-1]), None, None, None).view(hidden_states.shape)
+
+    def _advanced(self, *rows: torch.Tensor) -> torch.Tensor:
+        """[T, value heads * value_dim] of qkv, z, a and b [T, columns]; the states go on by T tokens."""
+        step = self.pool.step
+        singles, tokens = step.singles.shape[0], rows[0].shape[0]
+        parts = []
+        if singles:
+            parts.append(self._op("step", [row[:singles] for row in rows], step.singles))
+        if singles < tokens:
+            of_chunks = step.query_start_loc, step.chunks, step.has_state
+            parts.append(self._op("chunks", [row[singles:] for row in rows], *of_chunks))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _op(self, name: str, rows: list[torch.Tensor], *indices: torch.Tensor) -> torch.Tensor:
+        rule, op = self.rule, getattr(torch.ops.nf4, f"gated_delta_{name}")
+        own = rule.conv_weight, rule.a_log, rule.dt_bias, rule.norm_weight, rule.eps, self.conv_state, self.state
+        y: torch.Tensor = op(*rows, *own, *indices, rule.key_heads)
+        return y
+
+
+def read_rule(module: nn.Module) -> DeltaRule | None:
+    """The rule of transformers' module of a layer's mixer; None if it has other parts than Qwen3.5's."""
+    parts = dict(module.named_children())
+    parts.pop("act", None)
+    if set(parts) != {*INPUTS, "conv1d", "norm", "out_proj"}:
+        return None
+    norm, convolution = parts["norm"], parts["conv1d"]
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    heads, dim = getattr(module, "num_k_heads", None), getattr(module, "head_k_dim", None)
+    if not isinstance(heads, int) or not isinstance(dim, int) or not isinstance(eps, float):
+        return None
+    if (
+        not isinstance(convolution, nn.Conv1d)
+        or convolution.bias is not None
+        or getattr(module, "activation", None) != "silu"
+    ):
+        return None
+    a_log, dt_bias, weight = (own.detach() for own in (module.A_log, module.dt_bias, norm.weight))  # type: ignore[operator]
+    taps = convolution.weight.detach().squeeze(1).contiguous()
+    return DeltaRule(taps, a_log.float(), dt_bias.float(), weight.contiguous(), eps, heads, dim)
+
+
+def read_gated_delta(module: nn.Module, rule: DeltaRule, pool: StatePool, index: int) -> GatedDelta:
+    """The mixer of transformers' module of it, whose projections are in their final form. Call once for a module.
+
+    index: of its state in the pool.
+    """
+    inputs: list[InputProjection] = []
+    plain: list[str] = []
+    for name in INPUTS:
+        own = getattr(module, name)
+        if isinstance(own, GroupMember):
+            if own.linear is not None:
+                members = [member for member in INPUTS if _shares(getattr(module, member), own)]
+                inputs.append(InputProjection.of(own.linear, members, own.sizes))
+        elif type(own) is nn.Linear:
+            plain.append(name)
+        else:
+            inputs.append(InputProjection.of(own, [name], [own.out_features]))
+    if plain:
+        linears = [getattr(module, name) for name in plain]
+        inputs.append(InputProjection.of(_joined(linears), plain, [linear.out_features for linear in linears]))
+    output: nn.Module = module.out_proj  # type: ignore[assignment]
+    return GatedDelta(inputs, projection_of(output), output, rule, pool, *pool.of_layer(index))
+
+
+def _shares(module: nn.Module, first: GroupMember) -> bool:
+    return isinstance(module, GroupMember) and module.sizes is first.sizes
+
+
+def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One linear layer of several, whose weights become parts of its own and take no memory of theirs."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    with torch.device("meta"):
+        joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+        linear.weight.data = part
+    return joined
+
+
+@dataclass(frozen=True)
+class StateLayers:
+    """The layers of a model that have states."""
+
+    pool: StatePool
+    mixers: Mapping[nn.Module, GatedDelta]
+    """By transformers' modules of them, in order."""

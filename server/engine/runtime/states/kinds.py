@@ -1,0 +1,44 @@
+"""Kinds of state: what a layer keeps of a sequence from one step to the next, in the place of keys and values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a layer's state of one sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """What layers of one kind keep of a sequence. A state of zeros is that of a sequence without tokens."""
+
+    name: str
+    """The kind in words, as the log has it."""
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one layer's state of one sequence."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def gated_delta(channels: int, taps: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> StateKind:
+    """The state of a gated delta rule with its causal convolution (Qwen3.5): the convolution's inputs, and a matrix a head.
+
+    dtype: the activations'. The matrices are in float32: they are sums over all tokens, which overflow in float16.
+    """
+    convolution = StateTensor((channels, taps - 1), dtype)
+    return StateKind("gated-delta", (convolution, StateTensor((heads, key_dim, value_dim), torch.float32)))

@@ -1,0 +1,155 @@
+"""The states of all sequences: a slot for each running sequence, and slots of snapshots behind these.
+
+A running sequence's slot is its row of the block tables, which is its own while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from server.engine.runtime.attention.graph_backend import PLANS_AHEAD
+from server.engine.runtime.batch import Spans, to_device
+from server.engine.runtime.states.kinds import StateKind
+
+PADDING = -1
+"""The slot of a row that is no sequence's."""
+_UNKNOWN = -1
+
+Copies = npt.NDArray[np.int64]
+"""[copies, 2]: slots to copy from, and slots to copy to."""
+
+
+class StateError(RuntimeError):
+    """A step does not go on where a state ends; the message is one line."""
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """The sequences of a forward pass as layers with states see them: first those of one token, then chunks."""
+
+    singles: torch.Tensor
+    """int32 [sequences]: slots of sequences that have one token each and go on."""
+    chunks: torch.Tensor
+    """int32 [S]: slots of the other sequences."""
+    query_start_loc: torch.Tensor
+    """int32 [S + 1]: chunk i has the rows query_start_loc[i] ... query_start_loc[i + 1] - 1 of those behind the singles."""
+    has_state: torch.Tensor
+    """bool [S]: whether the chunk goes on. One that does not begins with a state of zeros."""
+
+
+class StatePool:
+    """Allocates every layer's states, copies them, and says which slots a forward pass reads and writes.
+
+    It knows how many tokens each slot's state has seen. A step that does not begin there is refused with a StateError: its
+    answers would be wrong, for instance if a step were computed twice.
+    """
+
+    def __init__(
+        self, kinds: Sequence[StateKind], max_num_seqs: int, device: torch.device, num_snapshots: int = 0
+    ) -> None:
+        """kinds: one for each layer that has a state, in order."""
+        self.kinds = list(kinds)
+        self.max_num_seqs = max_num_seqs
+        self.num_snapshots = num_snapshots
+        self.device = device
+        # Two sequences run in the check of a start.
+        count = max(max_num_seqs, 2) + num_snapshots
+        self._stacks = {
+            kind: [
+                torch.zeros(self.kinds.count(kind), count, *tensor.shape, dtype=tensor.dtype, device=device)
+                for tensor in kind.tensors
+            ]
+            for kind in dict.fromkeys(self.kinds)
+        }
+        self._seen = np.full(count, _UNKNOWN, np.int64)
+        self._step: StateStep | None = None
+        # The slots of decode graphs, and pinned memory from which they are copied, taken in turn.
+        self._graph_slots = torch.full((max_num_seqs,), PADDING, dtype=torch.int32, device=device)
+        self._pinned = [
+            torch.empty(max_num_seqs, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(PLANS_AHEAD)
+        ]
+        self._planned = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(tensor.nbytes for stack in self._stacks.values() for tensor in stack)
+
+    def of_layer(self, index: int) -> list[torch.Tensor]:
+        """The tensors [slots, *shape] of the state layer with this index, as its kind has them."""
+        kind = self.kinds[index]
+        place = self.kinds[:index].count(kind)
+        return [tensor[place] for tensor in self._stacks[kind]]
+
+    @property
+    def step(self) -> StateStep:
+        """The forward pass that has begun last."""
+        assert self._step is not None
+        return self._step
+
+    def begin(self, spans: Spans, num_single: int) -> None:
+        """Prepare what the layers of the coming forward pass read; the first num_single spans are one token each.
+
+        Raises StateError.
+        """
+        self._note(spans)
+        # What begins goes with the chunks, whose launch takes no old state.
+        singles = num_single if bool((spans.starts[:num_single] > 0).all()) else 0
+        rows, starts = spans.rows, spans.starts[singles:]
+        bounds = np.append(0, spans.lengths[singles:].cumsum())
+        given = to_device(np.concatenate((rows, bounds, starts > 0)).astype(np.int32), self.device)
+        of_rows, of_bounds, of_starts = given.split((len(rows), len(bounds), len(starts)))
+        self._step = StateStep(of_rows[:singles], of_rows[singles:], of_bounds, of_starts.bool())
+
+    def begin_decode_graph(self, size: int) -> None:
+        """Let the layers of a decode graph of `size` sequences read the slots that plan_decode_graph() writes."""
+        none = self._graph_slots[:0]
+        self._step = StateStep(self._graph_slots[:size], none, none, none.bool())
+
+    def plan_decode_graph(self, spans: Spans, size: int) -> None:
+        """Lay out a step of one-token sequences for the graph of `size` sequences; those beyond spans are padding.
+
+        The copies to the device of the plan that is PLANS_AHEAD plans old must be over. Raises StateError.
+        """
+        self._note(spans)
+        for row in spans.rows[spans.starts == 0].tolist():
+            self.clear(row)
+        slots = np.full(size, PADDING, np.int32)
+        slots[: len(spans)] = spans.rows
+        planned = slots.tobytes()
+        if planned == self._planned:
+            return
+        pinned = self._pinned.pop(0)
+        self._pinned.append(pinned)
+        pinned.numpy()[:size] = slots
+        self._graph_slots[:size].copy_(pinned[:size], non_blocking=True)
+        self._planned = planned
+
+    def clear(self, slot: int) -> None:
+        """Make a slot's state that of a sequence without tokens."""
+        for tensor in self._tensors():
+            tensor[:, slot].zero_()
+
+    def copy(self, copies: Copies) -> None:
+        """Copy states from slots to slots, after the steps before this call and before those that follow it."""
+        for source, target in copies.tolist():
+            for tensor in self._tensors():
+                tensor[:, target].copy_(tensor[:, source])
+            self._seen[target] = self._seen[source]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for stack in self._stacks.values() for tensor in stack]
+
+    def _note(self, spans: Spans) -> None:
+        """Count the tokens of a step as seen. Raises StateError for one that does not begin where its state ends."""
+        rows, starts = spans.rows, spans.starts
+        wrong = np.flatnonzero((starts > 0) & (self._seen[rows] != starts))
+        if len(wrong):
+            row, start = int(rows[wrong[0]]), int(starts[wrong[0]])
+            raise StateError(f"a step begins at token {start} of a sequence whose state ends at {self._seen[row]}")
+        self._seen[rows] = spans.ends

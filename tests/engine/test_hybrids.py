@@ -1,0 +1,271 @@
+"""Models with layers that keep a state of each sequence: answers equal to transformers' own, whatever a step is made of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from server.config import EngineConfig
+from server.engine.core import Engine
+from server.engine.execution import Executor
+from server.engine.runtime.limits import EngineConfigError
+from server.engine.runtime.preparation import states
+from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.states.pool import StateError
+from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.errors import DataError
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.step import Step
+from server.types import GenerateRequest
+from tests.engine.factories import SchedulerDriver, make_request, make_sequence, run_together, tokens
+from tests.engine.models import HYBRIDS, VOCABULARY, tiny_model
+from tests.engine.test_async_scheduling import AsyncRunner
+
+CONFIG = EngineConfig(device="cpu", block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, max_num_seqs=6)
+_TOLERANCE = 2e-4
+"""Largest difference of log-probabilities: two orders of float32 sums through four layers of large weights."""
+
+
+@functools.cache
+def model_of(family: str) -> PreTrainedModel:
+    return tiny_model(family)
+
+
+@functools.cache
+def runner_of(family: str, **changes: Any) -> ModelRunner:
+    return build_runner(copy.deepcopy(model_of(family)), CONFIG.model_copy(update=changes))
+
+
+@pytest.fixture(params=HYBRIDS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def reference_logits(family: str, ids: list[int]) -> torch.Tensor:
+    """transformers' own, float32 [tokens, vocabulary]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model_of(family)(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def answers(engine: Engine, *requests: GenerateRequest) -> list[list[int]]:
+    outputs = run_together(engine, *requests)
+    return [tokens(outputs[request.request_id]) for request in requests]
+
+
+def check_steps(family: str, runner: ModelRunner, scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    """Run sequences through a scheduler; the log-probabilities of every token are transformers'."""
+    found: list[tuple[Sequence, int, torch.Tensor]] = []
+    rng = random.Random(1)
+    driver = SchedulerDriver(scheduler, lambda _: rng.randrange(3, VOCABULARY))
+
+    def run(step: Step) -> None:
+        rows = zip(step.sampled, runner.forward(step), strict=True)
+        found.extend((chunk.sequence, chunk.start + chunk.length, row) for chunk, row in rows)
+
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while driver.has_work:
+        driver.step(run)
+    expected = {s.request_id: reference_logits(family, s.tokens).log_softmax(-1) for s in sequences}
+    assert len(found) == sum(sequence.num_generated for sequence in sequences)
+    for sequence, length, row in found:
+        difference = row.log_softmax(-1) - expected[sequence.request_id][length - 1]
+        assert difference.abs().max() < _TOLERANCE, (sequence, length)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["transformers' layers", "written layers"])
+@pytest.mark.parametrize("chunk", [1, 63, 64, 65, 300])
+def test_prompts_in_chunks_give_transformers_logits(family: str, chunk: int, eager: bool) -> None:
+    runner = runner_of(family, enforce_eager=eager)
+    scheduler = Scheduler(BlockManager(120, CONFIG.block_size), 1, chunk, 400)
+    lengths = (1, 2, chunk, 130) if chunk == 1 else (1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1)
+    check_steps(family, runner, scheduler, [make_sequence(prompt_of(n), max_tokens=3) for n in lengths if n < 390])
+
+
+@pytest.mark.slow
+def test_a_prompt_of_a_long_chunk_gives_transformers_logits(family: str) -> None:
+    scheduler = Scheduler(BlockManager(1100, CONFIG.block_size), 1, 4095, 4200)
+    check_steps(family, runner_of(family), scheduler, [make_sequence(prompt_of(4097), max_tokens=2)])
+
+
+def test_mixed_steps_and_preempted_sequences_give_transformers_logits(family: str) -> None:
+    # 32 blocks hold about half of it.
+    scheduler = Scheduler(BlockManager(32, CONFIG.block_size), 5, 16, 128)
+    sequences = [make_sequence(prompt_of(n), max_tokens=30) for n in (1, 5, 41, 17, 30, 2, 9)]
+    check_steps(family, runner_of(family), scheduler, sequences)
+    assert scheduler.num_preemptions > 0
+
+
+def test_from_one_to_many_sequences_in_a_batch(family: str) -> None:
+    runner = runner_of(family, max_num_seqs=64, max_num_batched_tokens=64)
+    for count in (1, 2, 17, 64):
+        scheduler = Scheduler(BlockManager(64 * 8, CONFIG.block_size), 64, 64, 128)
+        check_steps(family, runner, scheduler, [make_sequence(prompt_of(3, i), max_tokens=4) for i in range(count)])
+
+
+def test_two_sequences_swapped_in_a_batch_keep_their_states(family: str) -> None:
+    runner = runner_of(family)
+    scheduler = Scheduler(BlockManager(60, CONFIG.block_size), 2, 64, 128)
+    pair = [make_sequence(prompt_of(n), max_tokens=9) for n in (7, 12)]
+    for sequence in pair:
+        scheduler.add(sequence)
+    for turn in range(9):
+        step = scheduler.schedule()
+        if turn % 2:
+            step.chunks = step.chunks[::-1]
+        rows = runner.forward(step)
+        scheduler.advance(step)
+        for chunk, row in zip(step.sampled, rows, strict=True):
+            expected = reference_logits(family, chunk.sequence.tokens[: chunk.start + chunk.length])[-1]
+            assert (row.log_softmax(-1) - expected.log_softmax(-1)).abs().max() < _TOLERANCE
+        scheduler.resolve(step, [int(row.argmax()) for row in rows])
+
+
+Made = Callable[[], Engine]
+
+
+def engines(family: str, config: EngineConfig) -> dict[str, Made]:
+    """Engines that run steps one by one, and such that launch a step before the one in front of it has been read."""
+
+    def plain() -> Engine:
+        return Engine(build_runner(copy.deepcopy(model_of(family)), config), config)
+
+    def launching() -> Engine:
+        built = build_runner(copy.deepcopy(model_of(family)), config)
+        return Engine(AsyncRunner(built._paged, built.limits), config)
+
+    return {"plain": plain, "async": launching}
+
+
+@pytest.mark.usefixtures("in_columns")
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, kind: str) -> None:
+    """Of different lengths, with aborts, with too few KV blocks for all, more requests than slots, prefixes in common."""
+    # 60 blocks of 4 tokens.
+    config = CONFIG.model_copy(update={"kv_cache_bytes": 60 * 4 * 512, "max_num_seqs": 5, "max_model_len": 160})
+    alone, engine = (engines(family, config)[name]() for name in ("plain", kind))
+    rng = random.Random(kind)
+    common = prompt_of(50)
+    requests, expected = [], {}
+    for index in range(60):
+        prompt = common[: rng.choice((0, 0, 11, 32, 50))] + prompt_of(rng.choice((1, 2, 5, 16, 33, 64, 70)), index)
+        sampling = {"temperature": rng.choice((0.0, 1.0)), "seed": index, "ignore_eos": True}
+        request = make_request(prompt, max_tokens=rng.choice((1, 3, 20, 60)), **sampling)
+        expected[request.request_id] = answers(alone, request)[0]
+        requests.append(request)
+    found: dict[str, list[int]] = {}
+    aborted, waiting = set(), [*requests]
+    while waiting or engine.has_work:
+        for _ in range(min(len(waiting), rng.choice((0, 0, 1, 3)))):
+            engine.add(waiting.pop(0))
+        for output in engine.step().outputs:
+            assert output.error is None
+            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+        if found and rng.random() < 0.05:
+            aborted.add(name := rng.choice([*found]))
+            engine.abort([name])
+    assert engine.stats().preemptions > 0
+    for request in requests:
+        answer = found.get(request.request_id, [])
+        whole = expected[request.request_id]
+        assert answer == (whole[: len(answer)] if request.request_id in aborted else whole), request
+
+
+def test_a_step_is_not_computed_twice(family: str) -> None:
+    runner = runner_of(family)
+    scheduler = Scheduler(BlockManager(60, CONFIG.block_size), 2, 64, 128)
+    scheduler.add(make_sequence(prompt_of(9)))
+    first = scheduler.schedule()
+    runner.forward(first)
+    scheduler.advance(first)
+    scheduler.resolve(first, [5])
+    step = scheduler.schedule()
+    runner.forward(step)
+    with pytest.raises(StateError, match="begins at token 9 of a sequence whose state ends at 10"):
+        runner.forward(step)
+    results, failures = Executor(runner).execute(step)
+    assert len(results) == len(failures) == 1
+
+
+class Refusing:
+    """A grammar that can be used for one token."""
+
+    done = may_end = False
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def is_known(self) -> bool:
+        return False
+
+    def permits(self, _: int) -> bool:
+        if self.taken:
+            raise DataError("it is broken")
+        return True
+
+    def accept(self, _: int) -> None:
+        self.taken += 1
+
+    def look_ahead(self) -> None:
+        pass
+
+
+def test_a_grammar_that_fails_ends_its_own_request_only(family: str) -> None:
+    engine = engines(family, CONFIG)["plain"]()
+    requests = [make_request(prompt_of(n), max_tokens=6, ignore_eos=True) for n in (5, 9, 12)]
+    expected = [answers(engine, request)[0] for request in requests]
+    for request in requests:
+        engine.add(request)
+    engine._scheduler._by_id[requests[1].request_id].constraint = Refusing()  # type: ignore[assignment]
+    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    errors = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found[output.request_id] += output.new_token_ids
+            errors[output.request_id] = output.error
+    assert "it is broken" in str(errors[requests[1].request_id])
+    for request, whole in zip(requests[::2], expected[::2], strict=True):
+        assert found[request.request_id] == whole
+        assert errors[request.request_id] is None
+
+
+def test_embeddings_are_transformers_hidden_states(family: str) -> None:
+    engine = engines(family, CONFIG)["plain"]()
+    prompt = prompt_of(70)
+    outputs = run_together(engine, request := make_request(prompt, max_tokens=1, embed=True), make_request(9))
+    with torch.inference_mode():
+        expected = model_of(family).base_model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0, -1]
+    embedding = outputs[request.request_id][-1].embedding
+    assert embedding is not None
+    found = torch.frombuffer(bytearray(embedding), dtype=torch.float32)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_few_sequences_run_where_memory_is_short(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = sum(kind.nbytes for kind in runner_of(family).states.kinds)  # type: ignore[union-attr]
+    cache = CONFIG.kv_cache_bytes
+    assert cache is not None
+    monkeypatch.setattr(states, "available_bytes", lambda _: 2 * (cache + 3 * state))
+    runner = build_runner(copy.deepcopy(model_of(family)), CONFIG)
+    assert runner.limits.max_num_seqs == 3
+    requests = [make_request(prompt_of(n), max_tokens=4, ignore_eos=True) for n in (5, 9, 12, 3, 8)]
+    whole = engines(family, CONFIG)["plain"]()
+    assert answers(Engine(runner, CONFIG), *requests) == [answers(whole, request)[0] for request in requests]
+    monkeypatch.setattr(states, "available_bytes", lambda _: 2 * cache)
+    with pytest.raises(EngineConfigError, match="no memory for them"):
+        build_runner(copy.deepcopy(model_of(family)), CONFIG)
