@@ -99,12 +99,14 @@ class start_server:  # noqa: N801 - used as a function
     Without a process that stands by for the engine: its imports are seconds of a core. tests/engine/test_client.py has one.
     With one thread: two files of tests run side by side, and threads of several servers on two cores wait for one another.
     eager: with nothing compiled or traced, which is most of a start. The server that most tests share is not.
+    loading: entering waits until the server listens, and not for the model.
     """
 
     is_marked = True
 
-    def __init__(self, log: Path, *arguments: str, eager: bool = True) -> None:
+    def __init__(self, log: Path, *arguments: str, eager: bool = True, loading: bool = False) -> None:
         self._log = log
+        self._awaited = "/" if loading else "/health"
         self._arguments = arguments
         self._eager = eager
 
@@ -123,7 +125,7 @@ class start_server:  # noqa: N801 - used as a function
         while True:
             if self._process.poll() is not None:
                 raise RuntimeError(f"server ended with {self._process.returncode}:\n{self._log.read_text()}")
-            if is_ready(f"{base_url}/health"):
+            if is_ready(base_url + self._awaited):
                 return RunningServer(base_url, self._process, self._log)
             if time.monotonic() > deadline:
                 self._process.kill()

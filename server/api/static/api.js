@@ -2,11 +2,12 @@
 
 import { apiKey } from "./store.js";
 
-/** What the server refused, in its own words, or that it was not there (status 0). */
+/** What the server refused, in its own words, or that it was not there (status 0); code is the server's. */
 export class ServerError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, code = "") {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -25,7 +26,7 @@ async function ask(path, options = {}) {
   }
   if (answer.ok) return answer;
   const said = await answer.json().catch(() => null);
-  throw new ServerError(said?.error?.message ?? `The server answered ${answer.status}.`, answer.status);
+  throw new ServerError(said?.error?.message ?? `The server answered ${answer.status}.`, answer.status, said?.error?.code);
 }
 
 /** The model and its adapters, as /v1/models has them. */
@@ -62,7 +63,7 @@ async function* events(answer) {
  * Raises ServerError, and AbortError when signal says so.
  */
 export async function* streamChat(body, signal) {
-  const whole = { ...body, stream: true, timings: true, stream_options: { include_usage: true } };
+  const whole = { ...body, stream: true, timings: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   const answer = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(whole), signal });
   try {
     for await (const data of events(answer)) {

@@ -1,16 +1,18 @@
 // The chat page: puts store, server, list, composer and conversation together.
 
-import { answer, isRunning, saveRunning, stop } from "./answering.js";
-import { takesImages } from "./api.js";
-import { draft, setDraft, setRunning, setTakesImages, startComposer } from "./composer.js";
-import { add, newConversation, path, showVersion, titleOf } from "./conversation.js";
-import { announce, at, element, toast } from "./dom.js";
-import { exportJson, exportMarkdown, importJson } from "./exchange.js";
-import { look, served, watchServer } from "./server.js";
+import { answer, isRunning, resume, runningHere, saveRunning, stop } from "./answering.js";
+import { draft, setDraft, setRunning, startComposer } from "./composer.js";
+import { add, newConversation, path, removeMessage, showVersion, titleOf } from "./conversation.js";
+import { announce, at, toast } from "./dom.js";
+import { contextUsed } from "./figures.js";
+import { startMenu } from "./menu.js";
+import { merge } from "./merge.js";
+import { chosenModel, showModels } from "./models.js";
+import { look, watchServer } from "./server.js";
 import { checkForm, fillForm, readForm } from "./settings.js";
-import { onMenu, openMenu, showList, toggleSidebar } from "./sidebar.js";
+import { openMenu, showList, toggleSidebar } from "./sidebar.js";
 import * as store from "./store.js";
-import { actions, edit, followAgain, messageChanged, showConversation } from "./view.js";
+import { actions, edit, followAgain, isEditing, messageChanged, showAgain, showConversation } from "./view.js";
 
 /** By id; a new chat is among them from its first message on. */
 const conversations = new Map();
@@ -49,34 +51,38 @@ function refresh() {
   at("title").textContent = title;
   document.title = current.messages.length ? `${title} · NF4 server` : "NF4 server";
   at("chat-menu").hidden = !conversations.has(current.id);
-  setRunning(isRunning(current.id));
-  showModels();
+  setRunning(isBusy());
+  showModels(current.settings);
+  showContext();
+}
+
+function showContext() {
+  const used = contextUsed(path(current), chosenModel(current.settings)?.max_model_len);
+  at("context").hidden = !used;
+  at("context").textContent = used?.text ?? "";
+  at("context").classList.toggle("full", used?.share > 0.9);
+}
+
+/** Whether an answer comes in the open conversation, here or in another tab. */
+const isBusy = () => isRunning(current.id) || path(current).at(-1)?.state === "running";
+
+function stopAnswer() {
+  if (isRunning(current.id)) return stop(current.id);
+  // It comes in another tab, if that tab is there still.
+  store.tell({ stop: current.id });
+  interrupt(current);
+  showAgain();
+  refresh();
+}
+
+/** No answer comes any more in what this page does not write itself. */
+function interrupt(conversation) {
+  if (isRunning(conversation.id)) return;
+  for (const message of conversation.messages) if (message.state === "running") message.state = "interrupted";
 }
 
 const keep = (conversation) =>
   store.save(conversation).catch((error) => toast(`This conversation could not be kept: ${error.message}`));
-
-// --- models
-
-const chosenModel = () => served.find((one) => one.id === current.settings.model) ?? served[0];
-
-function showModels() {
-  const option = (one) => element("option", { value: one.id, text: one.id });
-  const adapters = served.filter((one) => one.parent);
-  const options = served.filter((one) => !one.parent).map(option);
-  if (adapters.length) options.push(element("optgroup", { label: "Adapters" }, ...adapters.map(option)));
-  const model = chosenModel();
-  const select = at("model");
-  const now = JSON.stringify(served.map((one) => [one.id, one.parent]));
-  if (select.dataset.options !== now) select.replaceChildren(...options);
-  select.dataset.options = now;
-  select.disabled = !model;
-  if (model) select.value = model.id;
-  at("welcome-model").textContent = model?.id ?? "NF4 server";
-  const length = model?.max_model_len;
-  at("welcome-about").textContent = length ? `${model.parent ? `An adapter of ${model.parent}` : "Served in 4-bit NF4"} · ${length.toLocaleString("en")} tokens of context` : "";
-  setTakesImages(takesImages(model));
-}
 
 function serverChanged(trouble) {
   const place = at("status");
@@ -89,25 +95,30 @@ function serverChanged(trouble) {
 // --- sending and answering
 
 function changed(conversation, message) {
-  if (conversation === current) messageChanged(message);
+  if (conversation === current) {
+    messageChanged(message);
+    showContext();
+  }
   if (message.state === "running" && message.content) return;
   // It begins, or it has ended.
   refresh();
   if (message.state !== "running") announce(message.error ?? `The answer is ${message.state === "stopped" ? "stopped" : "complete"}.`);
 }
 
-async function ask(conversation, question) {
-  const model = chosenModel();
-  if (!model) await look();
+/** Have an answer come: begin(model) starts it. */
+async function ask(conversation, begin) {
+  if (!chosenModel(conversation.settings)) await look();
   announce("The model is answering.", true);
-  await answer(conversation, question, (model ?? chosenModel())?.id ?? "", changed);
+  await begin(chosenModel(conversation.settings)?.id ?? "");
   // Deleted meanwhile, it stays deleted.
   if (conversations.has(conversation.id)) await keep(conversation);
 }
 
+const askAbout = (conversation, question) => ask(conversation, (model) => answer(conversation, question, model, changed));
+
 function send(text, images) {
   if (!checkForm()) return false;
-  if (isRunning(current.id)) return false;
+  if (isBusy()) return false;
   const isNew = !conversations.has(current.id);
   conversations.set(current.id, current);
   const question = add(current, current.leaf, { role: "user", content: text, images: [...images] });
@@ -115,12 +126,12 @@ function send(text, images) {
   messageChanged(question);
   followAgain();
   keep(current);
-  ask(current, question.id);
+  askAbout(current, question.id);
   return true;
 }
 
 function branchOff(change) {
-  if (isRunning(current.id)) {
+  if (isBusy()) {
     toast("An answer is under way; stop it first.");
     return;
   }
@@ -130,14 +141,18 @@ function branchOff(change) {
   showConversation(current);
   refresh();
   keep(current);
-  if (question) ask(current, question);
+  if (question) askAbout(current, question);
 }
 
 actions.regenerate = (message) => checkForm() && branchOff(() => message.parent);
+actions.resume = (message) => {
+  const conversation = current;
+  if (checkForm() && !isBusy()) ask(conversation, (model) => resume(conversation, message, model, changed));
+};
 actions.retry = (message) =>
   branchOff(() => {
     // A failed answer without a text is nothing to keep.
-    if (!message.content) current.messages = current.messages.filter((one) => one !== message);
+    if (!message.content) removeMessage(current, message);
     return message.parent;
   });
 actions.showVersion = (message) => branchOff(() => void showVersion(current, message));
@@ -149,51 +164,9 @@ actions.edit = (message, text) =>
     return undefined;
   });
 
-// --- a conversation's menu
-
-async function removeConversation(id) {
-  const conversation = conversations.get(id);
-  stop(id);
-  conversations.delete(id);
-  await store.remove(id);
-  if (conversation === current) newChat();
-  else refresh();
-  toast(`"${titleOf(conversation)}" is deleted.`, {
-    label: "Undo",
-    run: () => {
-      conversations.set(id, conversation);
-      keep(conversation);
-      open(conversation);
-    },
-  });
-}
-
-function renameConversation(id) {
-  const conversation = conversations.get(id);
-  const { name } = at("rename-form").elements;
-  name.value = titleOf(conversation);
-  at("rename").onclose = () => {
-    if (at("rename").returnValue !== "rename") return;
-    conversation.title = name.value.trim();
-    keep(conversation);
-    refresh();
-  };
-  at("rename").returnValue = "";
-  at("rename").showModal();
-  name.select();
-}
-
-onMenu((action, id) => {
-  const conversation = conversations.get(id);
-  if (action === "rename") renameConversation(id);
-  else if (action === "delete") removeConversation(id);
-  else if (action === "markdown") exportMarkdown(conversation);
-  else exportJson([conversation], titleOf(conversation));
-});
-
 // --- everything that is clicked, typed or happens
 
-startComposer(send, () => stop(current.id));
+startComposer(send, stopAnswer);
 for (const button of document.querySelectorAll(".new-chat")) button.addEventListener("click", newChat);
 at("chat-menu").addEventListener("click", () => openMenu(at("chat-menu"), current.id));
 at("list-button").addEventListener("click", () => toggleSidebar());
@@ -211,7 +184,7 @@ for (const example of document.querySelectorAll("#examples button"))
   });
 
 function settingsChanged(more = {}) {
-  current.settings = { ...readForm(), model: current.settings.model, ...more };
+  Object.assign(current, { settings: { ...readForm(), model: current.settings.model, ...more }, edited: Date.now() });
   store.keepSettings(current.settings);
   if (conversations.has(current.id)) keep(current);
   refresh();
@@ -227,65 +200,74 @@ at("key").addEventListener("change", () => {
   store.keepApiKey(at("key").value.trim());
   look();
 });
-at("export-all").addEventListener("click", () => exportJson([...conversations.values()], "conversations"));
-at("import").addEventListener("click", () => at("import-file").click());
-at("import-file").addEventListener("change", async () => {
-  try {
-    const found = importJson(await at("import-file").files[0].text());
-    for (const conversation of found) {
-      conversations.set(conversation.id, conversation);
-      keep(conversation);
-    }
-    toast(`${found.length} conversation${found.length === 1 ? " was" : "s were"} imported.`);
-  } catch (error) {
-    toast(error.message);
-  }
-  at("import-file").value = "";
-  refresh();
-});
+startMenu({ conversations, keep, open, refresh, removed: (conversation) => (conversation === current ? newChat() : refresh()) });
 
 document.addEventListener("keydown", (event) => {
   if (event.isComposing || document.querySelector("dialog[open], :popover-open")) return;
   const command = event.ctrlKey || event.metaKey;
   if (event.key === "Escape") {
     if (document.body.classList.contains("listing")) toggleSidebar(false);
-    else stop(current.id);
+    else if (isBusy()) stopAnswer();
   } else if (command && event.shiftKey && event.key.toLowerCase() === "o") newChat();
   else if (command && event.key.toLowerCase() === "k") {
     toggleSidebar(true);
     at("search").focus();
   } else if (event.key === "ArrowUp" && event.target === at("text") && !draft()) {
     const last = path(current).findLast((message) => message.role === "user");
-    if (!last || isRunning(current.id)) return;
+    if (!last || isBusy()) return;
     edit(last);
   } else return;
   event.preventDefault();
 });
 addEventListener("popstate", openFromAddress);
-addEventListener("pagehide", saveRunning);
+addEventListener("pagehide", () => {
+  const left = runningHere();
+  // Once more after what is saved, which says that they go on.
+  saveRunning().then(() => store.tell({ left }));
+  store.tell({ left });
+});
 document.addEventListener("visibilitychange", () => (document.hidden ? saveRunning() : look()));
 
-async function otherTab({ saved, removed }) {
-  if (removed) conversations.delete(removed);
-  else if (!isRunning(saved)) {
-    const read = await store.read(saved);
-    if (read) conversations.set(saved, read);
+/** What another tab says: it has saved or removed a conversation, asks who writes, or what it wrote in ends. */
+async function otherTab({ saved, removed, asks, stop: stopped, left }) {
+  if (asks) saveRunning();
+  if (stopped) stop(stopped);
+  if (saved) await takeIn(saved);
+  for (const id of left ?? []) if (conversations.has(id)) interrupt(conversations.get(id));
+  if (left?.includes(current.id)) showAgain();
+  if (removed) {
+    stop(removed);
+    conversations.delete(removed);
+    if (removed === current.id) newChat();
   }
-  const now = conversations.get(current.id);
-  if (now && now !== current) {
-    current = now;
-    showConversation(current);
-  } else if (removed === current.id) newChat();
   refresh();
+}
+
+/** Take in what another tab has saved of a conversation. */
+async function takeIn(id) {
+  const read = await store.read(id);
+  const known = conversations.get(id);
+  if (!read || !known) {
+    if (read) conversations.set(id, read);
+    return;
+  }
+  const before = known.settings;
+  const { added, changed: messages } = merge(known, read, !isRunning(id) && !(known === current && isEditing()));
+  if (known !== current) return;
+  if (added && !isEditing()) showAgain();
+  else messages.forEach(messageChanged);
+  if (known.settings !== before && !at("settings").open) fillForm(known.settings);
 }
 
 async function start() {
   const kept = await store.open(otherTab);
   at("not-kept").hidden = kept !== null;
   for (const conversation of kept ?? []) {
-    for (const message of conversation.messages) if (message.state === "running") message.state = "interrupted";
+    interrupt(conversation);
     conversations.set(conversation.id, conversation);
   }
+  // What another tab is writing still, it saves now.
+  store.tell({ asks: true });
   open(conversations.get(location.hash.slice(1)) ?? current);
   await watchServer(serverChanged);
 }

@@ -24,6 +24,12 @@ export function add(conversation, parent, message) {
   return added;
 }
 
+/** Take a message out, for other tabs, too. */
+export function removeMessage(conversation, message) {
+  conversation.messages = conversation.messages.filter((one) => one !== message);
+  conversation.removed = [...(conversation.removed ?? []), message.id];
+}
+
 /** The branch that is shown, from its first message on. */
 export function path(conversation, leaf = conversation.leaf) {
   const found = [];
@@ -47,7 +53,16 @@ export function showVersion(conversation, message) {
   conversation.leaf = last.id;
 }
 
-/** What the server is asked: the branch that ends in a message. Questions that were never answered are left out. */
+/** Whether an answer can go on where it ends: the last one that is shown, if it was cut or stopped. */
+export function canContinue(conversation, message) {
+  if (message.id !== conversation.leaf || message.role !== "assistant" || !message.content) return false;
+  return ["stopped", "interrupted", "failed", "edited"].includes(message.state) || message.finish === "length";
+}
+
+/**
+ * What the server is asked: the branch that ends in a message. Questions that were never answered are left out, and so are
+ * thoughts, but for those of an answer that is to go on.
+ */
 export function request(conversation, last) {
   const branch = path(conversation, last);
   const asked = [];
@@ -56,7 +71,8 @@ export function request(conversation, last) {
   branch.forEach((message, i) => {
     const answer = message.role === "user" ? branch[i + 1] : message;
     if (answer && !answer.content) return;
-    asked.push({ role: message.role, content: content(message) });
+    const goesOn = message.id === last && message.role === "assistant" && message.reasoning;
+    asked.push({ role: message.role, content: content(message), ...(goesOn ? { reasoning_content: message.reasoning } : {}) });
   });
   return asked;
 }

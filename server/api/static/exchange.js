@@ -59,5 +59,6 @@ function conversation(given) {
 function message(given) {
   if (!["user", "assistant"].includes(given?.role)) throw new Error("A message of this file has no role that is known.");
   const images = (given.images ?? []).filter((src) => String(src).startsWith("data:image/"));
-  return { ...given, id: String(given.id), parent: given.parent ?? null, content: String(given.content ?? ""), images };
+  const state = given.state === "running" ? "interrupted" : given.state;
+  return { ...given, state, id: String(given.id), parent: given.parent ?? null, content: String(given.content ?? ""), images };
 }

@@ -96,18 +96,20 @@ const shown = new WeakMap();
 
 /**
  * Show a text in place. Blocks that are as they were stay the same elements, so that a growing text neither flickers nor
- * loses what is selected. Returns the texts of blocks that have become complete since the last call.
+ * loses what is selected. Returns the texts of blocks that have become complete since the last call; the last block of a
+ * text that goes on (resumed) is not complete any more.
  */
-export function show(place, text, { complete = true } = {}) {
+export function show(place, text, { complete = true, resumed = false } = {}) {
   const before = shown.get(place) ?? { html: [], told: 0 };
   const now = blocks(text);
   let same = 0;
   while (same < now.length && same < before.html.length && now[same].html === before.html[same]) same++;
   const ready = complete ? now.length : Math.max(0, now.length - 1);
   // Formulas are told in TeX, as they are written.
-  const told = now.slice(before.told, ready).map((block) => block.text());
+  const from = resumed ? Math.min(before.told, ready) : before.told;
+  const told = now.slice(from, ready).map((block) => block.text());
   while (place.children.length > same) place.lastChild.remove();
   for (const block of now.slice(same)) place.append(block.element());
-  shown.set(place, { html: now.map((block) => block.html), told: Math.max(before.told, ready) });
+  shown.set(place, { html: now.map((block) => block.html), told: Math.max(from, ready) });
   return told;
 }

@@ -28,7 +28,10 @@ export function showList(conversations, current) {
     items.push(item(conversation, current, found));
   }
   if (!items.length) items.push(element("li", { class: "empty", text: words.trim() ? "Nothing found." : "No conversations yet." }));
+  const focused = document.activeElement.closest("#conversations a, #conversations button");
+  const [id, tag] = [focused?.parentElement.dataset.id, focused?.tagName];
   at("conversations").replaceChildren(...items);
+  if (focused) items.find((one) => one.dataset.id === id)?.querySelector(tag).focus();
 }
 
 function item(conversation, current, found) {

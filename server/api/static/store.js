@@ -1,5 +1,7 @@
 // Conversations in the browser's IndexedDB, settings and key in its localStorage. Nothing of it leaves the browser.
 
+import { merge } from "./merge.js";
+
 // A proxy may have several servers below one address, and the browser keeps one store for all of them.
 const NAME = `nf4-chat${new URL(".", location.href).pathname.slice(0, -1)}`;
 const CONVERSATIONS = "conversations";
@@ -7,6 +9,8 @@ const SETTINGS = `${NAME}.settings`;
 const KEY = `${NAME}.key`;
 
 const tabs = new BroadcastChannel(NAME);
+/** Conversations that are removed; a tab in which an answer still comes does not bring them back. */
+const gone = new Set();
 let database = null;
 
 const settled = (asked) =>
@@ -17,9 +21,17 @@ const settled = (asked) =>
 
 const conversations = (mode) => database.transaction(CONVERSATIONS, mode).objectStore(CONVERSATIONS);
 
-/** All conversations; null where the browser keeps none for this page. changed is told what other tabs did. */
-export async function open(changed) {
-  tabs.onmessage = (event) => changed(event.data);
+/**
+ * All conversations; null where the browser keeps none for this page. told is called with what other tabs say: {saved} and
+ * {removed} with a conversation's id, or what tell() sent.
+ */
+export async function open(told) {
+  // One after the other, as they were said.
+  let before = Promise.resolve();
+  tabs.onmessage = ({ data }) => {
+    if (data.removed) gone.add(data.removed);
+    before = before.then(() => told(data)).catch(console.warn);
+  };
   try {
     const asked = indexedDB.open(NAME, 1);
     asked.onupgradeneeded = () => asked.result.createObjectStore(CONVERSATIONS, { keyPath: "id" });
@@ -31,20 +43,38 @@ export async function open(changed) {
   }
 }
 
-/** Keep a conversation as it is now. */
+/** Say something to the other tabs. */
+export const tell = (what) => tabs.postMessage(what);
+
+/** Keep a conversation as it is now, with what other tabs have kept of it. */
 export async function save(conversation) {
-  if (!database) return;
-  await settled(conversations("readwrite").put(conversation));
-  tabs.postMessage({ saved: conversation.id });
+  if (!database || gone.has(conversation.id)) return;
+  const whole = { ...conversation, messages: conversation.messages.map((message) => ({ ...message })) };
+  const place = conversations("readwrite");
+  const kept = await settled(place.get(conversation.id));
+  if (kept) merge(whole, kept);
+  await settled(place.put(whole));
+  tell({ saved: conversation.id });
 }
 
-/** One conversation as another tab has left it. */
-export const read = (id) => settled(conversations("readonly").get(id));
+/** One conversation as another tab has left it; undefined if it is removed. */
+export async function read(id) {
+  const found = await settled(conversations("readonly").get(id));
+  if (found) gone.delete(id);
+  return found;
+}
 
 export async function remove(id) {
+  gone.add(id);
   if (!database) return;
   await settled(conversations("readwrite").delete(id));
-  tabs.postMessage({ removed: id });
+  tell({ removed: id });
+}
+
+/** Keep a conversation that was removed. */
+export function restore(conversation) {
+  gone.delete(conversation.id);
+  return save(conversation);
 }
 
 function recall(name) {

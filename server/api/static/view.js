@@ -1,12 +1,12 @@
 // The conversation that is looked at: its messages as elements, kept up with while an answer comes.
 
-import { path, versions } from "./conversation.js";
+import { canContinue, path, versions } from "./conversation.js";
 import { announce, at, copyFrom, element, icon, iconButton } from "./dom.js";
 import { editForm } from "./edit.js";
 import { figures } from "./figures.js";
 import { show } from "./markdown.js";
 
-/** What the buttons of messages do; app.js fills them in: regenerate, edit, retry, showVersion (of a message). */
+/** What the buttons of messages do; app.js fills them in: regenerate, resume, edit, retry, showVersion (of a message). */
 export const actions = {};
 
 let conversation = null;
@@ -25,6 +25,19 @@ export function showConversation(shownNow) {
   at("welcome").hidden = branch.length > 0;
   followAgain();
 }
+
+/** Show what another tab has changed of the conversation, at the place where it is read. */
+export function showAgain() {
+  const [top, followed] = [log.scrollTop, following];
+  showConversation(conversation);
+  if (followed) return;
+  log.scrollTop = lastTop = top;
+  following = false;
+  at("to-end").hidden = false;
+}
+
+/** Whether a message is being edited. */
+export const isEditing = () => at("messages").querySelector(".editing") !== null;
 
 /** A message of the conversation has changed; what a stream adds is drawn as fast as drawing goes. */
 export function messageChanged(message) {
@@ -76,6 +89,7 @@ function answerArticle(message) {
     { class: "assistant", "aria-label": "Answer", "data-id": message.id },
     element("details", { class: "thoughts", hidden: true }, element("summary"), element("div", { class: "text" })),
     element("div", { class: "prose" }),
+    element("p", { class: "waits", hidden: true }),
     element("p", { class: "failure", role: "alert", hidden: true }),
     element("footer", { hidden: true }),
   );
@@ -85,13 +99,13 @@ function answerArticle(message) {
 
 function update(message) {
   const made = articles.get(message.id);
-  if (!made) return;
+  if (!made || made.classList.contains("editing")) return;
   fill(made, message);
   keepUp();
 }
 
 function fill(made, message) {
-  const [thoughts, prose, failure, footer] = made.children;
+  const [thoughts, prose, waits, failure, footer] = made.children;
   const going = message.state === "running";
   made.setAttribute("aria-busy", String(going));
   made.classList.toggle("waiting", going && !message.content);
@@ -101,19 +115,24 @@ function fill(made, message) {
   if (thoughts.lastChild.textContent !== message.reasoning) thoughts.lastChild.textContent = message.reasoning ?? "";
   const wasGoing = made.dataset.going === "true";
   made.dataset.going = String(going);
-  const told = show(prose, message.content, { complete: !going });
+  const told = show(prose, message.content, { complete: !going, resumed: going && !wasGoing });
   if (going || wasGoing) told.forEach((text) => announce(text));
+  waits.hidden = !(going && message.waiting);
+  waits.textContent = message.waiting ? `${message.waiting} The message goes by itself.` : "";
   failure.hidden = !message.error;
   if (message.error && !going)
     failure.replaceChildren(element("span", { text: message.error }), element("button", { type: "button", text: "Try again", click: () => actions.retry(message) }));
-  footer.hidden = going;
-  if (!going) footer.replaceChildren(answerActions(message), figures(message));
+  footer.hidden = going && !message.usage;
+  footer.replaceChildren(...(going ? [] : [answerActions(message)]), figures(message));
 }
 
 function answerActions(message) {
   const buttons = [["Edit", "edit", () => edit(message)]];
   if (!message.error) buttons.unshift(["Regenerate", "again", () => actions.regenerate(message)]);
-  return actionRow(message, buttons);
+  const row = actionRow(message, buttons);
+  if (canContinue(conversation, message))
+    row.append(element("button", { type: "button", class: "quiet resume", click: () => actions.resume(message) }, icon("on"), "Continue"));
+  return row;
 }
 
 function actionRow(message, buttons) {

@@ -236,6 +236,26 @@ async def ask(page: Page, text: str, answers: int = 1) -> str:
     return (await page.texts("article.assistant .prose"))[-1]
 
 
+async def answered(page: Page, text: str, **more: str) -> None:
+    """Send a message and have this as its answer, in pieces of a few characters."""
+    pieces = [text[i : i + 7] for i in range(0, len(text), 7)]
+    deltas = [{"content": piece} for piece in pieces]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in [more, *deltas]]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    await page.answer_for_server("/v1/chat/completions", "text/event-stream", stream)
+    await ask(page, "Write something.")
+
+
+async def pasted(page: Page) -> str:
+    """What the clipboard holds, pasted into the field of messages."""
+    await page.set("#text", "")
+    await page.value("document.getElementById('text').focus()")
+    await page.call("Input.dispatchKeyEvent", type="keyDown", key="v", code="KeyV", modifiers=2, commands=["paste"])
+    await page.call("Input.dispatchKeyEvent", type="keyUp", key="v", code="KeyV", modifiers=2)
+    return str(await page.value("document.getElementById('text').value"))
+
+
 def asked(page: Page) -> list[dict[str, Any]]:
     """The chat requests that the page has sent."""
     return [json.loads(one["postData"]) for one in page.requests if one["url"].endswith("/v1/chat/completions")]

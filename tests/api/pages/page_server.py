@@ -79,8 +79,11 @@ def write_settings(model: Path, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serve_pages(model: Path, folder: Path, *, compiled: bool = False) -> Iterator[RunningServer]:
-    """A server for the pages; its settings and its log are in folder. compiled: as fast as users have it."""
+def serve_pages(model: Path, folder: Path, *, compiled: bool = False, loading: bool = False) -> Iterator[RunningServer]:
+    """A server for the pages; its settings and its log are in folder.
+
+    compiled: as fast as users have it. loading: it listens, and its model may not be loaded.
+    """
     config = write_settings(model, folder)
-    with start_server(folder / "log", "--config", str(config), eager=not compiled) as running:
+    with start_server(folder / "log", "--config", str(config), eager=not compiled, loading=loading) as running:
         yield running
