@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import ModelOutput
 
 from server.checkpoint.base import CheckpointError
-from server.checkpoint.inspection import CheckpointInfo
+from server.checkpoint.inspection import CheckpointInfo, read_json
 from server.checkpoint.names import is_ignored, is_of_tower
 from server.checkpoint.states import NARROW_INPUTS, STATE_KINDS, STATE_MODULES, STATE_TYPES, kinds_of_layers
 
@@ -35,6 +35,9 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
 # the class, and how its names differ.
 _TEXT_CLASSES = {"gemma3n": {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}}
+_OTHER_TASK = re.compile(
+    r"For(\w+Classification|QuestionAnswering|MultipleChoice|MaskedLM|BlockDiffusion)$|RewardModel$"
+)
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """The names that configurations have for layers that keep keys and values and nothing else.
 
@@ -47,6 +50,11 @@ def read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:
+        if "auto_map" in read_json(folder / "config.json"):
+            raise CheckpointError(
+                f"{folder}: transformers does not have this model type, and code that comes with a checkpoint (auto_map) is"
+                " not run"
+            ) from e
         reason = " ".join(str(e).split()) or type(e).__name__
         raise CheckpointError(f"{folder / 'config.json'}: transformers cannot read it: {reason[:300]}") from e
 
@@ -65,6 +73,15 @@ class Loading:
 
 def loading_of(info: CheckpointInfo) -> Loading:
     """The class for a checkpoint. Raises CheckpointError for what cannot be served, by name."""
+    if _OTHER_TASK.search(info.architecture):
+        raise CheckpointError(
+            f"{info.folder}: {info.architecture} generates no text; a causal language model is needed"
+        )
+    if info.model_type.endswith("_assistant"):
+        raise CheckpointError(
+            f"{info.folder}: {info.architecture} ({info.model_type}) guesses tokens for a larger model, whose keys"
+            " and values it reads; it is no model to serve, and engine.draft_model cannot be it"
+        )
     config = read_config(info.folder)
     causal = info.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     images = info.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -13,10 +13,15 @@ from transformers import GenerationConfig
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import read_json
 
+_MAX_REASON = 300
+"""Characters of a reason in another library's words."""
+
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's message, with the next one if it ends in a colon; its type if it has none."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    found = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return found if len(found) <= _MAX_REASON else found[:_MAX_REASON] + " ..."
 
 
 def linear_layers(model: nn.Module) -> str:

@@ -81,6 +81,10 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Read config.json and the headers of the weight files. Raises CheckpointError for what cannot be served."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")
+    if not (folder / "config.json").exists() and (folder / "params.json").exists():
+        raise CheckpointError(
+            f"{folder}: in its maker's own format (params.json, no config.json); the model in transformers' format is needed"
+        )
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     architectures = config.get("architectures")

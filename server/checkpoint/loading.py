@@ -65,7 +65,7 @@ def load_model(
     except TensorRefused as e:
         raise CheckpointError(f"{folder}: {e}") from e
     except Exception as e:
-        raise CheckpointError(f"{folder}: cannot be loaded: {first_line(e)}") from e
+        raise CheckpointError(f"{folder}: cannot be loaded: {_reason(e, info)}") from e
     _check_complete(folder, _without_head(folder, model, report), chosen.config)
     try:
         experts.fill(model, progress)
@@ -137,6 +137,18 @@ def check_memory(folder: Path, device: torch.device, needed: int, shards: int = 
             f"{f' on each of {shards} devices' if shards > 1 else ''}, {free / 2**30:.1f} GiB are free on {device};"
             " engine.tensor_parallel_size divides them among several GPUs"
         )
+
+
+def _reason(error: Exception, info: CheckpointInfo) -> str:
+    """Why transformers cannot load a checkpoint, in a line. Its own may point to a report that is not logged."""
+    if "above report" not in str(error):
+        return first_line(error)
+    if info.quantization == "none":
+        return "its tensors do not have the shapes that transformers' class of it needs"
+    return (
+        "transformers' class of it splits or joins tensors while loading, which cannot be done with tensors in 4 bit;"
+        " the same model in 16 bit may work, which is quantized while loading"
+    )
 
 
 def _without_head(folder: Path, model: PreTrainedModel, report: dict[str, Any]) -> dict[str, Any]:

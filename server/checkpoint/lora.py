@@ -94,6 +94,10 @@ def read_adapter(folder: Path, dtype: torch.dtype) -> dict[str, AdapterFactors |
         found.setdefault(match["module"], {})[_kind(match)] = tensor
     if not found:
         raise CheckpointError(f"{folder / WEIGHTS_NAME}: has no LoRA weights")
+    if expert := next((module for module in found if ".experts." in module), None):
+        raise CheckpointError(
+            f"{folder}: adapters of experts are not served: {expert}; merge the adapter into its base"
+        )
     return {
         module: _vocabulary_change(folder, module, parts, config, dtype)
         if module.rpartition(".")[2] in (*EMBEDDINGS, *OUTPUT_LAYERS)

@@ -16,6 +16,7 @@ WRITTEN_LAYERS_VARIABLE = "NF4_WRITTEN_LAYERS"
 """0: decoder layers are compiled from transformers' code even if they could be written ones."""
 
 KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
+LoraExtra = Literal["dora", "head", "embedding"]
 
 
 class LoraModule(Section):
@@ -88,6 +89,9 @@ class EngineConfig(Section):
     """Adapters loaded at a time; None: as many as lora_modules has, and 4 more with allow_runtime_lora."""
     max_lora_rank: int | None = Field(default=None, ge=1, le=1024)
     """Largest rank of an adapter; None: the largest among lora_modules, at least 16 with allow_runtime_lora."""
+    lora_extra: tuple[LoraExtra, ...] = ()
+    """Room for more than plain LoRA in adapters that come at run time: dora (DoRA and trained biases), head (changed output
+    layers), embedding (changed embeddings)."""
     allow_runtime_lora: bool = False
     """Whether /v1/load_lora_adapter and /v1/unload_lora_adapter are offered."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -105,6 +109,12 @@ class EngineConfig(Section):
             return value
         pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
         return tuple({"name": name, "path": path} for name, _, path in pairs)
+
+    @field_validator("lora_extra", mode="before")
+    @classmethod
+    def _parse_lora_extra(cls, value: Any) -> Any:
+        """One string, as environment variables have it: kinds, separated by commas."""
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _drafts_have_a_model(self) -> EngineConfig:
@@ -131,6 +141,10 @@ class EngineConfig(Section):
         names = [module.name for module in self.lora_modules]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"lora_modules names {twice!r} twice")
+        if self.lora_extra and not self.lora_slots:
+            raise ValueError("lora_extra is set, but allow_runtime_lora is false and lora_modules is empty")
+        if self.lora_extra and self.tensor_parallel_size not in (1, "auto"):
+            raise ValueError("lora_extra works on one GPU only, and tensor_parallel_size is above 1")
         if self.max_loras is not None and self.max_loras < len(names):
             raise ValueError(f"max_loras is {self.max_loras}, but lora_modules has {len(names)}")
         return self

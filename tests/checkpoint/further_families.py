@@ -31,9 +31,26 @@ _QWEN_VISION: Settings = {
 }  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
+
 TEXT_FAMILIES: dict[str, Settings] = {
     "camembert": _ROBERTA,
     "data2vec-text": _ROBERTA,
+    "hunyuan_v1_moe": {**COMMON, "num_experts": 4, "moe_topk": 2},
+    "longcat_flash": {
+        **COMMON,
+        **_LATENT,
+        "head_dim": 16,
+        "num_key_value_heads": 4,
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 64,
+        "n_routed_experts": 4,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+        "qk_head_dim": 32,
+        "num_hidden_layers": 4,
+    },
     "roberta": _ROBERTA,
     "roberta-prelayernorm": _ROBERTA,
     "whisper": {**_DECODER, "max_target_positions": 256, "suppress_tokens": None, "begin_suppress_tokens": None},
@@ -43,6 +60,13 @@ TEXT_FAMILIES: dict[str, Settings] = {
 }
 """Served."""
 MULTIMODAL: dict[str, Settings] = {
+    "kosmos-2.5": {
+        "text_config": {"attention_heads": 4, "embed_dim": 64, "ffn_dim": 96, "layers": 2, "vocab_size": 128,
+                        "max_position_embeddings": 256, "pad_token_id": 1},
+        "vision_config": {"head_dim": 16, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+                          "num_hidden_layers": 1, "patch_embed_hidden_size": 768},
+        "latent_query_num": 4,
+    },
     "qwen2_5_omni_thinker": {
         **_OMNI,
         "text_config": {**TEXT, "rope_parameters": _M_ROPE},
@@ -61,6 +85,16 @@ MULTIMODAL: dict[str, Settings] = {
 """Served with text only."""
 WRONG_POSITIONS = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
 """Decoders that count positions by themselves, across the sequences of a step, and are refused for it."""
+
+
+NEEDS_IMAGES: dict[str, Settings] = {
+    "blip": {"text_config": {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "projection_dim": 16,
+                             "num_attention_heads": 2, "vocab_size": 128, "encoder_hidden_size": 32},
+             "vision_config": {**VISION, "projection_dim": 16}},
+    "kosmos-2": {"text_config": {"attention_heads": 4, "embed_dim": 64, "ffn_dim": 96, "layers": 2, "vocab_size": 128},
+                 "vision_config": VISION, "latent_query_num": 4},
+}  # fmt: skip
+"""Classes whose forward fails without an image."""
 
 
 def settings_of_decoder() -> Settings:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.loading import load_model
@@ -53,6 +54,34 @@ def test_hybrids_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model_type", "architecture"), [("vit", "ViTModel"), ("clip", "CLIPModel")])
 def test_other_models_are_refused_by_name(model_type: str, architecture: str, tmp_path: Path) -> None:
     assert model_type in refused(tmp_path, model_type, architecture)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("llama", "LlamaForSequenceClassification", "generates no text"),
+        ("qwen2", "Qwen2ForTokenClassification", "generates no text"),
+        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "generates no text"),
+        ("gemma4_assistant", "Gemma4AssistantForCausalLM", "guesses tokens for a larger model"),
+    ],
+)
+def test_classes_that_are_no_language_models(model_type: str, architecture: str, reason: str, tmp_path: Path) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers does not have {model_type}")
+    message = refused(tmp_path, model_type, architecture)
+    assert architecture in message
+    assert reason in message
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "configuration_new.NewConfig"}
+    assert "code that comes with a checkpoint" in refused(tmp_path, "new_type", "NewForCausalLM", auto_map=auto_map)
+
+
+def test_a_makers_own_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"params\.json, no config\.json"):
+        load_model(tmp_path, CPU, torch.float32, silent)
 
 
 def test_granite_4_without_state_space_layers_is_served(tmp_path: Path) -> None:

@@ -12,7 +12,13 @@ from transformers import CONFIG_MAPPING
 from server.checkpoint.loading import load_model
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.preparation.assembly import build_runner
-from tests.checkpoint.further_families import MULTIMODAL, TEXT_FAMILIES, WRONG_POSITIONS, settings_of_decoder
+from tests.checkpoint.further_families import (
+    MULTIMODAL,
+    NEEDS_IMAGES,
+    TEXT_FAMILIES,
+    WRONG_POSITIONS,
+    settings_of_decoder,
+)
 from tests.checkpoint.layouts import CONFIG, CPU, check_served, config_of, random_model, save_nf4, silent
 
 
@@ -30,4 +36,11 @@ def test_decoders_whose_text_would_be_wrong(family: str, tmp_path: Path) -> None
     with pytest.raises(
         UnsupportedModelError, match=r"ForCausalLM cannot be served, .* its forward takes no position_ids"
     ):
+        build_runner(load_model(tmp_path / "model", CPU, torch.float32, silent), CONFIG)
+
+
+@pytest.mark.parametrize("family", NEEDS_IMAGES)
+def test_classes_that_need_an_image(family: str, tmp_path: Path) -> None:
+    save_nf4(random_model(config_of(family, **NEEDS_IMAGES[family])), tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match=r"cannot be served: its forward fails on a prompt of text alone"):
         build_runner(load_model(tmp_path / "model", CPU, torch.float32, silent), CONFIG)

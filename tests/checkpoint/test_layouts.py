@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from server.checkpoint import loading
+from server.checkpoint.base import CheckpointError
 from server.checkpoint.packed import keeps_fp4
 from tests.checkpoint.layouts import (
     CPU,
@@ -106,3 +108,15 @@ def test_layers_in_16_bit_that_no_skip_list_names(tmp_path: Path, caplog: pytest
 
 def test_codes_stored_as_bfloat16(tmp_path: Path) -> None:
     check_served(save_nf4(llama(), tmp_path / "model", bnb_4bit_quant_storage=torch.bfloat16))
+
+
+def test_a_conversion_that_fails_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers points to a report above, and makes none."""
+    folder = save_nf4(random_model(config_of("llama", **LLAMA)), tmp_path / "model")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("We encountered some issues during conversion. For details look at the above report!")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(CheckpointError, match="cannot be done with tensors in 4 bit; the same model in 16 bit"):
+        loading.load_model(folder, CPU, torch.float32, silent)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from server.checkpoint.classes import keep_within_tables
 from server.checkpoint.loading import load_model
 from server.engine.core import Engine
+from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.preparation.assembly import build_runner
 from tests.checkpoint.layouts import (
     CONFIG,
@@ -133,3 +134,10 @@ def test_a_16_bit_checkpoint_is_quantized_while_loading(tmp_path: Path) -> None:
 def test_contexts_of_llama_4_are_of_one_chunk(tmp_path: Path) -> None:
     folder = save_nf4(random_model(config_of("llama4", **CLASSES["llama4"])), tmp_path / "model")
     assert build_runner(load_model(folder, CPU, torch.float32, silent), CONFIG).limits.max_model_len == 64
+
+
+def test_chunks_that_are_too_short_are_named(tmp_path: Path) -> None:
+    settings = {**CLASSES["llama4"], "text_config": {**CLASSES["llama4"]["text_config"], "attention_chunk_size": 16}}
+    folder = save_nf4(random_model(config_of("llama4", **settings)), tmp_path / "model")
+    with pytest.raises(EngineConfigError, match="the model's contexts end after 16 tokens, at least 32 are needed"):
+        build_runner(load_model(folder, CPU, torch.float32, silent), CONFIG)

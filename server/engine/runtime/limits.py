@@ -97,6 +97,8 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
             f"engine.max_model_len is {wanted}, the KV cache of {budget / 2**20:.0f} MiB holds {cached_tokens} tokens"
         )
     max_model_len = wanted or min(own or cached_tokens, cached_tokens)
+    if own is not None and own < LEAST_MODEL_LEN:
+        raise EngineConfigError(f"the model's contexts end after {own} tokens, at least {LEAST_MODEL_LEN} are needed")
     if max_model_len < LEAST_MODEL_LEN:
         raise EngineConfigError(f"a KV cache of {budget} bytes does not hold {LEAST_MODEL_LEN} tokens of this model")
     # More blocks than all sequences need at full length can never be used.

@@ -315,12 +315,18 @@ def test_room_is_made_at_the_start(tmp_path: Path) -> None:
     kinds = {"dora": {"use_dora": True}, "head": {"modules_to_save": ["lm_head"]}}
     for name, options in kinds.items():
         save_adapter(tiny_model("llama"), tmp_path / name, 0, 0.3, r=2, target_modules=["v_proj"], **options)
-    config = config_with(tmp_path, allow_runtime_lora=True, max_loras=2)
+    save_adapter(
+        tiny_model("llama"), tmp_path / "embedding", 0, 0.3, r=2, target_modules=["v_proj"],
+        modules_to_save=["embed_tokens"],
+    )  # fmt: skip
+    config = config_with(tmp_path, allow_runtime_lora=True, max_loras=3)
     registry = build_runner(tiny_model("llama"), config).adapters
     assert registry is not None
 
-    for name in kinds:
-        with pytest.raises(
-            CheckpointError, match=r"room that is made at the start: name an adapter .* in engine\.lora_modules"
-        ):
-            registry.put(name, read_adapter(tmp_path / name, torch.float32))
+    for name in (*kinds, "embedding"):
+        weights = read_adapter(tmp_path / name, torch.float32)
+        with pytest.raises(CheckpointError, match=rf"made at the start: set engine\.lora_extra to \[{name}\]"):
+            registry.put(name, weights)
+        extra = build_runner(tiny_model("llama"), config.model_copy(update={"lora_extra": (name,)})).adapters
+        assert extra is not None
+        extra.put(name, weights)

@@ -69,3 +69,30 @@ def test_a_shards_weight_is_its_part_of_the_whole_one(part: Part) -> None:
     assert torch.equal(dequantized(linear, torch.float32), expected)
     x = torch.randn(3, linear.in_features)
     assert is_close(linear(x), x @ expected.T)
+
+
+def test_members_of_a_group_may_be_called_in_any_order_and_with_inputs_of_their_own() -> None:
+    module = _Attention((64, 32, 32), 512, (True, True, True))
+    weights = module.weight().split((64, 32, 32))
+    replace_projections(module)
+    x, other = torch.randn(3, 512), torch.randn(2, 512)
+    calls = [(1, x), (2, x), (0, x), (0, other), (1, x), (2, other), (2, x), (0, x), (1, other)]
+    for index, given in calls:
+        found = (module.q_proj, module.k_proj, module.v_proj)[index](given)
+        assert is_close(found, given.double() @ weights[index].double().T)
+
+
+class _Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wg = Linear4bit(64, 8, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.wg.weight.type(torch.float32))
+
+
+def test_a_layer_whose_weight_the_class_reads_itself_is_expanded() -> None:
+    router, x = _Router(), torch.randn(3, 64)
+    expected = x @ dequantize_4bit(router.wg.weight.data, router.wg.weight.quant_state).float().T
+    replace_projections(router)
+    torch.testing.assert_close(router(x), expected)

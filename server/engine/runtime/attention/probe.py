@@ -18,6 +18,7 @@ from server.engine.runtime.attention.calls import IMPLEMENTATION, PROBED_IMPLEME
 from server.engine.runtime.attention.masks import FARTHEST, MaskReader, UnknownMaskError
 from server.engine.runtime.batch import Batch
 from server.engine.runtime.limits import own_limit
+from server.engine.runtime.trials import summary
 
 _INTERFACE_SINCE = {"codegen": "5.24", "gptj": "5.24"}
 """By model_type, the version of transformers from which on a family's code goes through its attention interface.
@@ -101,8 +102,12 @@ def probe_layers(model: PreTrainedModel) -> Probed:
     _leave_unscaled(model)
     probe = _Probe(own_limit(config) or FARTHEST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with attending(probe), _without_states(model), torch.inference_mode():
-        model(input_ids=token, position_ids=token, use_cache=False)
+    try:
+        with attending(probe), _without_states(model), torch.inference_mode():
+            model(input_ids=token, position_ids=token, use_cache=False)
+    except (TypeError, ValueError, AttributeError, LookupError) as e:
+        reason = f"{name} cannot be served: its forward fails on a prompt of text alone ({summary(e)})"
+        raise UnsupportedModelError(reason) from e
     model.get_decoder().set_attn_implementation(IMPLEMENTATION)
     expected = [layer for layer in range(config.num_hidden_layers) if not kinds or kinds[layer] not in STATE_KINDS]
     if sorted(probe.shapes) != expected:

@@ -22,12 +22,13 @@ def adapt_forward(model: PreTrainedModel) -> None:
         _select_rows(model, head)
     text = model.config.get_text_config()
     for module in model.modules():
-        table = getattr(module, "position_embeddings", None)
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and hasattr(module, "create_position_ids_from_input_ids"):
             # RoBERTa's way: the first token is at padding_idx + 1.
-            first = table.padding_idx + 1
-            _shift_positions(module, first)
-            text.max_position_embeddings = min(text.max_position_embeddings, table.num_embeddings - first)
+            _shift_positions(module, padding + 1)
+            table = getattr(module, "position_embeddings", None)
+            if isinstance(table, nn.Embedding):
+                text.max_position_embeddings = min(text.max_position_embeddings, table.num_embeddings - padding - 1)
 
 
 def _select_rows(model: PreTrainedModel, head: nn.Module) -> None:

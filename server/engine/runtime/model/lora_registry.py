@@ -170,10 +170,12 @@ def install_adapters(
     rank = config.max_lora_rank or max([change.rank for change in factors] + least)
     # Adapters that come later may have any targets.
     targets = None if config.allow_runtime_lora else {module for adapter in weights.values() for module in adapter}
-    affine = any(change.is_affine for change in factors)
+    affine = "dora" in config.lora_extra or any(change.is_affine for change in factors)
     table = AdapterTable(model, decoder, config.lora_slots, rank, targets, affine, parts)
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     vocabulary = {module for adapter in weights.values() for module in tables_of(adapter, names, tied)}
+    extra = {"embedding": names.embedding, "head": names.output_layer}
+    vocabulary |= {module for kind, module in extra.items() if module is not None and kind in config.lora_extra}
     tables = VocabularyTables(model, names, vocabulary, config.lora_slots)
     registry = AdapterRegistry(names, table, tables, model.dtype)
     for name, adapter in weights.items():

@@ -82,8 +82,8 @@ class AdapterTable:
                 )
             if factors.is_affine and not self.affine:
                 raise CheckpointError(
-                    f"adapter {name!r}: DoRA and trained biases need room that is made at the start: name an adapter that"
-                    " has them in engine.lora_modules"
+                    f"adapter {name!r}: DoRA and trained biases need room that is made at the start: set engine.lora_extra"
+                    " to [dora]"
                 )
 
     @torch.inference_mode()

@@ -95,9 +95,10 @@ class VocabularyTables:
         for module, change in changes.items():
             room = self.embedding if module == self._names.embedding else self.output_layer
             if module not in (self._names.embedding, self._names.output_layer) or room is None:
+                extra = "embedding" if module == self._names.embedding else "head"
                 raise CheckpointError(
-                    f"adapter {name!r}: a change of {module} needs room that is made at the start: name an adapter that has"
-                    " one in engine.lora_modules"
+                    f"adapter {name!r}: a change of {module} needs room that is made at the start: set engine.lora_extra to"
+                    f" [{extra}]"
                 )
             count, hidden = room.tables.shape[1:]
             for tensor in _whole(change):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -74,16 +78,21 @@ class NF4Linear(WeightBuffers):
 
 
 class _Shared:
-    """The outputs of a group's one GEMM, between its first member's call and its last's."""
+    """The outputs of a group's one GEMM and the input that they are of, until each member has been called with it."""
 
     def __init__(self) -> None:
-        self.outputs: tuple[torch.Tensor, ...] | None = None
+        self.x: torch.Tensor | None = None
+        self.outputs: tuple[torch.Tensor, ...] = ()
+        self.left = 0
 
 
 class GroupMember(nn.Module):
-    """A projection of a group. The first member computes the outputs of all; the others return their parts."""
+    """A projection of a group. The member that is called first computes all outputs; the others return their parts."""
 
-    def __init__(self, index: int, sizes: list[int], shared: _Shared, linear: nn.Module | None) -> None:
+    def __init__(
+        self, index: int, sizes: list[int], shared: _Shared, linear: nn.Module | None, first: GroupMember | None
+    ) -> None:
+        """first: the group's first member, in the others."""
         super().__init__()
         self._index = index
         self.sizes = sizes
@@ -91,18 +100,21 @@ class GroupMember(nn.Module):
         self._shared = shared
         self.linear = linear
         """The group's GEMM, in its first member only."""
+        self._first = (first,)  # in a tuple, or it would be a part of this module
         self.out_features = sizes[index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] to [..., this member's out_features]; a view of the group's result."""
-        if self.linear is not None:
-            self._shared.outputs = self.linear(x).split(self.sizes, -1)
-        outputs = self._shared.outputs
-        if outputs is None:
-            raise RuntimeError("a projection was called before the first one of its group")
-        if self._index == len(self.sizes) - 1:
-            self._shared.outputs = None
-        return outputs[self._index]
+        shared = self._shared
+        if shared.x is not x:
+            linear = (self._first[0] or self).linear
+            assert linear is not None
+            shared.outputs, shared.x, shared.left = linear(x).split(self.sizes, -1), x, len(self.sizes)
+        out = shared.outputs[self._index]
+        shared.left -= 1
+        if shared.left == 0:
+            shared.x, shared.outputs = None, ()
+        return out
 
 
 def replace_projections(model: nn.Module) -> int:
@@ -112,6 +124,7 @@ def replace_projections(model: nn.Module) -> int:
     """
     count = 0
     for parent in list(model.modules()):
+        _expand_read_weights(parent)
         for names in GROUPS:
             layers = [getattr(parent, name, None) for name in names]
             if all(isinstance(layer, Linear4bit) and _is_ours(layer) for layer in layers) and _fit(layers):
@@ -122,6 +135,29 @@ def replace_projections(model: nn.Module) -> int:
                 setattr(parent, name, NF4Linear.of(child))
                 count += 1
     return count
+
+
+def _expand_read_weights(parent: nn.Module) -> None:
+    """Make plain layers of those whose weight the forward of parent's class reads itself, as some routers do."""
+    layers = {name: child for name, child in parent.named_children() if isinstance(child, Linear4bit)}
+    read = _read_weights(type(parent).forward) if layers else frozenset()
+    for name, layer in layers.items():
+        if name not in read:
+            continue
+        plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        weight = torch.ops.nf4.dequantize(*_weight_of(layer).arguments(), layer.compute_dtype)
+        plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+        setattr(parent, name, plain)
+
+
+@functools.cache
+def _read_weights(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of the attributes whose weight a class's forward reads."""
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b", source))
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -163,8 +199,10 @@ def _group(parent: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None
         layer._parameters.clear()
     sizes = [layer.out_features for layer in layers]
     shared = _Shared()
-    for index, name in enumerate(names):
-        setattr(parent, name, GroupMember(index, sizes, shared, linear if index == 0 else None))
+    first = GroupMember(0, sizes, shared, linear, None)
+    setattr(parent, names[0], first)
+    for index, name in enumerate(names[1:], 1):
+        setattr(parent, name, GroupMember(index, sizes, shared, None, first))
 
 
 def _joined(weights: list[Weight]) -> Weight:
