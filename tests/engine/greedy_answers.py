@@ -55,14 +55,15 @@ def check_answers(
     folder: Path,
     prompts: list[list[int]],
     near_tie: float,
-    least_best: float = 0.9,
-    least_of_all: float = 0.0,
+    least_best: float = 0.85,
+    least_of_all: float = 0.95,
     **limits: int,
 ) -> int:
     """Each prompt's greedy answer on a GPU beside transformers (ADR 39); returns how many requests were preempted.
 
     Each token is at most near_tie behind the best one, and is the best one in more than least_best of a prompt's places and
-    more than least_of_all of all prompts'.
+    more than least_of_all of all prompts'. Of an answer's 60 tokens rounding takes up to seven to the other side of near
+    ties (0.92 is the least among 36 answers of an H100, 0.90 on an H200), of all answers' 1 to 2 %.
     """
     behind, preempted = compare(name, folder, torch.device("cuda", 0), prompts, **limits)
     check_behind(behind, near_tie, least_best, least_of_all)

@@ -53,7 +53,7 @@ def test_mixtures_of_experts_run_in_graphs(name: str, tmp_path: Path) -> None:
     """One token, few and many of them; where two experts are nearly as good, rounding decides which one a token gets."""
     prompts = random_prompts(1, seed=3)
     check_answers(
-        name, tmp_path, prompts, 0.5, 0.75, max_num_seqs=8, max_num_batched_tokens=100, kv_cache_bytes=1 << 28
+        name, tmp_path, prompts, 0.5, 0.75, 0.0, max_num_seqs=8, max_num_batched_tokens=100, kv_cache_bytes=1 << 28
     )  # fmt: skip
 
 
