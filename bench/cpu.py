@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.machine import cores, cpu_name, versions
+from bench.machine import cores, cpu_name, current_commit, versions
 from server.engine.supervisor.process import ENVIRONMENT
 
 CONTENDERS = ("ours", "bnb-float32", "bnb-bfloat16", "bfloat16")
@@ -66,6 +66,7 @@ def main() -> int:
     rows["ours"], forced = ours, {isas[0]: ours, **forced}
     report = {
         "device": cpu_name(),
+        "commit": current_commit(),
         "threads": options.threads,
         "load_before": round(load_before, 1),
         "versions": {**versions(), "nf4_kernels": isas[0]},

@@ -14,10 +14,18 @@ from pathlib import Path
 from bench.api_processes.tables import api_processes
 from bench.ray_serve import tables as ray_serve
 from bench.speculation import tables as speculation_tables
-from bench.tables import busy, engine, parallel, sampling
+from bench.tables import busy, engine, fits, parallel, sampling
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("clients.md", "performance.md", "scaling.md")))
+NAMES = (
+    "README.md",
+    "docs/guide.md",
+    "docs/clients.md",
+    "docs/performance.md",
+    "docs/lab/performance.md",
+    "docs/scaling.md",
+)
+PAGES = tuple(ROOT / name for name in NAMES)
 MARKED = re.compile(r"(<!-- table:(?P<name>[a-z0-9-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     "headline": engine.headline,
@@ -29,6 +37,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": engine.decode,
     "prefill": engine.prefill,
     "vllm": engine.vllm,
+    "fits": fits.fits,
     "vllm-plugin": engine.vllm_plugin,
     "busy": busy.busy,
     "paper": engine.paper,

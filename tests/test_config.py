@@ -9,7 +9,10 @@ import pytest
 import yaml
 
 from server.config import Config, ConfigError
+from server.config.reference import page
 from server.config.sources import load_config
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +105,13 @@ def test_a_folder_is_served_under_its_last_part_too(tmp_path: Path, monkeypatch:
 
 def test_home_is_expanded() -> None:
     assert load_config(None, {"cache_dir": "~/x"}).cache_dir == Path.home() / "x"
+
+
+def test_the_page_of_fields_is_up_to_date() -> None:
+    assert page() == (DOCS / "configuration.md").read_text(encoding="utf-8"), (
+        "run `python -m server.config.reference > docs/configuration.md`"
+    )
+
+
+def test_every_field_says_what_it_does() -> None:
+    assert " |  |\n" not in page()

@@ -47,3 +47,28 @@ def test_the_list_of_decisions_is_complete() -> None:
         titles.append(f"* [{path.name[:4]}]({path.name}) {title}")
     listed = [line for line in (folder / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("* ")]
     assert listed == titles
+
+
+PAGES = (
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *ROOT.glob("nf4_kernels/*.md"),
+    *ROOT.glob(".github/**/*.md"),
+)
+
+
+def _anchors(text: str) -> set[str]:
+    """The addresses that a page's headings have."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        path = page.parent / name if name else page
+        assert path.exists(), target
+        assert not anchor or anchor in _anchors(path.read_text(encoding="utf-8")), target

@@ -1,4 +1,4 @@
-"""The tables of speculation in docs/performance.md, from bench/results/speculation-<device>.json."""
+"""The tables of speculation in docs/lab/performance.md, from bench/results/speculation-<device>.json."""
 
 from __future__ import annotations
 

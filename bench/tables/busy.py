@@ -1,4 +1,4 @@
-"""The table of hundreds of sequences and long contexts in docs/performance.md, from bench/results/busy-<device>.json."""
+"""The table of hundreds of sequences and long contexts in docs/lab/performance.md, from bench/results/busy-<device>.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Markdown tables of bench/results/*.json for README.md and docs/performance.md."""
+"""Markdown tables of bench/results/*.json for README.md and pages of docs/."""
 
 from __future__ import annotations
 
@@ -13,30 +13,46 @@ EXPERTS = "moe-nvidia-h200.json"
 PLUGIN = "vllm-plugin-nvidia-h100.json"
 # The paper's best ratios to bitsandbytes 0.47.0 on an A100, and the batch sizes at which it reached them.
 PAPER = {"llama-3.3-70b": (1.54, 2), "qwen3-32b": (1.29, 32), "gemma-3-27b": (1.32, 64)}
+HEADLINE = {
+    "GPU: decode, 1 sequence": (1, 100),
+    "GPU: decode, 100 sequences": (100, 100),
+    "GPU: decode, 16 with 4000 tokens of context": (16, 4000),
+    "GPU: prefill, 4 prompts of 3000 tokens": (4, 3000),
+}
+"""Sequences and tokens of each, of the README's rows."""
+ENGINES = (("nf4-server", "NF4"), ("vLLM", "AWQ"), ("vLLM", "bf16"))
 SHORT = (1, 8, 64, 256, 2048)
-"""Numbers of tokens in the README's table of kernels."""
+"""Numbers of tokens in the short table of kernels."""
 
 
 def headline() -> str:
-    """The README's three lines of figures: decode, the kernels, a CPU."""
-    batches = (1, 8, 32, 128)
-    ours = [_find(_e2e("decode"), "qwen3-8b", batch)["ours_tok_s"] for batch in batches]
-    awq, bf16 = ([peer("H200", "vLLM", weights, "qwen3-8b", batch) for batch in batches] for weights in ("AWQ", "bf16"))
-    linear = {row["M"]: row for row in _projection() if row["op"] == "linear"}
-    one, many = linear[1], linear[2048]
-    cpu = load(CPU)["rows"][0]
-    lines = [
-        f"**Decode** of Qwen3-8B with 1 / 8 / 32 / 128 sequences on one H200, tokens per second: {_slashes(ours)}; vLLM 0.26"
-        f" with AWQ-Marlin {_slashes(awq)}, in bf16 {_slashes(bf16)}. vLLM is faster in prefill, and with 512"
-        " sequences.",
-        f"**Kernels** on the same GPU: a linear layer of {one['N']} x {one['K']} takes {one['ours_us']:.0f} us for one"
-        f" token, with bitsandbytes {one['bnb_us']:.0f} and with bf16 cuBLAS {one['bf16_us']:.0f}. From 144 to 300 tokens"
-        f" both take about as long; with 2048 cuBLAS takes {many['bf16_us'] / many['ours_us']:.2f} of our time, bitsandbytes"
-        f" {many['bnb_us'] / many['ours_us']:.2f}.",
-        f"**CPU**: the embedded model decodes {cpu['ours']:.0f} tokens per second on two cores, transformers"
-        f" {cpu['transformers_bnb_nf4']:.0f} with bitsandbytes and {cpu['transformers_bf16']:.0f} in bf16.",
-    ]
-    return "\n".join(wrapped(line, "* ") for line in lines)
+    """The README's table: the engine and its peers in one run on a GPU, and in one on a CPU."""
+    run = load(PEERS["H100"])["runs"][0]
+    lines = []
+    for what, place in HEADLINE.items():
+        speeds = [peer("H100", *engine, "llama-3.1-8b", *place) or 0.0 for engine in ENGINES]
+        lines.append([what, *_leading(dict(zip(("", "vLLM AWQ", "vLLM bf16"), speeds, strict=True)))])
+    cpu = load(CPU)
+    for row in cpu["rows"]:
+        others = {"llama.cpp Q4_0": cpu["llama_cpp"]["Q4_0"][row["what"]]}
+        others |= {"transformers NF4": row["transformers_bnb_nf4"], "transformers bf16": row["transformers_bf16"]}
+        what, _, size = row["what"].partition(" ")
+        sequences = f"{size} tokens" if what == "prefill" else "1 sequence" if size == "1" else f"{size} sequences"
+        lines.append([f"CPU: {what}, {sequences}", *_leading({"": row["ours"], **others})])
+    gpu = load(PEERS["H100"])["device"]
+    about = (
+        f"Tokens per second of the engine alone. One {gpu}: random weights in the shape of Llama-3.1-8B, vLLM"
+        f" {run['versions']['vllm']}, {run['measured']}. CPU: the embedded model on {cpu['threads']} cores of an"
+        f" {cpu['device']}, commit {cpu['commit']}. Each comparison is of one run; the fastest is bold."
+    )
+    return f"{wrapped(about)}\n\n{table(['', 'ours, NF4', 'others'], lines)}"
+
+
+def _leading(speeds: dict[str, float]) -> list[str]:
+    """Two cells, ours (named "") and the others, with the fastest in bold."""
+    best = max(speeds.values())
+    cells = {name: f"**{_speed(value)}**" if value == best else _speed(value) for name, value in speeds.items()}
+    return [cells.pop(""), ", ".join(f"{name} {cell}" for name, cell in cells.items())]
 
 
 def kernels_short() -> str:
@@ -123,7 +139,7 @@ def vllm() -> str:
     heads = ["GPU", "engine", *(f"{batch} x {length}" for batch, length in columns[:-1]), "prefill 4 x 3000"]
     lines = []
     for gpu in PEERS:
-        for engine, weights in (("nf4-server", "NF4"), ("vLLM", "AWQ"), ("vLLM", "bf16")):
+        for engine, weights in ENGINES:
             cells = [_speed(peer(gpu, engine, weights, "llama-3.1-8b", *place)) for place in columns]
             lines.append([gpu, f"{engine}, {weights}", *cells])
     return table(heads, lines)
@@ -247,10 +263,6 @@ def _times(row: Result) -> list[float]:
 
 def _span(values: Sequence[float]) -> str:
     return " to ".join(f"{value:.1f}" for value in sorted(values))
-
-
-def _slashes(values: Sequence[float | None]) -> str:
-    return " / ".join(f"{value:.0f}" for value in values if value is not None)
 
 
 def _versions(result: Result) -> str:

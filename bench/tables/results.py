@@ -9,8 +9,12 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PEERS = {"H200": "peers-nvidia-h200.json", "H100": "peers-nvidia-h100.json"}
 NAMES = {
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "qwen3-4b": "Qwen3-4B",
     "qwen3-8b": "Qwen3-8B",
+    "qwen3-14b": "Qwen3-14B",
     "qwen3-32b": "Qwen3-32B",
+    "mistral-small-24b": "Mistral-Small-24B",
     "gemma-3-27b": "Gemma-3-27B",
     "llama-3.3-70b": "Llama-3.3-70B",
     "llama-3.1-8b": "Llama-3.1-8B",

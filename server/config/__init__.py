@@ -56,7 +56,7 @@ class Config(Section):
     log_format: Literal["console", "json"] = "console"
     """console or json."""
     otlp_traces_endpoint: str | None = None
-    """Where OpenTelemetry spans go."""
+    """Where OpenTelemetry spans are sent, over OTLP/HTTP; needs the extra tracing."""
     http: HttpConfig = HttpConfig()
     engine: EngineConfig = EngineConfig()
 

@@ -84,7 +84,7 @@ class EngineConfig(Section):
     draft_model: str | None = None
     """With speculation draft: a smaller model with the same tokenizer; a folder, a hub id or the embedded model's name."""
     lora_modules: tuple[LoraModule, ...] = ()
-    """Adapters that are served from the start."""
+    """Adapters that are served from the start: name=folder."""
     max_loras: int | None = Field(default=None, ge=1, le=256)
     """Adapters loaded at a time; None: as many as lora_modules has, and 4 more with allow_runtime_lora."""
     max_lora_rank: int | None = Field(default=None, ge=1, le=1024)

@@ -32,6 +32,11 @@ def dotted_names() -> list[str]:
     return [f"{section}.{name}".lstrip(".") for section in SECTIONS for name in fields(section)]
 
 
+def flag(name: str) -> str:
+    """The flag of a field: "--max-model-len" of "max_model_len"."""
+    return f"--{name.replace('_', '-')}"
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """ "; did you mean X?" if one of the known names is close to this one."""
     close = get_close_matches(name, known, 1, 0.7)
@@ -53,8 +58,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[Path | None, dict[str, Any],
     parsed, unknown = parser.parse_known_args(arguments)
     flags = [flag for action in parser._actions for flag in action.option_strings]
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        parser.error(f"unknown option {flag}{did_you_mean(flag, flags)}")
+        name = unknown[0].partition("=")[0]
+        parser.error(f"unknown option {name}{did_you_mean(name, flags)}")
     found = {name: value for name, value in vars(parsed).items() if value is not None}
     words = [word for i, word in enumerate(found.pop("words", [])) if i or word != "serve"]
     if len(words) > 1:
@@ -86,9 +91,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, str]]:
     for section in SECTIONS:
         group = parser.add_argument_group(_TITLES[section])
         for name, field in fields(section).items():
-            dotted, flag = f"{section}.{name}".lstrip("."), f"--{name.replace('_', '-')}"
-            names[dotted] = flag
-            _add(group, dotted, [flag, *({"api_keys": ["--api-key"]}.get(name, []))], field)
+            dotted = f"{section}.{name}".lstrip(".")
+            names[dotted] = flag(name)
+            _add(group, dotted, [flag(name), *({"api_keys": ["--api-key"]}.get(name, []))], field)
     group = parser.add_argument_group("as in vLLM")
     group.add_argument("--enable-lora", action="store_true", default=None, help="not needed with --lora-modules")
     group.add_argument("--speculative-config", metavar="JSON", help='{"method": "ngram"} or {"model": DRAFT_MODEL}')

@@ -21,7 +21,7 @@ class HttpConfig(Section):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
-    """Bytes of a request; beyond it, 413. Where prompts may have images, chats may be longer: see body_bytes_with_images."""
+    """Bytes of a request; beyond it, 413. If prompts may have images, a chat may be as long as two of the largest."""
     max_queue: int = Field(default=256, ge=1)
     """Sequences accepted and not yet finished; beyond it, 429."""
     max_queue_tokens: int = Field(default=1_000_000, ge=1)
@@ -37,7 +37,9 @@ class HttpConfig(Section):
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may send requests from a browser; "*" for all."""
     tls_cert_file: Path | None = None
+    """A certificate in PEM, for HTTPS; tls_key_file belongs to it."""
     tls_key_file: Path | None = None
+    """The certificate's key in PEM."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """How long one request may take; then it ends with an error. A client may ask for less."""
     stalled_client_timeout_s: float | None = Field(default=120.0, gt=0)

@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md are drawn from the committed results."""
+"""The pictures of docs/lab/performance.md are drawn from the committed results."""
 
 from __future__ import annotations
 
