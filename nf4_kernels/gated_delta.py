@@ -10,7 +10,7 @@ A layer has Hk key heads of dk and Hv value heads of dv; C = 2 Hk dk + Hv dv cha
 
 * qkv [T, C]: all heads of q, then of k, then of v; z [T, Hv dv]; a and b [T, Hv]. One dtype, float32, bfloat16 or float16.
   Rows may be views of a joined GEMM's; a row is contiguous.
-* conv_weight [C, K] in any of these dtypes; a_log and dt_bias [Hv] in float32; norm_weight [dv] in qkv's dtype or float32.
+* conv_weight [C, K] and norm_weight [dv] in qkv's dtype or float32; a_log and dt_bias [Hv] in float32.
 * conv_state [slots, C, K - 1] in qkv's dtype, the latest inputs of the convolution, the oldest first; state [slots, Hv, dk,
   dv] in float32 or bfloat16. A slot is contiguous. Both are updated in place.
 * slots int32: the slot of each sequence. -1 is padding: nothing is written, its results are zeros. No slot comes twice.
@@ -26,11 +26,14 @@ transformers rounds. All else is float32.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from nf4_kernels import gated_delta_torch
-from nf4_kernels.gated_delta_torch import GatedDelta
+from nf4_kernels.cpu import gated_delta as cpu_gated_delta
+from nf4_kernels.gated_delta_params import GatedDelta, Sequences
 from nf4_kernels.params import DTYPES
 
 _LAYER = (
@@ -79,7 +82,7 @@ def _check_dtypes(p: GatedDelta) -> None:
         ("z", (dtype,)),
         ("a", (dtype,)),
         ("b", (dtype,)),
-        ("conv_weight", tuple(DTYPES)),
+        ("conv_weight", (dtype, torch.float32)),
         ("a_log", (torch.float32,)),
         ("dt_bias", (torch.float32,)),
         ("norm_weight", (dtype, torch.float32)),
@@ -119,7 +122,7 @@ def _step(
     p = GatedDelta(qkv, z, a, b, conv_weight, a_log, dt_bias, norm_weight, eps, conv_state, state, num_key_heads)
     _check(p)
     _check_indices(slots=(slots, torch.int32, qkv.shape[0]))
-    return gated_delta_torch.step(p, slots)
+    return _run(p, Sequences(slots.contiguous()))
 
 
 def _chunks(
@@ -147,7 +150,18 @@ def _chunks(
         query_start_loc=(query_start_loc, torch.int32, count + 1),
         has_state=(has_state, torch.bool, count),
     )
-    return gated_delta_torch.chunks(p, query_start_loc, slots, has_state)
+    return _run(p, Sequences(slots.contiguous(), query_start_loc.contiguous(), has_state.contiguous()))
+
+
+def _run(p: GatedDelta, sequences: Sequences) -> Tensor:
+    p = replace(p, a_log=p.a_log.contiguous(), dt_bias=p.dt_bias.contiguous())
+    # Chunks need not cover all rows.
+    out = p.z.new_empty(p.z.shape) if sequences.query_start_loc is None else p.z.new_zeros(p.z.shape)
+    if cpu_gated_delta.takes(p):
+        cpu_gated_delta.run(p, sequences, out)
+    else:
+        out = gated_delta_torch.run(p, sequences)
+    return out
 
 
 def _fake(qkv: Tensor, z: Tensor, *_: object) -> Tensor:

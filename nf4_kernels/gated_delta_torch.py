@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from nf4_kernels.gated_delta_params import GatedDelta, Sequences
 
 L2_EPS = 1e-6
 """Added to the sum of squares of q and k, as transformers and fla do."""
 
 
-@dataclass(frozen=True)
-class GatedDelta:
-    """The tensors of a layer's step; shapes and meaning: nf4_kernels/gated_delta.py."""
-
-    qkv: Tensor
-    z: Tensor
-    a: Tensor
-    b: Tensor
-    conv_weight: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    norm_weight: Tensor
-    eps: float
-    conv_state: Tensor
-    state: Tensor
-    num_key_heads: int
-
-    @property
-    def num_value_heads(self) -> int:
-        return self.state.shape[1]
-
-    @property
-    def key_dim(self) -> int:
-        return self.state.shape[2]
-
-    @property
-    def value_dim(self) -> int:
-        return self.state.shape[3]
-
-    @property
-    def group(self) -> int:
-        """Value heads of a key head."""
-        return self.num_value_heads // self.num_key_heads
+def run(p: GatedDelta, sequences: Sequences) -> Tensor:
+    """The results [T, Hv dv]; rows of no sequence and of padding are zeros."""
+    starts, has_state = sequences.query_start_loc, sequences.has_state
+    if starts is None or has_state is None:
+        return _step(p, sequences.slots)
+    result = p.z.new_zeros(p.z.shape)
+    bounds, slots = starts.tolist(), sequences.slots.tolist()
+    for begin, end, slot, continues in zip(bounds, bounds[1:], slots, has_state.tolist(), strict=False):
+        if slot >= 0 and end > begin:
+            result[begin:end] = _chunk(p, slice(begin, end), slot, continues)
+    return result
 
 
-def step(p: GatedDelta, slots: Tensor) -> Tensor:
-    """One token of each of T sequences, all sequences at once; rows of padding are zeros."""
+def _step(p: GatedDelta, slots: Tensor) -> Tensor:
+    """One token of each of T sequences, all sequences at once."""
     rows = (slots >= 0).nonzero().squeeze(1)
     at = slots[rows].long()
     window = torch.cat([p.conv_state[at], p.qkv[rows].unsqueeze(-1)], dim=-1)
@@ -62,17 +40,8 @@ def step(p: GatedDelta, slots: Tensor) -> Tensor:
     return result
 
 
-def chunks(p: GatedDelta, query_start_loc: Tensor, slots: Tensor, has_state: Tensor) -> Tensor:
-    """Chunks of S sequences, one after the other and token by token; rows of no sequence and of padding are zeros."""
-    result = p.z.new_zeros(p.z.shape)
-    bounds = query_start_loc.tolist()
-    for begin, end, slot, continues in zip(bounds, bounds[1:], slots.tolist(), has_state.tolist(), strict=False):
-        if slot >= 0 and end > begin:
-            result[begin:end] = _chunk(p, slice(begin, end), slot, continues)
-    return result
-
-
 def _chunk(p: GatedDelta, rows: slice, slot: int, continues: bool) -> Tensor:
+    """The rows of one sequence, token by token."""
     taps = p.conv_weight.shape[1]
     history, state = p.conv_state[slot], p.state[slot].float()
     if not continues:

@@ -4,11 +4,12 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "gated_delta.h"
 #include "params.h"
 
 namespace nf4 {
 
-/* Bytes of a struct of params.h; 0 for a name that is none of theirs. */
+/* Bytes of a struct of params.h or gated_delta.h; 0 for a name that is none of theirs. */
 inline int64_t struct_size(const char* name) {
   static const struct {
     const char* name;
@@ -19,7 +20,7 @@ inline int64_t struct_size(const char* name) {
       {"MmaPlan", sizeof(MmaPlan)},
       {"Nf4AllReduce", sizeof(Nf4AllReduce)}, {"Nf4DecodeAttention", sizeof(Nf4DecodeAttention)},
       {"Nf4Moe", sizeof(Nf4Moe)},       {"MoeRowsPlan", sizeof(MoeRowsPlan)}, {"MoeWgmmaPlan", sizeof(MoeWgmmaPlan)},
-      {"MoeWarpsPlan", sizeof(MoeWarpsPlan)},
+      {"MoeWarpsPlan", sizeof(MoeWarpsPlan)}, {"Nf4GatedDelta", sizeof(Nf4GatedDelta)},
   };
   for (const auto& known : sizes) {
     if (name && strcmp(known.name, name) == 0) return (int64_t)known.bytes;

@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from nf4_kernels import gated_delta
+from nf4_kernels import cpu, gated_delta
 from tests.nf4_kernels.gated_delta_checks import check_chunks, check_step
 from tests.nf4_kernels.gated_delta_layers import BOUNDS, flags, indices, is_close, random_layer
+from tests.nf4_kernels.weights import using_isa
 
 # (key heads, value heads, dk, dv)
 HEADS = [(2, 6, 16, 16), (1, 1, 8, 24), (3, 3, 20, 5), (2, 4, 128, 128)]
 
 
+@pytest.fixture(params=["torch", *cpu.ISAS])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each instruction set that this CPU has, in turn, and plain torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(gated_delta.cpu_gated_delta, "takes", lambda p: False)
+        yield
+        return
+    if cpu.load_error() is not None:
+        pytest.skip("no CPU kernels")
+    with using_isa(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_step(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     check_step(random_layer(heads, slots=6, dtype=dtype), (4, -1, 0, 5))
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_chunks(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     layer = random_layer(heads, slots=7, dtype=dtype)
-    check_chunks(layer, (1, 5, 2, 0, 3, 70), (6, 0, -1, 2, 3, 4), (True, False, True, True, True, False))
+    check_chunks(layer, (1, 5, 2, 0, 3, 35), (6, 0, -1, 2, 3, 4), (True, False, True, True, True, False))
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("taps", [1, 2, 3, 5])
 def test_other_numbers_of_taps(taps: int) -> None:
     check_step(random_layer((2, 4, 16, 16), slots=3, taps=taps), (2, 0))
     check_chunks(random_layer((2, 4, 16, 16), slots=3, taps=taps), (1, 9), (2, 0), (True, False))
 
 
+@pytest.mark.usefixtures("isa")
 def test_states_may_be_bfloat16() -> None:
     check_step(random_layer((2, 6, 16, 32), slots=3, state_dtype=torch.bfloat16), (2, -1, 0))
     check_chunks(random_layer((2, 6, 16, 32), slots=3, state_dtype=torch.bfloat16), (3, 1), (2, 0), (True, True))
 
 
+@pytest.mark.usefixtures("isa")
 def test_no_sequence_at_all() -> None:
     layer = random_layer((2, 4, 16, 16), slots=2)
     assert layer.step(layer.inputs(0), indices()).shape == (0, 64)
@@ -106,3 +127,16 @@ def test_fakes_and_schemas() -> None:
     tail = (indices(0, 2), indices(1), flags(True), layer.key_heads)
     torch.library.opcheck(torch.ops.nf4.gated_delta_chunks.default, (*arguments, *tail))
     assert gated_delta.STATE_DTYPES[0] is torch.float32
+
+
+def test_threads_share_heads_and_sequences() -> None:
+    """Whatever the number of threads, results are the same bits."""
+    layers = [random_layer((4, 8, 32, 32), slots=3) for _ in range(2)]
+    outs = []
+    for layer, threads in zip(layers, (1, 3), strict=True):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        outs.append(layer.chunks(layer.inputs(70), indices(0, 40, 41, 70), indices(2, 0, 1), flags(True, True, False)))
+        torch.set_num_threads(before)
+    assert torch.equal(*outs)
+    assert torch.equal(layers[0].state, layers[1].state)

@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 
+#include "gated_delta.h"
 #include "params.h"
 
 #define NF4_EXPORT extern "C" __attribute__((visibility("default")))
@@ -35,6 +36,9 @@ NF4_EXPORT int nf4_cpu_moe(const Nf4Weight* w, const void* bias, const void* x, 
 /* out[m, n] = x[m, k] w[n, k]^T + bias; w is stored as bfloat16, the rest float32. bias may be null. */
 NF4_EXPORT int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const float* bias, float* out, int64_t m,
                                     int64_t n, int64_t k, int32_t threads);
+
+/* Advances the states of all sequences of a step by their tokens: nf4_kernels/gated_delta.py. Rows of no sequence are left. */
+NF4_EXPORT int nf4_cpu_gated_delta(const Nf4GatedDelta* p, int32_t threads);
 
 /* The instruction set in use: "portable", "avx2", "avx512", "avx512vnni" or "amx". */
 NF4_EXPORT const char* nf4_cpu_isa(void);

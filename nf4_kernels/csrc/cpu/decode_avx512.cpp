@@ -1,5 +1,6 @@
 /* Dequantizing, widening and storing with AVX-512, and the table of its kernels in float32. */
 #include "avx512.h"
+#include "gated_delta_tile.h"
 
 namespace nf4 {
 namespace {
@@ -111,6 +112,7 @@ void widen(const uint16_t* from, float* to, int64_t k, int64_t stride) {
 const Kernels* avx512_float32_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
+    k.gated_delta = gated_delta_avx512;
     k.decode = decode;
     k.dot = dot_avx512;
     k.emit = emit;

@@ -1,6 +1,7 @@
 /* Kernels with AVX2, FMA and F16C in float32: dequantizing, storing, and GEMMs through float32 panels in L1, which are for
  * weights that those in fixed point and with bfloat16 weights do not take. */
 #include "avx2.h"
+#include "gated_delta_tile.h"
 
 namespace nf4 {
 namespace {
@@ -141,6 +142,7 @@ const Kernels* avx2_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
     k.name = "avx2";
+    k.gated_delta = gated_delta_avx2;
     k.decode = decode;
     k.dot = dot;
     k.emit = emit;

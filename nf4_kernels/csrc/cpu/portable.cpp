@@ -1,5 +1,5 @@
 /* Kernels for any CPU, in C++ with the vectors of GCC and clang: of 16 bytes, SSE2's on x86-64 and NEON's on arm. */
-#include "kernels.h"
+#include "gated_delta_tile.h"
 
 namespace nf4 {
 namespace {
@@ -113,6 +113,7 @@ const Kernels* portable_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
     k.name = "portable";
+    k.gated_delta = gated_delta_portable;
     k.decode = decode;
     k.dot = dot;
     k.emit = emit;

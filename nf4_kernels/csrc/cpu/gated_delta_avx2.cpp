@@ -1,0 +1,20 @@
+/* The gated delta rule with AVX2 and FMA. */
+#include <immintrin.h>
+
+namespace nf4 {
+namespace {
+
+typedef float Lanes __attribute__((vector_size(32)));
+
+inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+
+}  // namespace
+}  // namespace nf4
+
+#include "gated_delta_rule.h"
+
+namespace nf4 {
+
+void gated_delta_avx2(const DeltaTile* tile, int head, float* wide, float* room) { key_head(*tile, head, wide, room); }
+
+}  // namespace nf4
