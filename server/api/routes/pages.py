@@ -36,6 +36,7 @@ ASSETS = (
     "answering.js",
     "api.js",
     "app.js",
+    "attachments.js",
     "base.css",
     "chat.css",
     "composer.js",

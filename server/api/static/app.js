@@ -1,7 +1,7 @@
 // The chat page: puts store, server, list, composer and conversation together.
 
 import { answer, isRunning, resume, runningHere, saveRunning, stop } from "./answering.js";
-import { draft, setDraft, setRunning, startComposer } from "./composer.js";
+import { draft, isEmpty, setDraft, setRunning, startComposer } from "./composer.js";
 import { add, newConversation, path, removeMessage, showVersion, titleOf } from "./conversation.js";
 import { announce, at, toast } from "./dom.js";
 import { contextUsed } from "./figures.js";
@@ -26,7 +26,7 @@ function open(conversation, { focus = true } = {}) {
   if (conversation !== current) {
     drafts.set(current.id, draft());
     current = conversation;
-    setDraft(drafts.get(current.id) ?? "");
+    setDraft(drafts.get(current.id));
   }
   fillForm(current.settings);
   showConversation(current);
@@ -116,12 +116,12 @@ async function ask(conversation, begin) {
 
 const askAbout = (conversation, question) => ask(conversation, (model) => answer(conversation, question, model, changed));
 
-function send(text, images) {
+function send({ text, images, files }) {
   if (!checkForm()) return false;
   if (isBusy()) return false;
   const isNew = !conversations.has(current.id);
   conversations.set(current.id, current);
-  const question = add(current, current.leaf, { role: "user", content: text, images: [...images] });
+  const question = add(current, current.leaf, { role: "user", content: text, images, files });
   if (isNew) history.pushState(null, "", `#${current.id}`);
   messageChanged(question);
   followAgain();
@@ -158,8 +158,8 @@ actions.retry = (message) =>
 actions.showVersion = (message) => branchOff(() => void showVersion(current, message));
 actions.edit = (message, text) =>
   branchOff(() => {
-    const { role, images, model } = message;
-    if (role === "user") return add(current, message.parent, { role, images, content: text }).id;
+    const { role, images, files, model } = message;
+    if (role === "user") return add(current, message.parent, { role, images, files, content: text }).id;
     add(current, message.parent, { role, model, content: text, state: "edited" });
     return undefined;
   });
@@ -179,7 +179,7 @@ for (const button of document.querySelectorAll(".open-settings")) button.addEven
 at("enter-key").addEventListener("click", () => at("key").focus());
 for (const example of document.querySelectorAll("#examples button"))
   example.addEventListener("click", () => {
-    setDraft(example.textContent);
+    setDraft({ text: example.textContent });
     at("text").focus();
   });
 
@@ -212,7 +212,7 @@ document.addEventListener("keydown", (event) => {
   else if (command && event.key.toLowerCase() === "k") {
     toggleSidebar(true);
     at("search").focus();
-  } else if (event.key === "ArrowUp" && event.target === at("text") && !draft()) {
+  } else if (event.key === "ArrowUp" && event.target === at("text") && isEmpty(draft())) {
     const last = path(current).findLast((message) => message.role === "user");
     if (!last || isBusy()) return;
     edit(last);

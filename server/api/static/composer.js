@@ -1,19 +1,17 @@
-// Where a message is written: the field, images where the model takes them, Send and Stop.
+// Where a message is written: the field, what is attached, Send and Stop.
 
-import { at, element, icon, iconButton, isSendKey, toast } from "./dom.js";
-
-const LARGEST_IMAGE = 8 << 20;
+import { attached, paste, setAttached, startAttachments } from "./attachments.js";
+import { at, icon, isSendKey } from "./dom.js";
 
 const field = at("text");
-let images = [];
-let imagesTaken = false;
 
-/** sent(text, images) is called for a message to send and returns whether it was taken; stopped() for Stop. */
+/** sent(draft) is called for a message to send and returns whether it was taken; stopped() for Stop. */
 export function startComposer(sent, stopped) {
   const send = () => {
-    const text = field.value.trim();
-    if ((!text && !images.length) || at("composer").dataset.running === "true") return;
-    if (sent(text, images)) setDraft("");
+    const written = draft();
+    written.text = written.text.trim();
+    if (isEmpty(written) || at("composer").dataset.running === "true") return;
+    if (sent(written)) setDraft();
   };
   at("composer").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -26,13 +24,10 @@ export function startComposer(sent, stopped) {
     send();
   });
   field.addEventListener("input", fit);
-  field.addEventListener("paste", (event) => attach(event.clipboardData.files, event));
-  at("composer").addEventListener("dragover", (event) => imagesTaken && event.preventDefault());
-  at("composer").addEventListener("drop", (event) => attach(event.dataTransfer.files, event));
-  at("attach").addEventListener("click", () => at("files").click());
-  at("files").addEventListener("change", () => {
-    attach(at("files").files);
-    at("files").value = "";
+  field.addEventListener("paste", paste);
+  startAttachments((text) => {
+    field.setRangeText(text, field.selectionStart, field.selectionEnd, "end");
+    fit();
   });
 }
 
@@ -41,14 +36,16 @@ function fit() {
   field.style.height = `${field.scrollHeight}px`;
 }
 
-/** What is written and not sent. */
-export const draft = () => field.value;
+/** What is written and not sent: {text, images, files}. */
+export const draft = () => ({ text: field.value, ...attached() });
 
-/** Put a text into the field; the images go. */
-export function setDraft(text) {
-  field.value = text;
-  images = [];
-  showImages();
+/** Whether a draft has nothing in it. */
+export const isEmpty = ({ text, images, files }) => !text && !images.length && !files.length;
+
+/** Have a draft in the field; without one it is empty. */
+export function setDraft(written = { text: "" }) {
+  field.value = written.text;
+  setAttached(written);
   fit();
 }
 
@@ -60,43 +57,4 @@ export function setRunning(running) {
   button.replaceChildren(icon(running ? "stop" : "up"));
   button.title = running ? "Stop (Escape)" : "Send (Enter)";
   button.setAttribute("aria-label", running ? "Stop" : "Send");
-}
-
-/** Whether the chosen model takes images. */
-export function setTakesImages(taken) {
-  imagesTaken = taken;
-  at("attach").hidden = !taken;
-  if (!taken && images.length) {
-    images = [];
-    showImages();
-  }
-}
-
-function attach(files, event) {
-  if (!imagesTaken) return;
-  for (const file of files) {
-    if (!file.type.startsWith("image/")) continue;
-    event?.preventDefault();
-    if (file.size > LARGEST_IMAGE) toast(`${file.name} is larger than ${LARGEST_IMAGE >> 20} MiB.`);
-    else {
-      const reader = new FileReader();
-      reader.onload = () => {
-        images.push(reader.result);
-        showImages();
-      };
-      reader.readAsDataURL(file);
-    }
-  }
-}
-
-function showImages() {
-  at("attached").replaceChildren(
-    ...images.map((src, i) => {
-      const remove = iconButton("Remove image", "close", () => {
-        images.splice(i, 1);
-        showImages();
-      });
-      return element("div", {}, element("img", { src, alt: `image ${i + 1}` }), remove);
-    }),
-  );
 }

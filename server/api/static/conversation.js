@@ -1,7 +1,8 @@
 // A conversation: a tree of messages, as an edited or regenerated one stands beside what was there before.
 //
 // {id, title, created, updated, settings, messages: [{id, parent, role, content, ...}], leaf}; leaf is the last message
-// of the branch that is shown, parent is null for a first message. Content is a text; images are data: addresses.
+// of the branch that is shown, parent is null for a first message. Content is a text; images are data: addresses, files
+// {name, text}.
 
 /** A new name; crypto.randomUUID is missing on pages that come over plain http. */
 export function newId() {
@@ -78,16 +79,24 @@ export function request(conversation, last) {
 }
 
 function content(message) {
-  if (!message.images?.length) return message.content;
+  const text = [...(message.files ?? []).map(fileText), message.content].filter((part) => part).join("\n\n");
+  if (!message.images?.length) return text;
   const images = message.images.map((url) => ({ type: "image_url", image_url: { url } }));
-  return [...images, { type: "text", text: message.content }];
+  return [...images, { type: "text", text }];
+}
+
+/** A text file as Markdown, in a fence that it does not end itself. */
+export function fileText({ name, text }) {
+  const longest = (text.match(/`{3,}/g) ?? []).reduce((most, run) => Math.max(most, run.length), 2);
+  const fence = "`".repeat(longest + 1);
+  return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
 /** Its title, or the beginning of its first message. */
 export function titleOf(conversation) {
   if (conversation.title) return conversation.title;
   const lines = conversation.messages[0]?.content.slice(0, 2000).split("\n") ?? [];
-  const first = lines.map((line) => withoutMarkdown(line.slice(0, 200))).find((line) => line) ?? "";
+  const first = lines.map((line) => withoutMarkdown(line.slice(0, 200))).find((line) => line) ?? conversation.messages[0]?.files?.[0]?.name ?? "";
   return first.length > 60 ? `${first.slice(0, 59).trimEnd()}…` : first || "New chat";
 }
 

@@ -9,7 +9,7 @@ export function editForm(message, close, changed) {
   text.value = message.content;
   const submit = (event) => {
     event.preventDefault();
-    if (!text.value.trim()) return;
+    if (!text.value.trim() && !message.files?.length) return;
     if (text.value === message.content && message.role === "assistant") close();
     else changed(text.value);
   };

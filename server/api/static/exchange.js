@@ -1,6 +1,6 @@
 // Conversations as files: JSON, which can be taken in again, and Markdown to read.
 
-import { newId, path, titleOf } from "./conversation.js";
+import { fileText, newId, path, titleOf } from "./conversation.js";
 import { download } from "./dom.js";
 
 const FORMAT = "nf4-chat";
@@ -21,6 +21,7 @@ export function exportMarkdown(conversation) {
   for (const message of path(conversation)) {
     parts.push(message.role === "user" ? "## You" : `## ${message.model ?? "Answer"}`);
     if (message.images?.length) parts.push(`*(${message.images.length} image${message.images.length > 1 ? "s" : ""})*`);
+    for (const file of message.files ?? []) parts.push(fileText(file));
     if (message.reasoning) parts.push(`<details><summary>Thoughts</summary>\n\n${message.reasoning.trim()}\n\n</details>`);
     if (message.content) parts.push(message.content.trim());
     if (message.error) parts.push(`*${message.error}*`);
@@ -59,6 +60,7 @@ function conversation(given) {
 function message(given) {
   if (!["user", "assistant"].includes(given?.role)) throw new Error("A message of this file has no role that is known.");
   const images = (given.images ?? []).filter((src) => String(src).startsWith("data:image/"));
+  const files = (given.files ?? []).map(({ name, text }) => ({ name: String(name), text: String(text) }));
   const state = given.state === "running" ? "interrupted" : given.state;
-  return { ...given, state, id: String(given.id), parent: given.parent ?? null, content: String(given.content ?? ""), images };
+  return { ...given, state, id: String(given.id), parent: given.parent ?? null, content: String(given.content ?? ""), images, files };
 }

@@ -1,7 +1,7 @@
 // Which model a conversation is with: the list of them, and what a new chat says of it.
 
 import { takesImages } from "./api.js";
-import { setTakesImages } from "./composer.js";
+import { setTakesImages } from "./attachments.js";
 import { at, element } from "./dom.js";
 import { served } from "./server.js";
 

@@ -1,5 +1,6 @@
 // The conversation that is looked at: its messages as elements, kept up with while an answer comes.
 
+import { sizeOf } from "./attachments.js";
 import { canContinue, path, versions } from "./conversation.js";
 import { announce, at, copyFrom, element, icon, iconButton } from "./dom.js";
 import { editForm } from "./edit.js";
@@ -78,9 +79,15 @@ function question(message) {
   const box = element("div", { class: "bubble" });
   if (message.images?.length)
     box.append(element("div", { class: "images" }, ...message.images.map((src) => element("img", { src, alt: "attached image" }))));
-  box.append(element("div", { class: "text", text: message.content }));
+  for (const file of message.files ?? []) box.append(attachedFile(file));
+  if (message.content) box.append(element("div", { class: "text", text: message.content }));
   made.append(box, element("footer", {}, actionRow(message, [["Edit", "edit", () => edit(message)]])));
   return made;
+}
+
+function attachedFile(file) {
+  const summary = element("summary", {}, icon("file"), element("span", { class: "name", text: file.name }), element("small", { text: sizeOf(file) }));
+  return element("details", { class: "file" }, summary, element("pre", { tabindex: "0", text: file.text }));
 }
 
 function answerArticle(message) {

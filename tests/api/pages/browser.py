@@ -247,6 +247,30 @@ async def answered(page: Page, text: str, **more: str) -> None:
     await ask(page, "Write something.")
 
 
+async def choose_files(page: Page, *files: tuple[str, str, str | bytes]) -> None:
+    """Choose files to attach: (name, media type, content)."""
+    made = ", ".join(
+        f"new File([new Uint8Array({list(content.encode() if isinstance(content, str) else content)})],"
+        f" {json.dumps(name)}, {{type: {json.dumps(kind)}}})"
+        for name, kind, content in files
+    )
+    await page.value(
+        f"(() => {{ const data = new DataTransfer(); [{made}].forEach((one) => data.items.add(one));"
+        "const files = document.getElementById('files'); files.files = data.files;"
+        "files.dispatchEvent(new Event('change')); })()"
+    )
+
+
+async def paste(page: Page, text: str) -> None:
+    """Paste a text into the field of messages, as from another program."""
+    await page.value(
+        f"(() => {{ const data = new DataTransfer(); data.setData('text/plain', {json.dumps(text)});"
+        "const event = new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true});"
+        "const field = document.getElementById('text'); field.focus();"
+        "if (field.dispatchEvent(event)) document.execCommand('insertText', false, data.getData('text/plain')); })()"
+    )
+
+
 async def pasted(page: Page) -> str:
     """What the clipboard holds, pasted into the field of messages."""
     await page.set("#text", "")

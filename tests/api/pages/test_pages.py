@@ -241,7 +241,7 @@ async def test_errors_lose_nothing(page: Page) -> None:
 
 
 async def test_images_where_the_model_takes_them(page: Page, pages: str) -> None:
-    assert not await page.visible("#attach")
+    assert await page.value("document.getElementById('attach').ariaLabel") == "Attach text files"
     model = {
         "id": MODEL,
         "object": "model",
@@ -251,7 +251,7 @@ async def test_images_where_the_model_takes_them(page: Page, pages: str) -> None
     }
     await page.answer_for_server("/v1/models", "application/json", json.dumps({"object": "list", "data": [model]}))
     await load(page, f"{pages}/")
-    await page.until("document.getElementById('attach').checkVisibility()")
+    await page.until("document.getElementById('attach').ariaLabel === 'Attach images and text files'")
     await page.value(
         "(async () => { const canvas = document.createElement('canvas'); canvas.width = canvas.height = 8;"
         "const blob = await new Promise((take) => canvas.toBlob(take)); const data = new DataTransfer();"
