@@ -1,7 +1,7 @@
 """python -m bench.kernels: the kernels beside bitsandbytes, bfloat16 cuBLAS and the floor, on this machine's GPU.
 
-Everything in one run, into bench/results/kernels-DEVICE.json; measure.py says how. The table of an existing file: python -m
-bench.kernels --table FILE [--op linear] [--model NAME].
+Everything in one run, into bench/results/kernels-DEVICE.json, or with --json to standard output; measure.py says how. The
+table of an existing file: python -m bench.kernels --table FILE [--op linear] [--model NAME].
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main() -> int:
         "--op", default="linear", choices=["linear", "dequantize", "dequantize_nested"], help="of --table"
     )
     parser.add_argument("--model", help="of --table: this model's rows alone")
+    parser.add_argument("--json", action="store_true", help="print the JSON, and write no file")
     options = parser.parse_args()
     if options.table:
         return print_table(options.table, options.op, options.model)
@@ -55,6 +56,9 @@ def main() -> int:
     except RuntimeError as e:
         print(f"bench.kernels: {e}", file=sys.stderr)
         return 1
+    if options.json:
+        print(json.dumps(report, indent=1))
+        return 0
     options.output.mkdir(parents=True, exist_ok=True)
     target = options.output / f"kernels-{report['device'].replace(' ', '-').lower()}.json"
     target.write_text(json.dumps(report, indent=1) + "\n")

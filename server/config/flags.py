@@ -11,8 +11,8 @@ from typing import Any, NoReturn, get_args
 
 from pydantic.fields import FieldInfo
 
-from server import __version__
 from server.config import Config, ConfigError
+from server.version import running_version
 
 SECTIONS = ("", "http", "engine")
 _TITLES = {"": "model", "http": "http: where and how the API listens", "engine": "engine: how the model is run"}
@@ -41,6 +41,13 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """ "; did you mean X?" if one of the known names is close to this one."""
     close = get_close_matches(name, known, 1, 0.7)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        """End with the version, which git is asked for in a checkout."""
+        print(parser.prog, running_version())
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,7 +92,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, str]]:
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="MODEL", help="as --model")
-    parser.add_argument("--version", action="version", version=f"nf4-server {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="say the version and end")
     parser.add_argument("--config", type=Path, metavar="FILE", help="default: config.yaml, if it is in this folder")
     names = {}
     for section in SECTIONS:

@@ -8,10 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from server import __version__
 from server.api.answering.service import Service, service_of
 from server.api.http.replies import json_response
 from server.engine.supervisor.steps import STEPS
+from server.version import running_version
 
 router = APIRouter()
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ async def ping(request: Request) -> Response:
 @router.get("/version", summary="The server's version")
 async def show_version() -> Response:
     """{"version": ...}."""
-    return json_response({"version": __version__})
+    return json_response({"version": running_version()})
 
 
 @router.get(

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server import __version__
 from server.api.answering.service import Service, service_of
 from server.api.http.replies import json_response
+from server.version import running_version
 
 router = APIRouter(include_in_schema=False)
 
@@ -32,7 +32,7 @@ async def server_info(request: Request) -> Response:
     limits = service.status.ready
     return json_response(
         {
-            "version": __version__,
+            "version": running_version(),
             "served_model_name": service.model_name,
             "dp_size": 1,
             "max_total_num_tokens": limits.num_blocks * limits.block_size if limits else None,
