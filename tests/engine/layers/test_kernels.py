@@ -79,9 +79,9 @@ def test_gated(dtype: torch.dtype, activation: str, tokens: int, columns: int) -
     [(32, 8, 128, 128), (1, 1, 64, 64), (5, 5, 96, 96), (28, 4, 128, 64), (8, 2, 80, 32), (4, 1, 256, 256)],
 )
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize(("tokens", "angle_step"), [(1, 0), (37, 0), (37, 1), (37, 2)])
 def test_rotate(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, columns: int, norms: bool, tokens: int
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, columns: int, norms: bool, tokens: int, angle_step: int
 ) -> None:
     from server.engine.runtime.attention.kernels.rotate import rotate
 
@@ -90,15 +90,22 @@ def test_rotate(
     query, key = query.unflatten(-1, (heads, dim)), key.unflatten(-1, (kv_heads, dim))
     angles = torch.rand(tokens, columns, device="cuda").double() * 100
     weights = (random(dim, dtype=dtype), random(dim, dtype=dtype)) if norms else None
-    rotary = RotaryEmbedding(angles.cos().to(dtype), angles.sin().to(dtype), weights, 1e-5, 1.0 if norms else 0.0)
+    offset = 1.0 if norms else 0.0
+    rotary = RotaryEmbedding(angles.cos().to(dtype), angles.sin().to(dtype), weights, 1e-5, offset, angle_step)
     found = rotate(rotary, query, key)
     for x, weight, result in zip((query, key), weights or (None, None), found, strict=True):
         wide = x.double()
         if weight is not None:
             wide = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + 1)
         turned, rest = wide[..., :columns], wide[..., columns:]
-        first, second = turned.chunk(2, -1)
-        turned = turned * rotary.cos.double()[:, None] + torch.cat((-second, first), -1) * rotary.sin.double()[:, None]
+        cos, sin = rotary.cos.double()[:, None], rotary.sin.double()[:, None]
+        if angle_step == 0:
+            first, second = turned.chunk(2, -1)
+            turned = turned * cos + torch.cat((-second, first), -1) * sin
+        else:
+            angle = torch.arange(columns // 2, device="cuda").repeat_interleave(2) * angle_step
+            across = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+            turned = turned * cos[..., angle] + across * sin[..., angle]
         assert result.is_contiguous()
         check(result, torch.cat((turned, rest), -1), dtype)
 

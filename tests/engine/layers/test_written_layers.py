@@ -19,7 +19,7 @@ from server.engine.runtime.attention.base import AttentionBackend, AttentionOpti
 from server.engine.runtime.attention.graph_backend import DecodeForm
 from server.engine.runtime.layers.experts import LogitsRouter, ModuleRouter, read_router
 from server.engine.runtime.layers.norm import RmsNorm, read_rms_norm
-from server.engine.runtime.layers.spec import UnknownLayerError, read_layer
+from server.engine.runtime.layers.spec import UnknownLayerError, _angle_step, read_layer
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
@@ -33,9 +33,10 @@ from tests.moe_checkpoints import save_moe, separate_experts, tiny_moe, unsloth_
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=64, max_num_seqs=5, enforce_eager=True)
 WRITTEN = (
-    "arcee", "cwm", "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "internlm3", "jais2", "llama", "ministral",
-    "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
-    "stablelm",
+    "apertus", "arcee", "cohere", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+    "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "jais2", "llama", "ministral",
+    "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss",
+    "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 """Families whose layers are written ones; docs/models.md says so of the same."""
 
@@ -76,6 +77,11 @@ def test_one_layer_that_differs_is_found_among_many(monkeypatch: pytest.MonkeyPa
     paged, options = paged_of("llama", num_hidden_layers=8)
     options[5] = AttentionOptions(options[5].scaling * 1.5)
     assert not written_layers.write_layers(paged, options)
+
+
+@pytest.mark.parametrize(("family", "step"), [("llama", 0), ("phi", 0), ("gpt_oss", 0), ("glm4", 1), ("cohere", 2)])
+def test_pairs_of_rotary_embeddings_are_told_apart(family: str, step: int) -> None:
+    assert _angle_step(tiny_model(family).get_decoder().layers[0].self_attn) == step
 
 
 def test_norms_are_told_apart() -> None:
@@ -180,7 +186,7 @@ def test_forms_of_attention_by_sequences(family: str, monkeypatch: pytest.Monkey
     model = tiny_model(family, hidden_size=256, head_dim=64, num_hidden_layers=1)
     nf4_layers(model, torch.bfloat16)
     (layer,) = model.get_decoder().layers
-    attention, norms = read_layer(layer, 0, AttentionOptions(1.0)).attention, family == "qwen3"
+    attention, norms = read_layer(layer, 0, AttentionOptions(1.0)).mixer, family == "qwen3"
     assert [attention.form(count, torch.bfloat16) for count in (1, 4)] == [DecodeForm(False, False, 0)] * 2
     assert attention.form(8, torch.bfloat16) == DecodeForm(True, norms, 32)
     layer.self_attn.o_proj.expand(torch.bfloat16)

@@ -40,11 +40,6 @@ def active_backend() -> AttentionBackend:
     return _Active.backend
 
 
-def is_attending(backend: AttentionBackend) -> bool:
-    """Whether a forward pass runs that attends through this backend."""
-    return _Active.backend is backend
-
-
 def _paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from nf4_kernels.cuda.decode_attention import Rotation
 from server.engine.runtime import pointwise
 
 
+@dataclass(frozen=True)
 class RotaryEmbedding(Rotation):
     """What attention first does to query [T, heads, dim] and key [T, kv_heads, dim]; it is computed in float32 and rounded
     once.
@@ -16,13 +19,17 @@ class RotaryEmbedding(Rotation):
     first half and element i + dim / 2 are rotated together, which is Llama's pairing and that of nearly all models.
     """
 
+    angle_step: int = 0
+    """If not 0, the elements 2i and 2i + 1 are rotated together instead, by the angle in column angle_step * i. The launch
+    that attends computes no such embedding."""
+
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """query and key, normalised and rotated: by one launch on CUDA, in place where C++ does it on CPU.
 
         The angles may be those of a head's first columns only; the others are not rotated.
         """
         norms = self.norms or (None, None)
-        if pointwise.computes(query, key, self.cos, self.sin):
+        if not self.angle_step and pointwise.computes(query, key, self.cos, self.sin):
             for heads, weight in zip((query, key), norms, strict=True):
                 pointwise.rotate(heads, self.cos, self.sin, weight, self.eps, self.offset).make()
             return query, key
@@ -45,6 +52,11 @@ class RotaryEmbedding(Rotation):
             wide = wide * torch.rsqrt(mean + self.eps) * (weight.float() + self.offset)
         cos, sin = self.cos.float()[:, None], self.sin.float()[:, None]
         turned, rest = wide[..., : cos.shape[-1]], wide[..., cos.shape[-1] :]
+        if self.angle_step:
+            cos, sin = (angles[..., :: self.angle_step][..., : cos.shape[-1] // 2] for angles in (cos, sin))
+            first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
+            turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+            return torch.cat((turned, rest), -1).to(x.dtype)
         first, second = turned.chunk(2, -1)
         turned = turned * cos + torch.cat((-second, first), -1) * sin
         return torch.cat((turned, rest), -1).to(x.dtype)

@@ -28,7 +28,9 @@ class Attention:
     output: Projection
     options: AttentionOptions
     head_norms: tuple[RmsNorm, RmsNorm] | None = None
-    """The norms of each head of the queries and of the keys, in front of the rotary embedding."""
+    """The norms of each head of the queries and of the keys, in front of the rotary embedding, if not norms_last."""
+    norms_last: bool = False
+    """Whether these norms come after the rotary embedding (HunYuan)."""
     row_norms: tuple[Norm, Norm] | None = None
     """The norms of all heads of the queries together, and of the keys."""
     is_rotary: bool = True
@@ -36,6 +38,8 @@ class Attention:
     """Whether a head of the queries' projection has a gate behind the query, whose sigmoid multiplies the head's result."""
     angles_once: bool = False
     """Whether the layer's own code takes each angle once, for both elements that it rotates (gpt-oss)."""
+    angle_step: int = 0
+    """Of RotaryEmbedding."""
 
     def __call__(
         self, x: torch.Tensor, norm: Norm | None, angles: Angles | None, residual: torch.Tensor | None
@@ -52,31 +56,39 @@ class Attention:
             query = query.unflatten(-1, (-1, self.head_dim))
         key, value = (rows.unflatten(-1, (-1, self.head_dim)) for rows in (key, value))
         backend = active_backend()
-        if not self.is_rotary or angles is None:
-            if self.head_norms is not None:
+        rotary = self._rotary(angles) if self.is_rotary and angles is not None else None
+        if rotary is None or self.rotates_first:
+            if rotary is not None:
+                query, key = rotary.rotate(query, key)
+            if (rotary is None or self.norms_last) and self.head_norms is not None:
                 query, key = (_of_heads(norm, rows) for norm, rows in zip(self.head_norms, (query, key), strict=True))
             out = backend.attend(self.layer, query, key, value, self.options)
             return self.output(_gated(out, gate).flatten(1), residual=residual)
-        rotary = self._rotary(angles)
         tile = self.output.tile(tokens, x.dtype) if gate is None and self._tiles(tokens, rotary) else 0
         out = backend.attend_rotary(self.layer, query, key, value, self.options, rotary, tile)
         if tile:
             return self.output.of_tiles(out, tokens, residual)
         return self.output(_gated(out, gate).flatten(1), residual=residual)
 
+    @property
+    def rotates_first(self) -> bool:
+        """Whether a launch of its own rotates, because the one that attends cannot."""
+        return self.norms_last or self.angle_step > 0
+
     def form(self, sequences: int, dtype: torch.dtype) -> DecodeForm:
         """What it asks of the launch that attends in a decode graph of that many sequences."""
-        if not self.is_rotary or sequences < ROTARY_FROM:
+        if not self.is_rotary or self.rotates_first or sequences < ROTARY_FROM:
             return DecodeForm(False, False, 0)
         return DecodeForm(True, self.head_norms is not None, 0 if self.is_gated else self.output.tile(sequences, dtype))
 
     def _rotary(self, angles: Angles) -> RotaryEmbedding:
         if self.angles_once and 2 * angles[0].shape[-1] <= self.head_dim:
             angles = angles[0].repeat(1, 2), angles[1].repeat(1, 2)
-        if self.head_norms is None:
-            return RotaryEmbedding(*angles)
+        if self.head_norms is None or self.norms_last:
+            return RotaryEmbedding(*angles, angle_step=self.angle_step)
         of_queries, of_keys = self.head_norms
-        return RotaryEmbedding(*angles, (of_queries.weight, of_keys.weight), of_queries.eps, of_queries.offset)
+        weights = of_queries.weight, of_keys.weight
+        return RotaryEmbedding(*angles, weights, of_queries.eps, of_queries.offset, self.angle_step)
 
     def _tiles(self, tokens: int, rotary: RotaryEmbedding) -> bool:
         return rotary.cos.shape[-1] == self.head_dim and active_backend().tiles_result(tokens)

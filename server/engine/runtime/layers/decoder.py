@@ -46,6 +46,8 @@ class DecoderLayer:
     mixer_block: Block
     mlp: FeedForward
     mlp_block: Block
+    is_parallel: bool = False
+    """Whether both parts have the norm in front of the mixer as their input, and no other norms (Cohere, Phi)."""
 
     def __call__(
         self, hidden_states: torch.Tensor, *_: Any, position_embeddings: Angles | None = None, **__: Any
@@ -60,6 +62,9 @@ class DecoderLayer:
             cos, sin = position_embeddings
             angles = cos.view(-1, cos.shape[-1]), sin.view(-1, sin.shape[-1])
         block = self.mixer_block
+        if self.is_parallel and block.before is not None:
+            y = block.before(x)
+            return self.mlp(y, None, self.mixer(y, None, angles, x)).view(hidden_states.shape)
         if block.is_plain:
             x = self.mixer(x, block.before, angles, x)
         else:

@@ -149,7 +149,11 @@ class _Layer:
             raise UnsuitableError("layers multiply what they add, or normalise all heads together")
         if not isinstance(mlp, GatedMlp) or mlp.activation not in IN_LAUNCH:
             raise UnsuitableError("layers have no gates, or an activation of their own")
-        if attention.angles_once or (attention.head_norms is not None and not attention.is_rotary):
+        if (
+            attention.angles_once
+            or attention.rotates_first
+            or (attention.head_norms is not None and not attention.is_rotary)
+        ):
             raise UnsuitableError("heads are rotated or normalised in another way")
         self._attention: Attention = attention
         self._activation: str = mlp.activation

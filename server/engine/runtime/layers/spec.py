@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from server.engine.runtime.attention.base import AttentionOptions
+from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.layers.attention import Attention
 from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForward, Mixer
 from server.engine.runtime.layers.experts import Experts, read_router
@@ -35,7 +36,15 @@ _PLACES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
     ),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),
+    ("attention_layernorm", None, "feedforward_layernorm", None),
+    ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    # The one norm is in front of both parts.
+    ("input_layernorm", None, None, None),
 )
+_OUTPUTS = ("o_proj", "dense")
+_MLPS = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"))
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")
 _DROPOUTS = (nn.Dropout, nn.Identity)
 
 
@@ -67,7 +76,11 @@ def _with_mixer(layer: nn.Module, mixer_name: str, mixer: Mixer) -> DecoderLayer
     mlp = _read_mlp(children["mlp"])
     before, after, before_mlp, after_mlp = (None if name is None else read_norm(norms[name]) for name in places)
     multiplier = float(getattr(layer, "residual_multiplier", 1.0))
-    return DecoderLayer(mixer, Block(before, after, multiplier), mlp, Block(before_mlp, after_mlp, multiplier))
+    blocks = Block(before, after, multiplier), Block(before_mlp, after_mlp, multiplier)
+    is_parallel = len(norms) == 1
+    if is_parallel and multiplier != 1.0:
+        raise UnknownLayerError(f"{type(layer).__name__} multiplies what its parallel parts add")
+    return DecoderLayer(mixer, blocks[0], mlp, blocks[1], is_parallel)
 
 
 def _children(module: nn.Module, needed: tuple[str, ...]) -> Mapping[str, nn.Module]:
@@ -83,8 +96,10 @@ def _children(module: nn.Module, needed: tuple[str, ...]) -> Mapping[str, nn.Mod
 
 def _read_attention(module: nn.Module, index: int, options: AttentionOptions) -> Attention:
     head_dim = getattr(module, "head_dim", None)
-    children = dict(_children(module, ("o_proj",)))
-    output_module = children.pop("o_proj")
+    children = dict(_children(module, ()))
+    output_module = next((children.pop(name) for name in _OUTPUTS if name in children), None)
+    if output_module is None:
+        raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
     output = projection_of(output_module)
     is_gated = False
     if not isinstance(head_dim, int):
@@ -97,7 +112,9 @@ def _read_attention(module: nn.Module, index: int, options: AttentionOptions) ->
         qkv = joined(modules)
     else:
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
-    queries, keys = children.pop("q_norm", None), children.pop("k_norm", None)
+    norms_last = "query_layernorm" in children
+    names = ("query_layernorm", "key_layernorm") if norms_last else ("q_norm", "k_norm")
+    queries, keys = (children.pop(name, None) for name in names)
     if children or (queries is None) != (keys is None):
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children) or 'one norm for queries and keys'}")
     norms = {} if queries is None or keys is None else _qk_norms(queries, keys, head_dim)
@@ -110,29 +127,52 @@ def _read_attention(module: nn.Module, index: int, options: AttentionOptions) ->
         is_rotary=_is_rotary(module),
         is_gated=is_gated,
         angles_once=_takes_angles_once(module),
+        angle_step=_angle_step(module),
+        norms_last=norms_last,
         **norms,
     )
 
 
 def _is_rotary(attention: nn.Module) -> bool:
     """Whether a layer has rotary embeddings; some families leave them out of some layers (NoPE)."""
-    # Exaone 4 and Cohere 2 have them in their sliding layers only; others give their full layers no window at all.
+    # Exaone 4 has them in its sliding layers only; others give their full layers no window at all.
     is_full = not getattr(attention, "is_sliding", True) and getattr(attention, "sliding_window", None) is not None
     return bool(getattr(attention, "use_rope", True)) and not is_full
 
 
 def _takes_angles_once(attention: nn.Module) -> bool:
     """Whether an attention's rotary function takes one angle for each pair of elements, rather than for each element."""
-    rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if rotate is None:
-        return False
     heads, angles = torch.zeros(1, 1, 2, 8), torch.zeros(1, 2, 4)
-    try:
-        found = rotate(heads, heads, angles, angles)[0]
-    except (RuntimeError, TypeError, ValueError):
-        return False
+    found, ones = (_rotated(attention, given, angles, angles) for given in (heads, heads + 1))
     # Others that take angles of half a head's columns rotate these columns only, and drop or keep the rest.
-    return bool(found.shape == heads.shape) and not bool(rotate(heads + 1, heads, angles, angles)[0].any())
+    return found is not None and ones is not None and found.shape == heads.shape and not bool(ones.any())
+
+
+def _angle_step(attention: nn.Module) -> int:
+    """RotaryEmbedding.angle_step of an attention's rotary function."""
+    random = torch.Generator().manual_seed(0)
+    heads, cos, sin = (torch.randn(shape, generator=random) for shape in ((1, 1, 2, 8), (1, 2, 4), (1, 2, 4)))
+    # Functions that read each element's own angle expect neighbours to have the same one.
+    cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    found = _rotated(attention, heads, cos, sin)
+    if found is None or found.shape != heads.shape:
+        return 0
+    for step in (1, 2):
+        rotary = RotaryEmbedding(cos[0], sin[0], angle_step=step)
+        expected = rotary.apply(heads[0].transpose(0, 1), heads[0].transpose(0, 1))[0]
+        if torch.allclose(found[0].transpose(0, 1), expected, atol=1e-5):
+            return step
+    return 0
+
+
+def _rotated(attention: nn.Module, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
+    """What an attention's rotary function makes of queries [1, heads, T, dim]; None if it takes other arguments."""
+    rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    try:
+        found = rotate(heads, heads, cos, sin)[0] if rotate is not None else None
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _qk_norms(queries: nn.Module, keys: nn.Module, head_dim: int) -> dict[str, Any]:
@@ -163,9 +203,12 @@ def _read_mlp(module: nn.Module) -> FeedForward:
 
 
 def _read_dense(module: nn.Module) -> GatedMlp | Mlp:
-    function = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    children = dict(_children(module, ("down_proj",)))
-    down = projection_of(children.pop("down_proj"))
+    function: Any = next((getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None)
+    children = dict(_children(module, ()))
+    up_name, down_name = next((names for names in _MLPS if names[1] in children), _MLPS[0])
+    if down_name not in children:
+        raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
+    down = projection_of(children.pop(down_name))
     projections = {name: child for name, child in children.items() if child is not function}
     if not callable(function):
         raise UnknownLayerError(f"{type(module).__name__} has no activation")
@@ -175,8 +218,8 @@ def _read_dense(module: nn.Module) -> GatedMlp | Mlp:
     if set(projections) == {"gate_proj", "up_proj"}:
         both = joined([projections["gate_proj"], projections["up_proj"]])
         return GatedMlp(both.alone or both, down, activation, function)
-    if set(projections) == {"up_proj"}:
-        return Mlp(projection_of(projections["up_proj"]), down, function)
+    if set(projections) == {up_name}:
+        return Mlp(projection_of(projections[up_name]), down, function)
     raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
 
 

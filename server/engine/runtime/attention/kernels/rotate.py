@@ -23,6 +23,9 @@ def rotate(rotary: RotaryEmbedding, query: torch.Tensor, key: torch.Tensor) -> t
     kv_heads, half = key.shape[1], rotary.cos.shape[-1] // 2
     width = triton.next_power_of_2(half)
     rest = dim - 2 * half
+    # Of a pair the places of both elements, and of its angles, which the elements of neighbours share.
+    neighbours = (2, 1, rotary.angle_step, 0)
+    pairs = neighbours if rotary.angle_step else (1, half, 1, half)
     group = max(1, _ELEMENTS // triton.next_power_of_2(dim))
     group = min(group, triton.next_power_of_2(max(heads, kv_heads)))
     queries, keys = -(-heads // group), -(-kv_heads // group)
@@ -49,6 +52,7 @@ def rotate(rotary: RotaryEmbedding, query: torch.Tensor, key: torch.Tensor) -> t
         group,
         width,
         triton.next_power_of_2(rest) if rest else 0,
+        *pairs,
         norms is not None,
         overlap := capability(query.device)[0] >= 9,
         num_warps=4,
@@ -82,6 +86,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     group: tl.constexpr,
     width: tl.constexpr,
     rest: tl.constexpr,
+    step: tl.constexpr,
+    apart: tl.constexpr,
+    angle_step: tl.constexpr,
+    angles_apart: tl.constexpr,
     has_norms: tl.constexpr,
     overlap: tl.constexpr,
 ):
@@ -93,13 +101,13 @@ def _rotate(  # type: ignore[no-untyped-def]
         _rotate_heads(
             query + token * query_token, query_head, new_query + token * (heads * dim), query_norm,
             cosines + token * angles_token, sines + token * angles_token, block * group, eps, offset,
-            heads, dim, half, group, width, rest, has_norms,
+            heads, dim, half, group, width, rest, step, apart, angle_step, angles_apart, has_norms,
         )  # fmt: skip
     else:
         _rotate_heads(
             key + token * key_token, key_head, new_key + token * (kv_heads * dim), key_norm,
             cosines + token * angles_token, sines + token * angles_token, (block - query_blocks) * group, eps, offset,
-            kv_heads, dim, half, group, width, rest, has_norms,
+            kv_heads, dim, half, group, width, rest, step, apart, angle_step, angles_apart, has_norms,
         )  # fmt: skip
 
 
@@ -120,13 +128,19 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     group: tl.constexpr,
     width: tl.constexpr,
     rest: tl.constexpr,
+    step: tl.constexpr,
+    apart: tl.constexpr,
+    angle_step: tl.constexpr,
+    angles_apart: tl.constexpr,
     has_norms: tl.constexpr,
 ):
     head = first_head + tl.arange(0, group)[:, None]
     column = tl.arange(0, width)[None, :]
     inside = (head < heads) & (column < half)
-    x = tl.load(source + head * pitch + column, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(source + head * pitch + half + column, mask=inside, other=0.0).to(tl.float32)
+    first = column * step
+    second = first + apart
+    x = tl.load(source + head * pitch + first, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(source + head * pitch + second, mask=inside, other=0.0).to(tl.float32)
     if rest > 0:
         beyond = 2 * half + tl.arange(0, rest)[None, :]
         left = (head < heads) & (beyond < dim)
@@ -137,16 +151,18 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
             squares += tl.sum(z * z, 1)
         scale = tl.rsqrt(squares / dim + eps)[:, None]
         row = column < half
-        x *= scale * (tl.load(weight + column, mask=row, other=0.0).to(tl.float32) + offset)
-        y *= scale * (tl.load(weight + half + column, mask=row, other=0.0).to(tl.float32) + offset)
+        x *= scale * (tl.load(weight + first, mask=row, other=0.0).to(tl.float32) + offset)
+        y *= scale * (tl.load(weight + second, mask=row, other=0.0).to(tl.float32) + offset)
         if rest > 0:
             z *= scale * (tl.load(weight + beyond, mask=beyond < dim, other=0.0).to(tl.float32) + offset)
     angle = column < half
-    cos = tl.load(cosines + column, mask=angle, other=0.0).to(tl.float32)
-    sin = tl.load(sines + column, mask=angle, other=0.0).to(tl.float32)
-    cos_of_second = tl.load(cosines + half + column, mask=angle, other=0.0).to(tl.float32)
-    sin_of_second = tl.load(sines + half + column, mask=angle, other=0.0).to(tl.float32)
-    tl.store(target + head * dim + column, x * cos - y * sin, mask=inside)
-    tl.store(target + head * dim + half + column, y * cos_of_second + x * sin_of_second, mask=inside)
+    cosines += column * angle_step
+    sines += column * angle_step
+    cos = tl.load(cosines, mask=angle, other=0.0).to(tl.float32)
+    sin = tl.load(sines, mask=angle, other=0.0).to(tl.float32)
+    cos_of_second = tl.load(cosines + angles_apart, mask=angle, other=0.0).to(tl.float32)
+    sin_of_second = tl.load(sines + angles_apart, mask=angle, other=0.0).to(tl.float32)
+    tl.store(target + head * dim + first, x * cos - y * sin, mask=inside)
+    tl.store(target + head * dim + second, y * cos_of_second + x * sin_of_second, mask=inside)
     if rest > 0:
         tl.store(target + head * dim + beyond, z, mask=left)
