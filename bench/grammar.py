@@ -70,7 +70,7 @@ def main() -> int:
     config = EngineConfig(device=asked.device, threads=asked.threads, enable_prefix_caching=False)
     runner = load_runner(folder, config, lambda stage, fraction: None)
     limits = runner.limits
-    grammars = Grammars(folder, limits.vocab_size, limits.eos_token_ids[0], runner.looks_ahead)
+    grammars = Grammars(folder, limits.vocab_size, limits.eos_token_ids[0])
     engine = Engine(runner, config, grammars)
     times: dict[str, list[float]] = {name: [] for name in FORMS}
     for _ in range(asked.rounds):

@@ -95,7 +95,7 @@ class HostRunner:
         return [Sampled(7) for _ in step.sampled]
 
     def execute_async(self, step: Step, previous: PendingStep | None) -> PendingStep | None:
-        """Do the host's part of DecodeGraphs.run_async(); see CudaBackend.host_layout()."""
+        """Do the host's part of DecodeGraphs.run(); see CudaBackend.host_layout()."""
         if not step.samples_each:
             return None
         with self.timed("batch"):
@@ -109,7 +109,7 @@ class HostRunner:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """Stands for an AsyncStep whose tokens are known at once."""
+    """Stands for a LaunchedStep whose tokens are known at once."""
 
     step: Step
     copied: torch.Tensor

@@ -68,7 +68,7 @@ def _sequence(grammars: Grammars, grammar: str, seed: int) -> Sequence:
     made = Sequence(
         GenerateRequest(str(seed), [5], SamplingParams(max_tokens=2, grammar=grammar)), seed, frozenset({END})
     )
-    made.constraint = grammars.start(grammar)
+    made.bind(grammars.start(grammar))
     return made
 
 

@@ -2,9 +2,9 @@
 
 python -m bench.options --model llama-3.1-8b --batch 32
 
-Each form runs as it does by default ("device") and as with NF4_ASYNC_OPTIONS=0 ("host"), in one engine with random weights.
-Before anything is timed, both have to give the same tokens. A tokenizer of the model's size is made of the embedded model's
-tokenizer and of invented words. Writes bench/results/options-<device>.json.
+Each form runs as it does in the server ("device") and with each step executed after the one before has been read ("host"),
+in one engine with random weights. Before anything is timed, both have to give the same tokens. A tokenizer of the model's
+size is made of the embedded model's tokenizer and of invented words. Writes bench/results/options-<device>.json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import statistics
 import sys
@@ -27,7 +26,7 @@ import torch
 
 from bench.machine import current_commit, versions
 from server.checkpoint.source import resolve_checkpoint
-from server.config import ASYNC_OPTIONS_VARIABLE, EMBEDDED_MODEL, EngineConfig, default_cache_dir
+from server.config import EMBEDDED_MODEL, EngineConfig, default_cache_dir
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
 from server.engine.runtime.runner import ModelRunner
@@ -91,7 +90,6 @@ class Bench:
     """An engine that runs the forms."""
 
     def __init__(self, model: str, batch: int) -> None:
-        os.environ.pop(ASYNC_OPTIONS_VARIABLE, None)
         self.batch = batch
         config = EngineConfig(
             device="cuda",
@@ -104,11 +102,10 @@ class Bench:
             expanded_weights="off",
         )
         self.runner: ModelRunner = load_runner(MODELS / model, config, lambda *_: None)
-        self._sampler = self.runner._sampler
+        self._execute_async = self.runner.execute_async
         self._vocabulary = self.runner.limits.vocab_size
         folder = made_up_tokenizer(self._vocabulary)
-        self._grammars = {mode: Grammars(folder, self._vocabulary, 2, mode == "host") for mode in MODES}
-        self._engines = {mode: Engine(self.runner, config, self._grammars[mode]) for mode in MODES}
+        self._engine = Engine(self.runner, config, Grammars(folder, self._vocabulary, 2))
 
     def answers(self, form: str, mode: str) -> list[tuple[list[int], list[TokenLogprob]]]:
         """Tokens and log-probabilities of each request."""
@@ -138,8 +135,9 @@ class Bench:
         return (generated - begun_with) / (time.perf_counter() - started)
 
     def _start(self, mode: str, requests: list[GenerateRequest]) -> Engine:
-        self.runner._sampler = self._sampler if mode == "device" else None
-        engine = self._engines[mode]
+        ahead = self._execute_async if mode == "device" else lambda *_: None
+        self.runner.execute_async = ahead  # type: ignore[method-assign]
+        engine = self._engine
         for request in requests:
             engine.add(request)
         return engine

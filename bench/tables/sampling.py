@@ -6,7 +6,7 @@ from bench.tables.markdown import table
 from bench.tables.results import load
 
 OPTIONS = "options-nvidia-h200.json"
-_MODES = {"device": "within async scheduling", "host": "NF4_ASYNC_OPTIONS=0"}
+_MODES = {"device": "within async scheduling", "host": "one step after another"}
 
 
 def options() -> str:

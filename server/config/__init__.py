@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from server.config.engine import (
-    ASYNC_OPTIONS_VARIABLE,
     WRITTEN_LAYERS_VARIABLE,
     EngineConfig,
     KVCacheDtype,
@@ -19,7 +18,6 @@ from server.config.http import HttpConfig, MetricsNames
 from server.config.section import ConfigError, Section
 
 __all__ = [
-    "ASYNC_OPTIONS_VARIABLE",
     "EMBEDDED_MODEL",
     "WRITTEN_LAYERS_VARIABLE",
     "Config",

@@ -9,9 +9,6 @@ from pydantic import Field, field_validator, model_validator
 
 from server.config.section import Section
 
-ASYNC_OPTIONS_VARIABLE = "NF4_ASYNC_OPTIONS"
-"""0: on CUDA, penalties, log-probabilities, grammars and the like leave async scheduling (docs/adr/0022)."""
-
 WRITTEN_LAYERS_VARIABLE = "NF4_WRITTEN_LAYERS"
 """0: decoder layers are compiled from transformers' code even if they could be written ones."""
 

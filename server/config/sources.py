@@ -11,12 +11,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from server.config import ASYNC_OPTIONS_VARIABLE, WRITTEN_LAYERS_VARIABLE, Config, ConfigError
+from server.config import WRITTEN_LAYERS_VARIABLE, Config, ConfigError
 from server.config.flags import did_you_mean, dotted_names
 
 KERNEL_VARIABLES = frozenset({"NF4_CPU_ISA", "NF4_CUDA_ARCHS"})
 """Environment variables with our prefix that belong to nf4_kernels."""
-_NO_FIELDS = {*KERNEL_VARIABLES, ASYNC_OPTIONS_VARIABLE, WRITTEN_LAYERS_VARIABLE}
+_NO_FIELDS = {*KERNEL_VARIABLES, WRITTEN_LAYERS_VARIABLE}
 
 
 def load_config(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
 from dataclasses import dataclass
 
 from server.engine.outputs import OutputBuilder
@@ -65,8 +64,7 @@ class Accounting:
         assert speculator is not None
         firsts, others = accepted(step, results)
         failures: dict[str, str] = {}
-        followed = {request_id for request_id, following in others.items() if following}
-        settled, firsts = self._settle(step, firsts, failures, followed)
+        settled, firsts = self._settle(step, firsts, failures)
         found: list[tuple[Sequence, list[Sampled], int]] = []
         for chunk, first in zip(settled.chunks, firsts, strict=True):
             sequence = chunk.sequence
@@ -90,12 +88,10 @@ class Accounting:
             outputs.append(self._outputs.tokens(sequence, results))
         return outputs
 
-    def _settle(
-        self, step: Step, results: list[Sampled], failures: dict[str, str], followed: Container[str] = ()
-    ) -> tuple[Step, list[Sampled]]:
+    def _settle(self, step: Step, results: list[Sampled], failures: dict[str, str]) -> tuple[Step, list[Sampled]]:
         """Give sequences their tokens; the chunks of those that had not ended, as a step, and their results.
 
-        Results that are errors are added to failures. followed: the requests that get more tokens at once.
+        Results that are errors are added to failures.
         """
         if self._pace is not None:
             seconds = self._outputs.step_clock.seconds
@@ -114,5 +110,5 @@ class Accounting:
             if reason := failures.get(chunk.sequence.request_id):
                 origin = concerning(chunk.sequence.http_request_id)
                 logger.error("%s failed: %s", chunk.sequence.request_id, reason, extra=origin)
-        self._scheduler.resolve(step, [result.token for result in results], followed)
+        self._scheduler.resolve(step, [result.token for result in results])
         return step, results

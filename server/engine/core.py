@@ -13,7 +13,7 @@ from server.engine.execution import Executor
 from server.engine.grammar import Grammars
 from server.engine.outputs import OutputBuilder
 from server.engine.requests import check_request
-from server.engine.runtime.graphs.options_step import LaunchedStep
+from server.engine.runtime.graphs.launched_step import LaunchedStep
 from server.engine.runtime.limits import token_budget
 from server.engine.runtime.runner import ModelRunner
 from server.engine.scheduling.blocks import BlockManager
@@ -104,7 +104,7 @@ class Engine:
             if request.sampling.grammar is not None:
                 if self._grammars is None:
                     raise ValueError("this engine was made without grammars")
-                sequence.constraint = self._grammars.start(request.sampling.grammar)
+                sequence.bind(self._grammars.start(request.sampling.grammar))
             self._scheduler.add(sequence)
         except ValueError as e:
             self._rejected.append(RequestOutput(request.request_id, [], finish_reason="error", error=str(e)))

@@ -6,10 +6,9 @@ import functools
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,40 +32,16 @@ class GrammarError(DataError):
 class GrammarState:
     """One sequence's position in its grammar."""
 
-    def __init__(
-        self,
-        compiled: Future[LLMatcher],
-        tokenizer: Future[LLTokenizer],
-        thread: ThreadPoolExecutor | None = None,
-    ) -> None:
-        """thread: finds allowed() after each token, while the model computes the next one's logits."""
+    def __init__(self, compiled: Future[LLMatcher], tokenizer: Future[LLTokenizer]) -> None:
         self._compiled = compiled
         self._tokenizer = tokenizer
-        self._thread = thread
         self._matcher: LLMatcher | None = None
-        self._next: _Next | Future[_Next] | None = None
 
-    def is_known(self) -> bool:
-        """Whether allowed() costs nothing now; if not, it costs a thousand times what permits() does.
-
-        A search for it that has not begun yet is given up.
-        """
-        if isinstance(self._next, Future) and self._next.cancel():
-            self._next = None
-        return self._next is not None
-
-    def allowed(self) -> bytes:
-        """Which tokens may come next: bit i of byte i // 8 is token i. Raises GrammarError.
+    def permits(self, token: int) -> bool:
+        """Whether this token may come next. Raises GrammarError.
 
         The first call waits until the grammar is compiled, which prefill has mostly hidden.
         """
-        return self._known().allowed
-
-    def permits(self, token: int) -> bool:
-        """Whether this token may come next. Raises GrammarError."""
-        if self._next is not None:
-            mask = self._known().allowed
-            return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
         matcher = self.matcher()
         permitted = matcher.validate_tokens([token]) == 1
         check(matcher)
@@ -75,7 +50,7 @@ class GrammarState:
     @property
     def may_end(self) -> bool:
         """Whether what was generated so far is complete."""
-        return self.matcher().is_accepting() if self._next is None else self._known().may_end
+        return self.matcher().is_accepting()
 
     @property
     def done(self) -> bool:
@@ -84,9 +59,7 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """Take a generated token. One that the grammar forbids shows as GrammarError when the next one is asked for."""
-        matcher = self.matcher()
-        self._next = None
-        matcher.consume_token(token)
+        self.matcher().consume_token(token)
 
     def permitted(self, tokens: list[int]) -> int:
         """How many of these tokens, which have not been sampled, the grammar would take one after another."""
@@ -112,28 +85,8 @@ class GrammarState:
         size: int = self._tokenizer.result().vocab_size
         return size
 
-    def look_ahead(self) -> None:
-        """Begin to find allowed() in the thread, while the model computes the next token's logits."""
-        if self._next is None and self._thread is not None:
-            self._next = self._thread.submit(_look, self.matcher())
-
-    def _known(self) -> _Next:
-        if self._next is None:
-            self._next = _look(self.matcher())
-        elif isinstance(self._next, Future):
-            self._next = self._next.result()
-        return self._next
-
     def matcher(self) -> LLMatcher:
-        """The sequence's own matcher. Raises GrammarError; waits until the grammar is compiled.
-
-        It waits for look_ahead(), too, and gives that up where it has not begun.
-        """
-        if isinstance(self._next, Future):
-            if self._next.cancel():
-                self._next = None
-            else:
-                wait([self._next])  # a matcher is used by one thread at a time
+        """The sequence's own matcher. Raises GrammarError; waits until the grammar is compiled."""
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
         return self._matcher
@@ -210,38 +163,15 @@ def _executor() -> LLExecutor:
     return LLExecutor()
 
 
-class _Next(NamedTuple):
-    """What may follow a text."""
-
-    allowed: bytes
-    may_end: bool
-
-
-def _look(matcher: LLMatcher) -> _Next:
-    mask = matcher.compute_bitmask()
-    check(matcher)
-    return _Next(mask, matcher.is_accepting())
-
-
 class Grammars:
     """Compiles grammars (llguidance's JSON form) for one checkpoint's tokenizer, in a thread of its own."""
 
-    def __init__(
-        self,
-        folder: Path,
-        vocab_size: int | None = None,
-        eos_token_id: int | None = None,
-        look_ahead: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, vocab_size: int | None = None, eos_token_id: int | None = None) -> None:
         """vocab_size is the model's (None: the tokenizer's); eos_token_id stands for the end of a text.
 
         If the tokenizer has more tokens than the model, masks are as long as the tokenizer's vocabulary.
-
-        look_ahead: find allowed() in a thread while the model computes. That is worth it where a GPU computes; on CPU the
-        thread would only take a core from the model.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="grammar-ahead") if look_ahead else None
         self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = Lock()
         # Large vocabularies take a second; the first request with a grammar should not wait for it.
@@ -260,13 +190,11 @@ class Grammars:
 
     def start(self, grammar: str) -> GrammarState:
         """A sequence's own state in a grammar."""
-        return GrammarState(self.compile(grammar), self._tokenizer, self._ahead)
+        return GrammarState(self.compile(grammar), self._tokenizer)
 
     def close(self) -> None:
-        """End the threads; work that they have not begun is dropped."""
-        for thread in (self._thread, self._ahead):
-            if thread is not None:
-                thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread; work that it has not begun is dropped."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> LLMatcher:
         # llguidance's limits bound time and memory of compilation and of each mask.

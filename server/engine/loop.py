@@ -212,7 +212,7 @@ def _serve(setup: EngineSetup, channel: Channel, stop: _Stop, logging_options: l
     for adapter in setup.adapters:
         _restore_adapter(runner, adapter)
     end = limits.eos_token_ids[0] if limits.eos_token_ids else None
-    grammars = Grammars(folder, limits.vocab_size, end, runner.looks_ahead)
+    grammars = Grammars(folder, limits.vocab_size, end)
     engine = Engine(runner, config, grammars, None if workers is None else workers.device_memory)
     freeze_objects()
     channel.send(

@@ -11,7 +11,7 @@ from nf4_kernels.timing import KernelTimes
 from server.engine.clock import RequestClock, StepClock
 from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.columns import DecodeColumns
-from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.sequence import SamplingNeeds, Sequence
 from server.engine.scheduling.step import Chunks, Step
 from server.types import RequestOutput, TokenLogprob
 
@@ -47,7 +47,7 @@ class OutputBuilder:
         """
         shares = self.step_clock.shares(step.num_tokens or 1)
         decoding = step.decoding
-        if decoding is None or decoding.columns.traits.special or failures:
+        if decoding is None or decoding.columns.traits.needs & SamplingNeeds.MORE_THAN_A_TOKEN or failures:
             outputs = self._tell_chunks(step.chunks, results, failures, shares)
         else:
             outputs = self._tell_columns(decoding.columns, results[: len(decoding)], shares)

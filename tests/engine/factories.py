@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from server.engine.core import Engine
+from server.engine.runtime.sampling.sampler import Sampled, Sampler
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Step
@@ -35,6 +38,11 @@ def make_sequence(
 ) -> Sequence:
     """The sequence of make_request(...)."""
     return Sequence(make_request(prompt, request_id, **sampling), sampling.get("seed") or 0, eos)
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    """What a sampler gives that has seen none of the sequences before."""
+    return Sampler(logits.shape[1], logits.device).sample(logits, sequences)
 
 
 def run_together(engine: Engine, *requests: GenerateRequest) -> dict[str, list[RequestOutput]]:

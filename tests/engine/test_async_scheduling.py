@@ -18,12 +18,10 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
 from server.engine.runtime.batch import batch_of
-from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
-from server.engine.runtime.limits import ModelLimits
-from server.engine.runtime.paged_model import PagedModel
+from server.engine.runtime.graphs.launched_step import LaunchedStep
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
+from server.engine.runtime.sampling.sampler import ModelOutput
 from server.engine.runtime.step_input import step_input
 from server.engine.scheduling.sequence import PLACEHOLDER
 from server.engine.scheduling.step import Step
@@ -42,9 +40,6 @@ class AsyncRunner(ModelRunner):
 
     launched = 0
 
-    def __init__(self, paged: PagedModel, limits: ModelLimits) -> None:
-        super().__init__(paged, limits, sampler=DeviceSampler(limits.vocab_size, paged.device))
-
     @torch.inference_mode()
     def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
         if not all(c.samples and c.length == 1 for c in step.chunks):
@@ -61,8 +56,7 @@ class AsyncRunner(ModelRunner):
         self.launched += 1
         logits = self._paged.run(batch)
         best, greedy = logits.max(-1)
-        assert self._sampler is not None
-        return OptionsStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler)
+        return LaunchedStep(step, ModelOutput(logits, (best, greedy), batch.ids), self._sampler, step.sampled_sequences)
 
 
 def make_engine(kind: type[ModelRunner], **changes: Any) -> tuple[Engine, Any]:

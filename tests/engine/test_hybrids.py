@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,13 +16,13 @@ from transformers import PreTrainedModel
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.execution import Executor
+from server.engine.grammar import GrammarError, GrammarState
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.preparation import states
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from server.engine.runtime.states.pool import StateError
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.errors import DataError
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Step
@@ -202,36 +203,15 @@ def test_a_step_is_not_computed_twice(family: str) -> None:
     assert len(results) == len(failures) == 1
 
 
-class Refusing:
-    """A grammar that can be used for one token."""
-
-    done = may_end = False
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def is_known(self) -> bool:
-        return False
-
-    def permits(self, _: int) -> bool:
-        if self.taken:
-            raise DataError("it is broken")
-        return True
-
-    def accept(self, _: int) -> None:
-        self.taken += 1
-
-    def look_ahead(self) -> None:
-        pass
-
-
 def test_a_grammar_that_fails_ends_its_own_request_only(family: str) -> None:
     engine = engines(family, CONFIG)["plain"]()
     requests = [make_request(prompt_of(n), max_tokens=6, ignore_eos=True) for n in (5, 9, 12)]
     expected = [answers(engine, request)[0] for request in requests]
     for request in requests:
         engine.add(request)
-    engine._scheduler._by_id[requests[1].request_id].constraint = Refusing()  # type: ignore[assignment]
+    broken: Future[Any] = Future()
+    broken.set_exception(GrammarError("it is broken"))
+    engine._scheduler._by_id[requests[1].request_id].bind(GrammarState(broken, broken))
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     errors = {}
     while engine.has_work:

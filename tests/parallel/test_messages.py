@@ -12,7 +12,8 @@ import torch
 from server.engine.parallel.messages import ComputeStep, StepReader, StepWriter, ToWorker
 from server.engine.runtime.attention.kernels.device_tables import DeviceTables
 from server.engine.runtime.batch import batch_of
-from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.launched_step import Launch
+from server.engine.runtime.sampling.random_rows import RandomRows
 from server.engine.runtime.step_input import step_input
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.prompt_images import PromptImage, PromptImages
@@ -83,13 +84,13 @@ def test_how_tokens_are_sampled_and_adapters_arrive() -> None:
     for sequence in sequences:
         scheduler.add(sequence)
     step = scheduler.schedule()
-    launch = Launch.of(step, None, 99)
+    launch = Launch(False, None, RandomRows(step.sequences, 99).table())
     writer, reader = StepWriter(), StepReader(SEQUENCES, LONGEST // BLOCK_SIZE)
     given, read = reader.read(_through_bytes(writer.write(step_input(step), launch)))
     assert given.adapters == [None, 2]
     assert read is not None
     assert (read.follows, read.source) == (False, None)
-    expected, table = launch.table(), read.table()
+    expected, table = launch.table, read.table
     assert expected is not None
     assert table is not None
     assert np.array_equal(table, expected)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.launched_step import Launch
 from server.engine.runtime.image_rows import ImageRows
 from server.engine.runtime.step_input import StepInput
 from server.engine.scheduling.block_tables import BlockTables
@@ -157,8 +157,8 @@ class StepWriter:
         adapted = given.adapters.count(None) < len(given.adapters)
         sampling = None
         if launch is not None:
-            table = launch.table()
-            sampling = Sampling(launch.follows, launch.source, None if table is None else table.tobytes())
+            table = None if launch.table is None else launch.table.tobytes()
+            sampling = Sampling(launch.follows, launch.source, table)
         return ComputeStep(
             _bytes(np.stack((rows, given.starts, given.lengths))),
             _bytes(np.array(given.ids)),
@@ -194,7 +194,7 @@ class StepReader:
         launch, sampling = None, message.sampling
         if sampling is not None:
             table = None if sampling.table is None else np.frombuffer(bytearray(sampling.table)).reshape(-1, 6)
-            launch = Launch(sampling.follows, sampling.source, lambda: table)
+            launch = Launch(sampling.follows, sampling.source, table)
         offsets = None if message.offsets is None else _numbers(message.offsets)
         images = None if message.images is None else message.images.read()
         columns = rows, starts, lengths, ids, wanted, adapters, offsets

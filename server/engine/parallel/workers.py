@@ -35,7 +35,7 @@ from server.engine.parallel.messages import (
 )
 from server.engine.parallel.processes import kill
 from server.engine.runtime.exchange import ENVIRONMENT, Membership
-from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.launched_step import Launch
 from server.engine.runtime.step_input import StepInput
 
 logger = logging.getLogger(__name__)

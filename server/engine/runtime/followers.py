@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from server.engine.runtime.exchange import ExchangeError
-from server.engine.runtime.graphs.async_step import Launch
+from server.engine.runtime.graphs.launched_step import Launch
 from server.engine.runtime.step_input import StepInput
 from server.engine.runtime.trials import first_line
 

@@ -6,19 +6,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 import nf4_kernels
 from nf4_kernels.timing import KernelTimes, read_cpu, reader_of
 from server.engine.runtime.batch import Batch, batch_of, check_batch
 from server.engine.runtime.followers import Followers, followed
-from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import run_in_groups
+from server.engine.runtime.graphs.launched_step import Launch, LaunchedStep, rows_before
 from server.engine.runtime.graphs.mixed import MixedGraphs
-from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.memory import MemoryGauge
@@ -27,18 +24,15 @@ from server.engine.runtime.model.image_tower import ImageTower
 from server.engine.runtime.model.lora_registry import AdapterRegistry
 from server.engine.runtime.model.projections import weight_bytes
 from server.engine.runtime.paged_model import PagedModel
-from server.engine.runtime.sampling.device_sampler import DeviceSampler
-from server.engine.runtime.sampling.inverse_cdf import sampling_table
+from server.engine.runtime.sampling.ops import sample_by_table
 from server.engine.runtime.sampling.prompt_logprobs import score_prompts
-from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits, sample
+from server.engine.runtime.sampling.random_rows import RandomRows
+from server.engine.runtime.sampling.sampler import Sampled, Sampler
 from server.engine.runtime.speculation.draft_model import DraftModel
 from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
 from server.engine.runtime.speculation.verification import sampled_sequences
 from server.engine.runtime.states.pool import StatePool
 from server.engine.runtime.step_input import StepInput, step_input
-from server.engine.runtime.trials import first_line
-from server.engine.scheduling.errors import DataError
-from server.engine.scheduling.sequence import Sequence
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 
@@ -66,11 +60,9 @@ class ModelRunner:
         adapters: AdapterRegistry | None = None,
         graphs: StepGraphs | None = None,
         step_costs: StepCosts | None = None,
-        sampler: DeviceSampler | None = None,
         followers: Followers | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """sampler: samples with all options on the device; without one, those need the host between two steps."""
         self._paged = paged
         self._followers = followers
         self._newest: torch.Tensor | None = None
@@ -79,7 +71,7 @@ class ModelRunner:
         """What decode steps cost by their tokens, where the configuration has speculation."""
         self.draft_model = draft_model
         """What guesses tokens, where the configuration has a draft model."""
-        self._sampler = sampler
+        self._sampler = Sampler(limits.vocab_size, paged.device, paged.clock)
         self.limits = limits
         """What the model and the cache allow."""
         self.adapters = adapters
@@ -112,11 +104,6 @@ class ModelRunner:
     def dtype(self) -> torch.dtype:
         """Type of the activations."""
         return self._paged.dtype
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether grammars' look_ahead() saves time: it does on a GPU, unless all sequences' masks are found at once."""
-        return self.device.type != "cpu" and self._sampler is None
 
     @property
     def graph_replays(self) -> int:
@@ -152,14 +139,15 @@ class ModelRunner:
         if batch.images is not None:
             return self._paged.run(batch)
         if given.guessed and graphs.verify is not None and graphs.verify.fits(batch):
-            return graphs.verify.run(batch).float()
+            return graphs.verify.run(batch).logits.float()
         if graphs.decode is not None and graphs.decode.fits(batch):
-            return graphs.decode.run(batch).float()
+            return graphs.decode.run(batch).logits.float()
         if graphs.mixed is not None and graphs.mixed.fits(batch):
             return graphs.mixed.run(batch).float()
         if graphs.decode is not None and graphs.batch_invariant:
             logits = torch.empty(len(batch.sampled_rows), self.limits.vocab_size, device=self.device)
-            run_in_groups(batch, graphs.decode.run, self._paged.block_size, logits)
+            decode = graphs.decode
+            run_in_groups(batch, lambda group: decode.run(group).logits, self._paged.block_size, logits)
             return logits
         return self._paged.run(batch)
 
@@ -169,80 +157,40 @@ class ModelRunner:
         # What decodes does not embed.
         if any(chunk.sequence.embeds for chunk in step.others):
             return self._execute_with_embeddings(step)
-        if self._followers is not None:
-            step.read_guesses()  # the other ranks have them from this one
-        checked = self._check_guesses(step) if step.guesses else None
         step.read_guesses()
-        if checked is not None:
-            return checked
-        logits = self.forward(step)
-        sequences = sampled_sequences(step) if step.guesses else step.sampled_sequences
+        logits, sequences = self.forward(step), sampled_sequences(step)
         if logits.shape[0] > len(sequences):
             score_prompts(step, logits[len(sequences) :])
             logits = logits[: len(sequences)]
-        results = self._sample(logits, sequences) if sequences else []
-        if self._paged.clock is not None and (self._sampler is None or not sequences):
-            self._paged.clock.note(self._paged.clock.totals)  # a DeviceSampler has noted them
-        return results
-
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-        """A token for each row of logits, which may be overwritten; one for which there is none gets the reason."""
-        if self._sampler is not None:
+        if sequences:
             return self._sampler.sample(logits, sequences)
-        # The step is not computed again because of a grammar that fails: states would go on twice.
-        kept = logits.clone() if any(sequence.constraint is not None for sequence in sequences) else logits
-        try:
-            return sample(logits, sequences)
-        except DataError:
-            return [_sample_alone(kept[row : row + 1], sequence) for row, sequence in enumerate(sequences)]
-
-    def _check_guesses(self, step: Step) -> list[Sampled] | None:
-        """execute() of a step with guesses whose tokens a CUDA graph finds; None where it needs more than that."""
-        if not self._has_check(step):
-            return None
-        if self._followers is None:
-            return self._replay_check(step).read()
-        # The other ranks replay the same graph. This one alone samples, because it alone reads the tokens.
-        with followed(step_input(step), self._followers):
-            return self._replay_check(step).read()
+        if self._paged.clock is not None:
+            self._paged.clock.note(self._paged.clock.totals)  # with tokens the sampler notes them
+        return []
 
     @torch.inference_mode()
     def launch_check(self, step: Step) -> LaunchedStep | None:
         """Launch a step with guesses without waiting for its tokens; None where it has to be executed.
 
-        read() of what is launched gives a result for each token of the step.
+        It decodes only, so no image is in its chunks. read() of what is launched gives a result for each token of the step.
         """
-        if self._followers is not None:
+        verify = self._graphs.verify
+        if self._followers is not None or verify is None or step.num_tokens > verify.sizes[-1]:
             return None
         try:
-            return self._replay_check(step) if self._has_check(step) else None
+            if not all(chunk.sequence.is_raw for chunk in step.chunks):
+                step.read_guesses()  # penalties and grammars depend on them
+            drafted, newest, source = step.drafted, None, None
+            if drafted is not None:
+                assert isinstance(drafted, LaunchedGuesses)
+                newest, source = drafted.tokens, drafted.source(step)
+            output = verify.run(check_batch(step, self._paged.block_size), newest, source)
+            return LaunchedStep(step, output, self._sampler, sampled_sequences(step), read_before=True)
         except torch.AcceleratorError:
             raise  # the device's context is lost
         except Exception:
             logger.exception("launching a step of %d sequences with guesses failed", len(step.chunks))
             return None  # execute() finds the one that is at fault
-
-    def _has_check(self, step: Step) -> bool:
-        """Whether a CUDA graph finds the tokens of a step with guesses. It decodes only, so no image is in its chunks."""
-        verify = self._graphs.verify
-        if verify is None or step.num_tokens > verify.sizes[-1]:
-            return False
-        return all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks)
-
-    def _replay_check(self, step: Step) -> AsyncStep:
-        verify, drafted = self._graphs.verify, step.drafted
-        assert verify is not None
-
-        def table() -> npt.NDArray[np.float64] | None:
-            if all(chunk.sequence.sampling.temperature == 0 for chunk in step.chunks):
-                return None
-            return sampling_table(sampled_sequences(step), self.limits.vocab_size)
-
-        batch = check_batch(step, self._paged.block_size)
-        if drafted is None:
-            return verify.run_async(step, batch, Launch(False, None, table), None)
-        assert isinstance(drafted, LaunchedGuesses)
-        return verify.run_async(step, batch, Launch(True, drafted.source(step), table), drafted.tokens)
 
     def _execute_with_embeddings(self, step: Step) -> list[Sampled]:
         """execute() of a step in which sequences embed: they are computed after the others, by the model's own code."""
@@ -259,30 +207,37 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
-        """Launch a step without waiting for its tokens, or None where that cannot be: it needs execute() then.
+        """Launch a decode step without waiting for its tokens; None where it has to be executed.
 
-        It can be for a decode step that fits a CUDA graph and whose tokens are all sampled from the model's raw logits, or
-        by a DeviceSampler. previous is the step before it where that has not been read yet. complete() of what is
-        launched has to follow, once it has been.
+        It can be launched if it fits a CUDA graph and, with other ranks, all tokens are sampled from the model's raw logits.
+        previous is the step before it where that has not been read yet. complete() of what is launched has to follow, once
+        it has been.
         """
-        graphs = self._graphs.decode
-        if self._sampler is not None:
-            return self._launch_with_options(step, previous, self._sampler)
-        if graphs is None or not _is_raw_decode(step):
+        graphs, followers = self._graphs.decode, self._followers
+        if graphs is None or not step.samples_each or any(chunk.sequence.embeds for chunk in step.others):
             return None
-        assert not isinstance(previous, OptionsStep)
+        if followers is not None and not step.is_raw:
+            return None
         given = step_input(step)
         batch = self._batch(given)
         if batch.images is not None or not graphs.fits(batch):
             return None
-        launch = Launch.of(step, previous, self.limits.vocab_size)
         newest = None if previous is None else previous.tokens
-        if self._followers is not None:
-            self._followers.decode(given, launch)
-        if self._followers is None:
-            return graphs.run_async(step, batch, launch, newest)
-        with self._followers.waiting():
-            return replace(graphs.run_async(step, batch, launch, newest), waiting=self._followers.waiting)
+        source = None if previous is None else rows_before(step, previous.step)
+        sequences = step.sampled_sequences
+        if followers is not None:
+            table = RandomRows(sequences, self.limits.vocab_size).table()
+            followers.decode(given, Launch(previous is not None, source, table))
+            with followers.waiting():
+                output = graphs.run(batch, newest, source)
+                return LaunchedStep(step, output, self._sampler, sequences, waiting=followers.waiting)
+        try:
+            return LaunchedStep(step, graphs.run(batch, newest, source), self._sampler, sequences)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost
+        except Exception:
+            logger.exception("launching a step of %d sequences failed", step.size)
+            return None  # execute() finds the one that is at fault
 
     @torch.inference_mode()
     def follow(self, given: StepInput, launch: Launch | None) -> None:
@@ -294,39 +249,9 @@ class ModelRunner:
             self.compute(given)
             return
         assert self._graphs.decode is not None
-        newest = self._newest if launch.follows else None
-        _, self._newest = self._graphs.decode.launch(self._batch(given), launch, newest)
+        output = self._graphs.decode.run(self._batch(given), self._newest if launch.follows else None, launch.source)
+        assert output.greedy is not None
+        self._newest = sample_by_table(output.logits, launch.table, output.greedy[1])
 
     def _batch(self, given: StepInput) -> Batch:
         return batch_of(given, self._paged.block_size)
-
-    def _launch_with_options(
-        self, step: Step, previous: LaunchedStep | None, sampler: DeviceSampler
-    ) -> OptionsStep | None:
-        graphs = self._graphs.decode
-        if graphs is None or not step.samples_each or any(chunk.sequence.embeds for chunk in step.others):
-            return None
-        batch = self._batch(step_input(step))
-        if batch.images is not None or not graphs.fits(batch):
-            return None
-        try:
-            return graphs.run_with_options(step, batch, previous, sampler)
-        except torch.AcceleratorError:
-            raise  # the device's context is lost
-        except Exception:
-            logger.exception("launching a step of %d sequences failed", step.size)
-            return None  # execute() finds the one that is at fault
-
-
-def _sample_alone(logits: torch.Tensor, sequence: Sequence) -> Sampled:
-    try:
-        return sample(logits, [sequence])[0]
-    except DataError as e:
-        return Sampled(0, error=f"the model failed: {type(e).__name__}: {first_line(e)}")
-
-
-def _is_raw_decode(step: Step) -> bool:
-    """Whether a step is one token of each sequence, behind which one is sampled from the model's logits as they are."""
-    if step.decoding is not None and not step.decoding.is_raw:
-        return False
-    return step.samples_each and all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.others)

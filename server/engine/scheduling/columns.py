@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
-from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
+from server.engine.scheduling.sequence import PLACEHOLDER, Phase, SamplingNeeds, Sequence
 
 Numbers = npt.NDArray[np.int64]
 
@@ -32,9 +32,7 @@ class Departed(NamedTuple):
 class Traits(NamedTuple):
     """What any of some sequences is or has."""
 
-    special: bool = False
-    """Wants more than a token, or other logits than the model's; min_tokens and grammars do not count."""
-    constrained: bool = False
+    needs: SamplingNeeds = SamplingNeeds.NOTHING
     adapted: bool = False
     with_images: bool = False
 
@@ -43,18 +41,15 @@ class Traits(NamedTuple):
         """What any of these has."""
         found = cls()
         for own in sequences:
-            constrained, adapted, with_images = (
-                own.constraint is not None,
-                own.adapter is not None,
-                own.images is not None,
-            )
-            if constrained or adapted or with_images or not own.is_plain:
-                found = found.merged(cls(not own.is_plain, constrained, adapted, with_images))
+            needs, adapted, with_images = own.needs, own.adapter is not None, own.images is not None
+            if needs or adapted or with_images:
+                found = found.merged(cls(needs, adapted, with_images))
         return found
 
     def merged(self, other: Traits) -> Traits:
         """What either has."""
-        return Traits(*(one or another for one, another in zip(self, other, strict=True)))
+        needs, adapted, with_images = other
+        return Traits(self.needs | needs, self.adapted or adapted, self.with_images or with_images)
 
 
 class DecodeColumns:
@@ -86,7 +81,11 @@ class DecodeColumns:
     @classmethod
     def of(cls, sequences: list[Sequence], departed: Departed) -> DecodeColumns:
         """Those of sequences that run."""
-        numbers = [(s.row, s.num_prompt, s.most_tokens, s.num_prompt + s.sampling.min_tokens) for s in sequences]
+        minimum = SamplingNeeds.MIN_TOKENS
+        numbers = [
+            (s.row, s.num_prompt, s.most_tokens, s.num_prompt + s.sampling.min_tokens if s.needs & minimum else 0)
+            for s in sequences
+        ]
         return cls(
             sequences,
             [sequence.tokens for sequence in sequences],
@@ -162,7 +161,7 @@ class DecodeColumns:
     @cached_property
     def constrained(self) -> list[int]:
         """The places of those that a grammar bounds."""
-        if not self.traits.constrained:
+        if not self.traits.needs & SamplingNeeds.GRAMMAR:
             return []
         return [place for place, sequence in enumerate(self.sequences) if sequence.constraint is not None]
 
@@ -181,9 +180,8 @@ class Decoding:
     @property
     def is_raw(self) -> bool:
         """Whether tokens are sampled from the model's logits as they are, and nothing else is asked for."""
-        traits = self.columns.traits
-        ready = not traits.special and not traits.constrained
-        return ready and bool((self.starts + 1 >= self.columns.raw_from).all())
+        others = self.columns.traits.needs & ~SamplingNeeds.MIN_TOKENS
+        return not others and bool((self.starts + 1 >= self.columns.raw_from).all())
 
     def still_running(self, departed: Departed) -> Decoding:
         """The part of it whose sequences still run; departed: as of now, with none preempted since."""

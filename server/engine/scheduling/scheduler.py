@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
 
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.blocks import BlockManager
@@ -152,7 +151,7 @@ class Scheduler:
                 break
             sequence.num_computed += 1
             added += 1
-            sequence.append(token, more=added < len(tokens))
+            sequence.append(token)
         self._settle(sequence)
         return added
 
@@ -170,17 +169,17 @@ class Scheduler:
                 if chunk.samples:
                     chunk.sequence.tokens.append(PLACEHOLDER)
 
-    def resolve(self, step: Step, tokens: list[int], followed: Container[str] = ()) -> None:
+    def resolve(self, step: Step, tokens: list[int]) -> None:
         """Put the tokens of a step that advance() was called for in the places of its placeholders.
 
         tokens has one for each of step.sampled, in its order. Sequences that this ends are finished here: their blocks
-        are free and their finish_reason is set. followed: the requests for which follow() comes next.
+        are free and their finish_reason is set.
         """
         if step.num_sampled != len(tokens):
             raise ValueError(f"{len(tokens)} tokens for a step that samples {step.num_sampled}")
         decoding = step.decoding
-        if decoding is None or followed or not self._running.is_whole(decoding):
-            self._resolve_chunks(step.chunks, tokens, followed)
+        if decoding is None or not self._running.is_whole(decoding):
+            self._resolve_chunks(step.chunks, tokens)
         else:
             self._resolve_columns(decoding, tokens[: len(decoding)])
             self._resolve_chunks(step.others, tokens[len(decoding) :])
@@ -195,7 +194,7 @@ class Scheduler:
                 sequence.resolve(tokens[place])
             self._settle(sequence)
 
-    def _resolve_chunks(self, chunks: Chunks, tokens: list[int], followed: Container[str] = ()) -> None:
+    def _resolve_chunks(self, chunks: Chunks, tokens: list[int]) -> None:
         finished, block_size, naming = Phase.FINISHED, self._blocks.block_size, self._prefix_caching
         following = iter(tokens)
         for chunk in chunks:
@@ -204,10 +203,7 @@ class Scheduler:
                 token = next(following)
                 # Sequences that are not running ended while the step ran, or were preempted and wait.
                 if sequence.phase is not finished and sequence.tokens[-1] == PLACEHOLDER:
-                    if followed and sequence.request_id in followed:
-                        sequence.resolve(token, more=True)
-                    else:
-                        sequence.resolve(token)
+                    sequence.resolve(token)
             # There is no call for most of a thousand sequences.
             if sequence.finish_reason is not None or (
                 naming and sequence.num_computed >= (sequence.num_named + 1) * block_size

@@ -9,25 +9,43 @@ from typing import Protocol
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.prefix import extend_keys
 from server.engine.scheduling.prompt_images import PromptImages
-from server.types import FinishReason, GenerateRequest, TokenLogprob
+from server.types import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 
 PLACEHOLDER = -1
 """Stands in a sequence's tokens for one that the device has sampled and the host has not read yet (async scheduling)."""
 
 
-"""Whose an answer is: the salt of its adapter (empty without one) and the number of its API key (None without one)."""
+class SamplingNeeds(enum.IntFlag):
+    """What sampling a sequence's next token takes, besides the model's logits and a temperature with filters."""
+
+    NOTHING = 0
+    PENALTIES = 1
+    BIAS = 2
+    MIN_TOKENS = 4
+    """Its ends are banned until it has min_tokens."""
+    GRAMMAR = 8
+    LOGPROBS = 16
+    EMBEDDING = 32
+    """Its last hidden state in the place of a token."""
+    ADJUSTED_LOGITS = PENALTIES | BIAS | MIN_TOKENS | GRAMMAR
+    """The logits are changed before a token is chosen."""
+    MORE_THAN_A_TOKEN = LOGPROBS | EMBEDDING
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, can_stop: bool) -> SamplingNeeds:
+        """The needs of a request, a grammar left out; can_stop: whether any token ends it."""
+        penalized = (
+            sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        )
+        found = cls.PENALTIES if penalized else cls.NOTHING
+        found |= cls.BIAS if sampling.logit_bias else 0
+        found |= cls.MIN_TOKENS if sampling.min_tokens > 0 and can_stop else 0
+        found |= cls.LOGPROBS if sampling.logprobs is not None else 0
+        return found | (cls.EMBEDDING if sampling.embed else 0)
 
 
 class Constraint(Protocol):
     """A sequence's position in the grammar that bounds its text; see server.engine.grammar."""
-
-    def is_known(self) -> bool:
-        """Whether allowed() is known already; finding it costs much, and permits() little."""
-        ...
-
-    def allowed(self) -> bytes:
-        """Which tokens may come next: bit i of byte i // 8 is token i."""
-        ...
 
     def permits(self, token: int) -> bool:
         """Whether this token may come next."""
@@ -53,10 +71,6 @@ class Constraint(Protocol):
 
     def ahead(self, token: int) -> Constraint | None:
         """The state behind one more token, which has not been sampled; None where nothing can follow it."""
-        ...
-
-    def look_ahead(self) -> None:
-        """Begin to find allowed() in a thread, where that can be hidden behind the model's next step."""
         ...
 
 
@@ -111,8 +125,10 @@ class Sequence:
 
     num_judged = 0
     """The draft model's guesses that acceptance has been learned from."""
-    guessed: tuple[int, ...] = ()
-    """The guesses behind its tokens, of a sequence as it would be with them."""
+    original: Sequence | None = None
+    """The real sequence, of one as it would be with draft tokens (speculation)."""
+    draft_tokens: tuple[int, ...] = ()
+    """What such a one has behind its tokens."""
 
     def __init__(
         self,
@@ -161,16 +177,10 @@ class Sequence:
         self.most_tokens = self.num_prompt + sampling.max_tokens
         """The prompt's tokens and all that may be generated, at most the scheduler's longest length."""
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
-        self.is_penalized = (
-            sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-        )
-        """Whether its next token's logits depend on the tokens that it has."""
+        self.needs = SamplingNeeds.of(sampling, bool(self.stop_ids))
+        """What it needs of the sampler at first; see pending_needs."""
         self.embeds = sampling.embed
         """Whether it wants its last hidden state instead of a token."""
-        self.is_plain = not (
-            self.is_penalized or sampling.logit_bias or sampling.logprobs is not None or sampling.embed
-        )
-        """Whether it wants a token, its logits unchanged, but for min_tokens and a grammar, and no log-probabilities."""
         self.constraint: Constraint | None = None
         self.guesser: GuessSource | None = None
         """What guesses its next tokens, once it has been asked."""
@@ -183,14 +193,14 @@ class Sequence:
         )
 
     @property
-    def original(self) -> Sequence:
-        """The sequence itself, of one as it would be with guesses."""
-        return self
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.tokens)
 
     @property
     def num_generated(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - self.num_prompt
+        return self.num_tokens - self.num_prompt
 
     @property
     def is_too_short(self) -> bool:
@@ -198,10 +208,23 @@ class Sequence:
         return self.num_generated < self.sampling.min_tokens
 
     @property
-    def is_adjusted(self) -> bool:
-        """Whether its next token's logits are changed before a token is chosen."""
-        banned = self.is_too_short and bool(self.stop_ids)
-        return self.is_penalized or bool(self.sampling.logit_bias) or self.constraint is not None or banned
+    def pending_needs(self) -> SamplingNeeds:
+        """What sampling its next token needs: min_tokens counts only as long as it is too short."""
+        needs = self.needs
+        return (
+            needs & ~SamplingNeeds.MIN_TOKENS if needs & SamplingNeeds.MIN_TOKENS and not self.is_too_short else needs
+        )
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether its next token is sampled from the model's logits as they are, and nothing else is asked for."""
+        return not self.pending_needs
+
+    def bind(self, constraint: Constraint | None) -> None:
+        """Let a grammar bound what follows, or none."""
+        self.constraint = constraint
+        grammar = SamplingNeeds.GRAMMAR
+        self.needs = self.needs & ~grammar if constraint is None else self.needs | grammar
 
     @property
     def num_pending(self) -> int:
@@ -251,20 +274,20 @@ class Sequence:
         """How many tokens may follow the present last one."""
         return min(self.most_tokens, max_model_len) - len(self.tokens)
 
-    def resolve(self, token: int, more: bool = False) -> None:
+    def resolve(self, token: int) -> None:
         """Put the sampled token in the place of the placeholder, with append()'s effects."""
         tokens = self.tokens
         tokens[-1] = token
         # Most of a thousand sequences need no call.
         if len(tokens) >= self.most_tokens or token in self.stop_ids or self.constraint is not None:
-            self._note_newest(token, more)
+            self._note_newest(token)
 
-    def append(self, token: int, more: bool = False) -> None:
-        """Add a sampled token and set finish_reason if it is the last one; more: whether another follows at once."""
+    def append(self, token: int) -> None:
+        """Add a sampled token and set finish_reason if it is the last one."""
         self.tokens.append(token)
-        self._note_newest(token, more)
+        self._note_newest(token)
 
-    def _note_newest(self, token: int, more: bool = False) -> None:
+    def _note_newest(self, token: int) -> None:
         if self.constraint is not None and token not in self.stop_ids:
             self.constraint.accept(token)
         if token in self.stop_ids and self.num_generated > self.sampling.min_tokens:
@@ -274,5 +297,3 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.most_tokens:
             self.finish_reason = "length"
-        elif self.constraint is not None and not more:
-            self.constraint.look_ahead()

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from server.engine.scheduling.columns import Decoding
-from server.engine.scheduling.sequence import Phase, Sequence
+from server.engine.scheduling.sequence import Phase, SamplingNeeds, Sequence
 
 MOST_SCORED = 256
 """Prompt tokens in one step whose logits are kept: each is a row as wide as the vocabulary."""
@@ -158,9 +158,16 @@ class Step:
         return all(chunk.samples and chunk.length == 1 for chunk in self._others)
 
     @property
+    def is_raw(self) -> bool:
+        """Whether each Sequence.is_raw."""
+        decodes_raw = self._decoding is None or self._decoding.is_raw
+        return decodes_raw and all(chunk.sequence.is_raw for chunk in self._others)
+
+    @property
     def is_constrained(self) -> bool:
         """Whether a grammar bounds any of its sequences."""
-        own = self._decoding is not None and self._decoding.columns.traits.constrained
+        traits = None if self._decoding is None else self._decoding.columns.traits
+        own = traits is not None and bool(traits.needs & SamplingNeeds.GRAMMAR)
         return own or any(chunk.sequence.constraint is not None for chunk in self._others)
 
     @property

@@ -14,7 +14,6 @@ import torch
 
 from server.engine.runtime.attention.graph_backend import PLANS_AHEAD, GraphBackend, HostLayout
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs, _Graph
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool
 from server.engine.runtime.paged_model import PagedModel
@@ -115,7 +114,7 @@ def test_a_graph_computes_the_batch_whatever_steps_ran_before(counts: tuple[int,
     for number, count in enumerate(counts):
         batch = make_batch([(13 * number + 5 * row) % VOCABULARY for row in range(count)])
         pool.done.clear()
-        logits = graphs.run(batch)
+        logits = graphs.run(batch).logits
         assert pool.done == ["waited", "recorded"]
         assert logits.shape == (count, VOCABULARY)
         assert torch.equal(logits.argmax(-1), expected(batch.ids, batch.positions, batch.slots))
@@ -129,24 +128,18 @@ def test_a_graph_computes_the_batch_whatever_steps_ran_before(counts: tuple[int,
 def test_tokens_of_the_step_before_take_the_places_of_unknown_ones(source: list[int] | None) -> None:
     graphs, _, _ = make_graphs(4)
     # The step before leaves unknown tokens in more places than the next one has.
-    graphs.launch(make_batch([PLACEHOLDER] * 4), Launch(True, None, lambda: None), torch.tensor([20, 21, 22, 23]))
+    graphs.run(make_batch([PLACEHOLDER] * 4), torch.tensor([20, 21, 22, 23]))
     newest = torch.tensor([30, 31, 32])
     batch = make_batch([PLACEHOLDER, 9, PLACEHOLDER])
-    best, tokens = graphs.launch(batch, Launch(True, source, lambda: None), newest)
+    output = graphs.run(batch, newest, source)
+    assert output.greedy is not None
+    assert output.newest is not None
+    best, tokens = output.greedy
     ids = torch.tensor([30, 9, 32] if source is None else [32, 9, 31])
     assert tokens.tolist() == expected(ids, batch.positions, batch.slots).tolist()
+    assert output.newest.tolist() == ids.tolist()
     assert best.tolist() == [3.0] * 3
     assert batch.ids.tolist() == [PLACEHOLDER, 9, PLACEHOLDER]
-
-
-def test_sampled_tokens_come_from_the_graphs_logits() -> None:
-    graphs, _, _ = make_graphs(4)
-    batch = make_batch([8, 9, 10])
-    # Row, temperature, uniform number, top_k, top_p, min_p: the second row is sampled, and surely the likeliest token.
-    table = np.array([[1.0, 0.05, 0.5, VOCABULARY, 1.0, 0.0]])
-    best, tokens = graphs.launch(batch, Launch(False, None, lambda: table), None)
-    assert tokens.tolist() == expected(batch.ids, batch.positions, batch.slots).tolist()
-    assert best.tolist() == [3.0] * 3
 
 
 def test_the_copies_of_a_few_steps_may_be_under_way() -> None:
@@ -194,7 +187,7 @@ def test_a_steps_layout_is_written_with_its_inputs(monkeypatch: pytest.MonkeyPat
     layout = HostLayout(numbers, pinned, 4, tables, new, 2, lambda: forgotten.append(True))
     graphs._backend = cast(GraphBackend, SimpleNamespace(host_layout=lambda *_: layout))
     batch = make_batch([3, 4])
-    assert torch.equal(graphs.run(batch).argmax(-1), expected(batch.ids, batch.positions, batch.slots))
+    assert torch.equal(graphs.run(batch).logits.argmax(-1), expected(batch.ids, batch.positions, batch.slots))
     assert numbers.tolist() == [1, 2, 3, 4, 0, 0]
     assert tables.tolist() == [[0, 61, 0], [0, 60, 0]]
     assert not forgotten

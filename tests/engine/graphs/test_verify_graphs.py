@@ -6,25 +6,24 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 from server.config import EngineConfig
-from server.engine.runtime import runner as runner_module
 from server.engine.runtime.batch import Batch, batch_of, check_batch
 from server.engine.runtime.exchange import ExchangeError
-from server.engine.runtime.graphs.async_step import AsyncStep, Launch
 from server.engine.runtime.graphs.cuts import cut_layers
 from server.engine.runtime.graphs.invariant import in_groups
+from server.engine.runtime.graphs.launched_step import Launch
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner, StepGraphs
+from server.engine.runtime.sampling.sampler import ModelOutput
 from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
 from server.engine.runtime.step_input import StepInput, step_input
-from server.engine.runtime.transfers.host_results import HostResults
 from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.sequence import PLACEHOLDER
@@ -34,22 +33,20 @@ from tests.engine.models import tiny_model
 
 
 class UncapturedGraphs(VerifyGraphs):
-    """Takes steps of up to 4 tokens, as graphs of 2 and 4 do, and runs the model itself; sampled counts the steps."""
+    """Takes steps of up to 4 tokens, as graphs of 2 and 4 do, and runs the model itself; replayed has their tokens."""
 
     def __init__(self, paged: PagedModel) -> None:
         self._paged = paged
         self._graphs = dict.fromkeys((2, 4))  # type: ignore[assignment]
         self._largest = 4
-        self.sampled = 0
+        self.replayed: list[int] = []
 
-    def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
-        assert launch.table() is None
-        self.sampled += 1
+    def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:
+        self.replayed.append(batch.num_tokens)
         if newest is not None:
-            given = newest if launch.source is None else newest[launch.source]
+            given = newest if source is None else newest[source]
             torch.where(batch.ids == PLACEHOLDER, given, batch.ids, out=batch.ids)
-        best, tokens = self._paged.run(batch).float().max(-1)
-        return AsyncStep(step, HostResults().post(best, tokens))
+        return ModelOutput(self._paged.run(batch))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -86,34 +83,24 @@ def test_the_batch_of_a_check_is_a_steps_batch_in_tokens(seed: int) -> None:
     assert found.num_single == len(found.spans) == found.sampled_rows.shape[0] == found.num_tokens
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"presence_penalty": 0.5}])
 @pytest.mark.parametrize(("guesses", "fits"), [([7, 8], True), ([7, 8, 9], True), ([7, 8, 9, 10], False)])
-def test_a_step_with_guesses_makes_one_batch(guesses: list[int], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_guesses_is_computed_once(guesses: list[int], fits: bool, options: dict[str, Any]) -> None:
     """Also a step of more tokens than the largest graph, which the model's own code computes."""
     config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
     plain = build_runner(tiny_model("llama"), config)
     graphs = UncapturedGraphs(plain._paged)
     runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs))
-    sequence = make_sequence(6)
+    sequence = make_sequence(6, **options)
     sequence.tables = BlockTables(1, 8)
     sequence.row = sequence.tables.take([0, 1, 2])
     plain.execute(Step([Chunk(sequence, 0, 5, False)]))
     step = Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: guesses})
     expected = plain.execute(step)
-    batches: list[int] = []
-
-    def counted(given: StepInput, block_size: int) -> Batch:
-        batches.append(len(given.ids))
-        return batch_of(given, block_size)
-
-    def counted_check(given: Step, block_size: int) -> Batch:
-        batches.append(given.num_tokens)
-        return check_batch(given, block_size)
-
-    monkeypatch.setattr(runner_module, "batch_of", counted)
-    monkeypatch.setattr(runner_module, "check_batch", counted_check)
-    assert runner.execute(step) == expected
-    assert batches == [1 + len(guesses)]
-    assert graphs.sampled == fits
+    launched = runner.launch_check(step)
+    assert (launched is not None) == fits
+    assert (runner.execute(step) if launched is None else launched.read()) == expected
+    assert graphs.replayed == ([1 + len(guesses)] if fits else [])
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -142,7 +129,7 @@ def test_guesses_that_only_the_device_knows_are_those_of_their_sequences(fits: b
     found = runner.execute(step) if launched is None else launched.read()
     assert found == expected
     step.read_guesses()
-    assert graphs.sampled == fits
+    assert graphs.replayed == ([6] if fits else [])
     assert step.guesses == guesses
     assert step.drafted is None
 
@@ -172,19 +159,13 @@ class OtherRank:
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("fits", [True, False])
-def test_other_ranks_check_guesses_by_the_same_graphs(
-    drafted: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_check_guesses_by_the_same_graphs(drafted: bool, fits: bool) -> None:
     """Also those that only this rank's device knows: they are read before the others get the step."""
     config = EngineConfig(block_size=4, kv_cache_bytes=2**20, max_num_batched_tokens=32, enforce_eager=True)
     plain = build_runner(tiny_model("llama"), config)
     graphs, others = UncapturedGraphs(plain._paged), UncapturedGraphs(plain._paged)
     other = OtherRank(ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=others)))
     runner = ModelRunner(plain._paged, plain.limits, graphs=StepGraphs(verify=graphs), followers=other)
-    replayed: list[int] = []
-    monkeypatch.setattr(
-        UncapturedGraphs, "run", lambda own, batch: (replayed.append(batch.num_tokens), own._paged.run(batch))[1]
-    )
     sequence = make_sequence(6)
     sequence.tables = BlockTables(1, 8)
     sequence.row = sequence.tables.take([0, 1, 2])
@@ -198,10 +179,7 @@ def test_other_ranks_check_guesses_by_the_same_graphs(
         step.drafted = LaunchedGuesses([sequence], [torch.tensor([guess]) for guess in guesses])
     assert runner.execute(step) == expected
     assert other.ids == [[sequence.tokens[5], *guesses]]
-    assert graphs.sampled == fits
-    # The other rank samples nothing.
-    assert others.sampled == 0
-    assert replayed == ([4] if fits else [])
+    assert graphs.replayed == others.replayed == ([4] if fits else [])
     assert not other.is_waited_for
 
 
@@ -214,10 +192,10 @@ def test_a_rank_that_fails_while_others_check_guesses_ends_the_group(monkeypatch
     sequence.tables = BlockTables(1, 8)
     sequence.row = sequence.tables.take([0, 1, 2])
 
-    def broken(*_: object) -> AsyncStep:
+    def broken(*_: object) -> ModelOutput:
         raise RuntimeError("no graph")
 
-    monkeypatch.setattr(graphs, "run_async", broken)
+    monkeypatch.setattr(graphs, "run", broken)
     with pytest.raises(ExchangeError, match="rank 0 failed in a step: RuntimeError: no graph"):
         runner.execute(Step([Chunk(sequence, 5, 1, True)], guesses={sequence.request_id: [7]}))
 

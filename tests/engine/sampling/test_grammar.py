@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -14,16 +12,15 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from server.engine.grammar import THREADED_STEPS, GrammarError, Grammars, MaskFiller
-from server.engine.runtime.sampling.device_sampler import DeviceSampler
+from server.engine.grammar import THREADED_STEPS, GrammarError, Grammars, GrammarState, MaskFiller
 from server.engine.runtime.sampling.grammar_masks import MaskBuffer
-from server.engine.runtime.sampling.sampler import Sampled, sample
-from server.engine.scheduling.sequence import Sequence
+from server.engine.runtime.sampling.sampler import Sampler
+from server.engine.scheduling.sequence import Constraint, Sequence
 from server.text.tokenizer import Tokenizer
 from server.types import GenerateRequest, SamplingParams
+from tests.engine.factories import sample
 
 VOCABULARY, END = 49152, 2
-Choose = Callable[[torch.Tensor, list[Sequence]], list[Sampled]]
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "日本"]}},
@@ -32,26 +29,33 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["alone", "looked-ahead"])
-def grammars(embedded_folder: Path, request: pytest.FixtureRequest) -> Grammars:
-    return Grammars(embedded_folder, VOCABULARY, END, look_ahead=request.param)
+@pytest.fixture(scope="module")
+def grammars(embedded_folder: Path) -> Grammars:
+    return Grammars(embedded_folder, VOCABULARY, END)
 
 
-@pytest.fixture(params=["tried", "masked"])
-def choose(request: pytest.FixtureRequest) -> Choose:
-    """The samplers: one asks about a token first, one finds all permitted ones."""
-    return sample if request.param == "tried" else DeviceSampler(VOCABULARY, torch.device("cpu")).sample
+@pytest.fixture(params=["asked", "masked"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPU, where grammars are asked about tokens first, and as on CUDA, where all have masks."""
+    if request.param == "masked":
+        monkeypatch.setattr(Sampler, "_in_need_of_masks", lambda own, bound, tokens: bound)
+
+
+def allowed(state: Constraint | None) -> bytes:
+    """The tokens that may come next: bit i of byte i // 8 is token i."""
+    assert isinstance(state, GrammarState)
+    return state.matcher().compute_bitmask()[: VOCABULARY // 8]
 
 
 def sequence(grammars: Grammars, grammar: str | None, seed: int, **options: object) -> Sequence:
     chosen = {"max_tokens": 200, "temperature": 1.0, "grammar": grammar, **options}
     sampling = SamplingParams(**chosen)  # type: ignore[arg-type]
     made = Sequence(GenerateRequest(str(seed), [1, 5], sampling), seed, frozenset({END}))
-    made.constraint = grammars.start(grammar) if grammar is not None else None
+    made.bind(grammars.start(grammar) if grammar is not None else None)
     return made
 
 
-def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_folder: Path, choose: Choose) -> None:
+def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_folder: Path) -> None:
     tokenizer = Tokenizer.load(embedded_folder)
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA, defaults={"whitespace_flexible": False})
     random.seed()
@@ -60,7 +64,7 @@ def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_
     for _ in range(60):
         running = [s for s in rows if s.finish_reason is None]
         logits = torch.randn(len(running) + 1, VOCABULARY) * 3
-        for chosen, result in zip([*running, free], choose(logits, [*running, free]), strict=True):
+        for chosen, result in zip([*running, free], sample(logits, [*running, free]), strict=True):
             assert result.error is None
             chosen.append(result.token)
     for ended in rows:
@@ -70,12 +74,12 @@ def test_random_logits_give_what_the_schema_allows(grammars: Grammars, embedded_
     assert free.num_generated == 60 or free.finish_reason == "stop"
 
 
-def test_the_end_may_come_only_where_the_text_may_end(grammars: Grammars, choose: Choose) -> None:
+def test_the_end_may_come_only_where_the_text_may_end(grammars: Grammars) -> None:
     wanting = sequence(grammars, LLMatcher.grammar_from_regex("[ab]{4,}"), 1)
     for _ in range(8):
         logits = torch.zeros(1, VOCABULARY)
         logits[0, END] = 100.0
-        token = choose(logits, [wanting])[0].token
+        token = sample(logits, [wanting])[0].token
         wanting.append(token)
         if token == END:
             break
@@ -90,23 +94,22 @@ def test_single_tokens_are_permitted_as_the_mask_says(grammars: Grammars) -> Non
         for _ in range(12):
             tokens = [END, *random.sample(range(VOCABULARY), 2000)]
             alone = [state.permits(token) for token in tokens]
-            mask = state.allowed()
+            mask = allowed(state)
             permitted = [token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1]
             known = set(permitted)
             assert alone == [token in known for token in tokens]
             state.accept(random.choice([token for token in permitted if token != END] or [END]))
             if state.done:
                 break
-            state.look_ahead()
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.999999}], ids=["tried first", "masked first"])
 def test_sampled_tokens_keep_the_share_that_permitted_tokens_have(
-    grammars: Grammars, options: dict[str, float], choose: Choose
+    grammars: Grammars, options: dict[str, float]
 ) -> None:
     grammar = LLMatcher.grammar_from_regex("[abc]")
     states = [sequence(grammars, grammar, seed, **options) for seed in range(600)]
-    mask = grammars.start(grammar).allowed()
+    mask = allowed(grammars.start(grammar))
     permitted = [token for token in range(VOCABULARY) if mask[token // 8] >> token % 8 & 1]
     assert len(permitted) == 3
     logits = torch.full((1, VOCABULARY), -50.0)
@@ -114,7 +117,7 @@ def test_sampled_tokens_keep_the_share_that_permitted_tokens_have(
     logits[0, 5000:5100] = 0.0  # without the grammar nine in ten samples are none of the three
     expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0]), 0) * len(states)
     sampled = [
-        result.token for i in range(0, 600, 200) for result in choose(logits.repeat(200, 1), states[i : i + 200])
+        result.token for i in range(0, 600, 200) for result in sample(logits.repeat(200, 1), states[i : i + 200])
     ]
     counts = torch.tensor([float(sampled.count(token)) for token in permitted])
     assert counts.sum() == len(states)
@@ -125,30 +128,23 @@ def test_sampled_tokens_keep_the_share_that_permitted_tokens_have(
 def test_sampled_tokens_depend_on_nothing_but_the_seed(grammars: Grammars, options: dict[str, float]) -> None:
     grammar = LLMatcher.grammar_from_regex("[a-e ]+")
     texts = []
-    for found_before, on_device, logprobs in (
-        (False, False, None),
-        (True, False, None),
-        (False, False, 2),
-        (False, True, 2),
-    ):
+    for logprobs in (None, 2):
         own = sequence(grammars, grammar, 7, logprobs=logprobs, **options)
-        choose = DeviceSampler(VOCABULARY, torch.device("cpu")).sample if on_device else sample
         torch.manual_seed(5)
         for _ in range(12):
-            result = choose(torch.randn(1, VOCABULARY) * 2, [own])[0]
+            result = sample(torch.randn(1, VOCABULARY) * 2, [own])[0]
             if own.constraint is not None and logprobs is not None:
                 assert result.logprob is not None
                 assert all(own.constraint.permits(token) for token, _ in result.logprob.top)
             own.append(result.token)
             if own.finish_reason is not None:
                 break
-            if found_before and own.constraint is not None:
-                own.constraint.allowed()  # known before the next token is sampled
         texts.append(own.tokens)
-    assert texts[0] == texts[1] == texts[2] == texts[3]
+    # With log-probabilities all have masks.
+    assert texts[0] == texts[1]
 
 
-def test_each_of_many_is_bound_by_its_own_grammar(grammars: Grammars, choose: Choose) -> None:
+def test_each_of_many_is_bound_by_its_own_grammar(grammars: Grammars) -> None:
     bound = [
         sequence(grammars, LLMatcher.grammar_from_regex(f"[{letters}]{{9}}"), seed, logprobs=2)
         for seed, letters in enumerate(["a-z ", "bc", "d-y", "a-f", "0-9", "A-Z"])
@@ -158,7 +154,7 @@ def test_each_of_many_is_bound_by_its_own_grammar(grammars: Grammars, choose: Ch
     for row in (1, 3, 4):  # the first token that is tried is a permitted one in every other row
         permitted = next(token for token in range(VOCABULARY) if constraints[row].permits(token))
         logits[row, permitted] = 50.0
-    for constraint, result in zip(constraints, choose(logits, bound), strict=True):
+    for constraint, result in zip(constraints, sample(logits, bound), strict=True):
         assert result.logprob is not None
         assert all(constraint.permits(token) for token in (result.token, *(t for t, _ in result.logprob.top)))
 
@@ -172,7 +168,7 @@ def test_masks_of_many_are_those_of_each(grammars: Grammars, quick_s: float) -> 
     for _ in range(2 if quick_s else THREADED_STEPS + 3):
         masks[:] = -1
         assert filler.fill(states, masks) == {}
-        assert [row.tobytes() for row in masks] == [state.allowed()[: VOCABULARY // 8] for state in states]
+        assert [row.tobytes() for row in masks] == [allowed(state) for state in states]
     assert len({row.tobytes() for row in masks}) == len(states)
 
 
@@ -183,7 +179,7 @@ def test_masks_take_the_place_of_earlier_ones(grammars: Grammars) -> None:
     for some in (rows[3:5], rows[:1], rows, rows[5:], rows[2:]):
         found, failed = buffer.find(some)
         assert failed == {}
-        expected = [s.constraint.allowed()[: VOCABULARY // 8] for s in some if s.constraint is not None]
+        expected = [allowed(s.constraint) for s in some]
         assert [row.numpy().tobytes() for row in found] == expected
 
 
@@ -191,7 +187,7 @@ def test_a_sequence_that_leaves_its_grammar_ends_alone(grammars: Grammars) -> No
     good, bad = (sequence(grammars, LLMatcher.grammar_from_regex("[a-z]{9}"), seed) for seed in range(2))
     assert bad.constraint is not None
     bad.constraint.accept(20)
-    alone, failed = DeviceSampler(VOCABULARY, torch.device("cpu")).sample(torch.randn(2, VOCABULARY), [good, bad])
+    alone, failed = sample(torch.randn(2, VOCABULARY), [good, bad])
     assert alone.error is None
     assert good.constraint is not None
     assert good.constraint.permits(alone.token)
@@ -213,53 +209,22 @@ def test_the_state_behind_tokens_that_may_come(grammars: Grammars, embedded_fold
         assert behind is not None
         ahead = behind
         followed.accept(token)
-        followed.look_ahead()
-        assert ahead.allowed() == followed.allowed()
+        assert allowed(ahead) == allowed(followed)
         assert ahead.may_end == followed.may_end
     assert ahead.ahead(END) is None
     assert ahead.ahead(text[-1]) is None  # with the last bracket nothing can follow
     # The state itself is where it was.
-    assert state.allowed() == grammars.start(grammar).allowed()
+    assert allowed(state) == allowed(grammars.start(grammar))
     broken = grammars.start("{")
     assert broken.permitted(text) == 0
     assert broken.ahead(text[0]) is None
-
-
-def test_a_search_that_has_not_begun_is_given_up(embedded_folder: Path) -> None:
-    grammars = Grammars(embedded_folder, VOCABULARY, END, look_ahead=True)
-    first, second = (grammars.start(LLMatcher.grammar_from_regex("[a-z]+")) for _ in range(2))
-    letter = next(token for token in range(VOCABULARY) if first.permits(token))
-    begun, go_on = threading.Event(), threading.Event()
-    assert grammars._ahead is not None
-
-    def busy() -> None:
-        begun.set()
-        go_on.wait()
-
-    grammars._ahead.submit(busy)
-    begun.wait()
-    second.accept(letter)
-    second.look_ahead()
-    assert not second.is_known()
-    assert second.permits(letter)
-    # Nor does anything else wait for it.
-    second.look_ahead()
-    assert second.permitted([letter]) == 1
-    second.look_ahead()
-    second.accept(letter)
-    go_on.set()
-    for _ in range(2):
-        first.accept(letter)
-    first.look_ahead()
-    assert first.allowed() == second.allowed()
-    assert first.is_known()
 
 
 def test_broken_grammar(grammars: Grammars) -> None:
     with pytest.raises(GrammarError, match="regex"):
         grammars.compile(LLMatcher.grammar_from_regex("(a")).result()
     with pytest.raises(GrammarError):
-        grammars.start("{").allowed()
+        grammars.start("{").permits(5)
     endless = LLMatcher.grammar_from_json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})
     with pytest.raises(GrammarError, match="no text matches it"):
         grammars.compile(endless).result()

@@ -40,7 +40,7 @@ def written(state: GrammarState, tokenizer: Tokenizer, choose: int) -> str:
     """What comes out if the first or last of the permitted tokens is taken every time."""
     tokens: list[int] = []
     while not state.done:
-        allowed = state.allowed()
+        allowed = state.matcher().compute_bitmask()
         permitted = [i for i in range(tokenizer.get_vocab_size()) if i != END and allowed[i // 8] >> i % 8 & 1]
         if not permitted:
             break
@@ -68,14 +68,15 @@ def test_a_matcher_that_fails_is_not_done(folder: Path) -> None:
     grammars = Grammars(folder, None, END)
     grammar = choice_grammar(["a>"])
     sequence = Sequence(GenerateRequest("0", [1], SamplingParams(max_tokens=9, grammar=grammar)), 0, frozenset({END}))
-    state = sequence.constraint = grammars.start(grammar)
+    state = grammars.start(grammar)
+    sequence.bind(state)
     wrong, right = tokenizer.token_to_id("b"), tokenizer.token_to_id("a")
     assert state.permits(right)
     sequence.append(wrong)
     assert not state.done
     assert sequence.finish_reason is None
     with pytest.raises(GrammarError):
-        state.allowed()
+        state.permits(right)
     finished = grammars.start(grammar)
     for text in "a>":
         assert not finished.done

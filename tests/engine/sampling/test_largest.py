@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine.runtime.sampling import largest
-from tests.engine.interpreted import run_interpreted
+from server.engine.runtime.sampling import ops
 
 
 def check_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> None:
@@ -25,7 +24,7 @@ def check_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> N
     for given in (wide.to(device)[:, :vocabulary], logits.contiguous().to(device)):
         # The kernel leaves its counters as it found them.
         for _ in range(2):
-            found, indices = largest.largest_of_rows(given)
+            found, indices = ops.largest_of_rows(given)
             assert found.dtype == torch.float32
             torch.testing.assert_close(found.cpu().double(), best, rtol=0, atol=0, equal_nan=True)
             numbers = ~best.isnan()
@@ -46,21 +45,6 @@ def test_by_torch(rows: int, vocabulary: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "vocabulary"), CASES)
 def test_by_the_kernel(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
-    largest.use_kernel(torch.device("cuda", 0), dtype, vocabulary)
-    assert largest._Kernel.largest_of_rows is not None
+    ops.use_kernels(torch.device("cuda", 0), dtype, vocabulary)
+    assert "cuda" in ops._kernels
     check_rows(rows, vocabulary, dtype, "cuda")
-
-
-def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(
-        """
-import torch
-from server.engine.runtime.sampling import largest
-from server.engine.runtime.sampling.largest_kernel import largest_of_rows as by_kernel
-from tests.engine.sampling import test_largest
-largest.largest_of_rows = by_kernel
-for shape in ((1, 9), (5, 8192), (6, 20_001)):
-    test_largest.check_rows(*shape, torch.bfloat16, "cpu")
-"""
-    )

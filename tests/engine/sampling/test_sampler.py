@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from server.engine.runtime.sampling import sampler
-from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
-from server.engine.runtime.sampling.inverse_cdf import sampling_table, uniforms
-from server.engine.runtime.sampling.penalties import HostPenalties, Penalties
 from server.engine.runtime.sampling.penalty_table import PenaltyTable
-from server.engine.runtime.sampling.sampler import sample
+from server.engine.runtime.sampling.random_rows import RandomRows, uniforms
+from server.engine.runtime.sampling.sampler import ModelOutput, Sampler
 from server.engine.runtime.speculation.verification import SequenceAhead
-from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
-from tests.engine.factories import make_sequence
+from server.engine.scheduling.sequence import PLACEHOLDER, SamplingNeeds, Sequence
+from tests.engine.factories import make_sequence, sample
 
 
 def next_token(logits: list[float] | torch.Tensor, sequence: Sequence) -> int:
@@ -36,21 +32,24 @@ def test_greedy_takes_the_largest() -> None:
     assert next_token([0.0, 3.0, 1.0], make_sequence([1])) == 1
 
 
-def test_which_logits_are_changed_before_a_token_is_chosen() -> None:
-    for options in (
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": 0.1},
-        {"logit_bias": {3: 1.0}},
+def test_what_sequences_need_of_the_sampler() -> None:
+    for options, needs in (
+        ({"repetition_penalty": 1.1}, SamplingNeeds.PENALTIES),
+        ({"presence_penalty": 0.1}, SamplingNeeds.PENALTIES),
+        ({"frequency_penalty": 0.1, "logprobs": 0}, SamplingNeeds.PENALTIES | SamplingNeeds.LOGPROBS),
+        ({"logit_bias": {3: 1.0}}, SamplingNeeds.BIAS),
+        ({"embed": True}, SamplingNeeds.EMBEDDING),
+        ({}, SamplingNeeds.NOTHING),
+        ({"temperature": 1.0, "top_k": 5}, SamplingNeeds.NOTHING),
+        ({"min_tokens": 2}, SamplingNeeds.NOTHING),
     ):
-        assert make_sequence([1], **options).is_adjusted
-    for options in ({}, {"temperature": 1.0}, {"logprobs": 0}, {"min_tokens": 2}):
-        assert not make_sequence([1], **options).is_adjusted
+        assert make_sequence([1], **options).pending_needs == needs
+        assert make_sequence([1], **options).is_raw == (needs == 0)
     sequence = make_sequence([1], min_tokens=2, stop_token_ids=[9])
-    assert sequence.is_adjusted
+    assert sequence.pending_needs == SamplingNeeds.MIN_TOKENS
     for token in (5, 6):
         sequence.append(token)
-    assert not sequence.is_adjusted
+    assert sequence.is_raw
 
 
 def test_tokens_follow_the_distribution() -> None:
@@ -164,11 +163,8 @@ def test_penalties_are_openais_and_transformers() -> None:
     assert result.token == 2
 
 
-@pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu")), None])
-def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = sample if kind is not None else DeviceSampler(50, torch.device("cpu")).sample
-    kept = kind() if kind is not None else None
-    monkeypatch.setattr(sampler, "penalties", lambda *_: kept)
+def test_penalties_of_many_sequences_are_those_of_each() -> None:
+    choose = Sampler(50, torch.device("cpu")).sample
     vocabulary, generator = 50, torch.Generator().manual_seed(2)
     options: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
@@ -200,9 +196,8 @@ def test_penalties_of_many_sequences_are_those_of_each(kind: Any, monkeypatch: p
             sequence.append(int(torch.randint(vocabulary, (1,), generator=generator)))
 
 
-@pytest.mark.parametrize("kind", [HostPenalties, partial(Penalties, 50, torch.device("cpu"))])
-def test_penalties_behind_guesses_are_those_of_the_tokens(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, alone, chance = kind(), kind(), random.Random(5)
+def test_penalties_behind_draft_tokens_are_those_of_the_tokens() -> None:
+    sampler, chance = Sampler(50, torch.device("cpu")), random.Random(5)
     vocabulary, generator = 50, torch.Generator().manual_seed(2)
     options = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.3, "logprobs": vocabulary}
     alive = [make_sequence([1 + index, 2, 3], ignore_eos=True, **options) for index in range(6)]
@@ -212,16 +207,13 @@ def test_penalties_behind_guesses_are_those_of_the_tokens(kind: Any, monkeypatch
         for sequence in alive:
             # Some guesses come twice, and some are among the sequence's tokens.
             guesses = tuple(chance.randrange(12) for _ in range(chance.randrange(5)))
-            rows += [sequence, *(SequenceAhead(sequence, n, guesses[:n]) for n in range(1, len(guesses) + 1))]
+            rows += [sequence, *(SequenceAhead(sequence, guesses[:n], None) for n in range(1, len(guesses) + 1))]
             for count in range(len(guesses) + 1):
                 behind.append(copy := make_sequence(sequence.tokens[:3], ignore_eos=True, **options))
                 for token in (*sequence.tokens[3:], *guesses[:count]):
                     copy.append(token)
         logits = torch.randn(len(rows), vocabulary, generator=generator)
-        monkeypatch.setattr(sampler, "penalties", lambda *_: kept)
-        found = sample(logits.clone(), rows)
-        monkeypatch.setattr(sampler, "penalties", lambda *_: alone)
-        assert found == sample(logits.clone(), behind)
+        assert sampler.sample(logits, rows) == sample(logits, behind)
         for sequence in alive:
             sequence.append(chance.randrange(12))
 
@@ -235,9 +227,9 @@ def test_bias_and_min_tokens() -> None:
     assert next_token([0.0, 1.0, 2.0], early) == 2
 
 
-def test_the_device_sampler_gives_the_same_numbers_whatever_the_options() -> None:
+def test_what_is_kept_between_steps_and_what_only_the_device_knows_change_nothing() -> None:
     vocabulary, generator, rng = 300, torch.Generator().manual_seed(3), random.Random(0)
-    on_device = DeviceSampler(vocabulary, torch.device("cpu"))
+    sampler = Sampler(vocabulary, torch.device("cpu"))
     ends = frozenset({2, 40, 41, 42})
 
     def one(index: int) -> Sequence:
@@ -257,14 +249,14 @@ def test_the_device_sampler_gives_the_same_numbers_whatever_the_options() -> Non
         if step % 11 == 10:
             rng.shuffle(alive)
         logits = torch.randn(len(alive), vocabulary, generator=generator) * 4
-        expected = sample(logits.clone(), alive)
+        expected = [sample(logits[row : row + 1], [sequence])[0] for row, sequence in enumerate(alive)]
         before = [sequence.tokens[-1] for sequence in alive]
         known = step % 3 == 0
         newest = None if known else torch.tensor(before)
         if not known:  # the host does not know them: they are PLACEHOLDERs, but for a prompt's last one
             for sequence in alive:
                 sequence.tokens[-1] = PLACEHOLDER if sequence.num_generated else sequence.tokens[-1]
-        launched = on_device.launch(ModelOutput(logits, logits.max(-1) if step % 2 else None, newest), alive)
+        launched = sampler.launch(ModelOutput(logits, logits.max(-1) if step % 2 else None, newest), alive)
         for sequence, token in zip(alive, before, strict=True):
             sequence.tokens[-1] = token
         assert launched.read() == expected
@@ -314,7 +306,7 @@ def test_temperatures_near_zero_take_the_largest(temperature: float) -> None:
     logits = torch.tensor([0.0, 3.0, -math.inf, 2.999, 1.0])
     for filters in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"logprobs": 2}):
         assert frequencies(logits, 50, temperature=temperature, **filters) == {1: 1.0}
-        table = sampling_table([make_sequence([1], temperature=temperature, **filters)], 5)
+        table = RandomRows([make_sequence([1], temperature=temperature, **filters)], 5).table()
         assert table is not None
         assert table[0, 1].astype("float32") >= 1e-38  # what the kernel on CUDA divides by
 

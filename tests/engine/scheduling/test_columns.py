@@ -12,8 +12,7 @@ import pytest
 
 from nf4_kernels.timing import KernelTimes
 from server.engine.outputs import OutputBuilder
-from server.engine.runtime.runner import _is_raw_decode
-from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
+from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.runtime.step_input import StepInput, step_input
 from server.engine.scheduling import running
 from server.engine.scheduling.blocks import BlockManager
@@ -41,9 +40,6 @@ class Grammar:
     def accept(self, token: int) -> None:
         self.taken.append(token)
 
-    def look_ahead(self) -> None:
-        """Nothing is found ahead."""
-
 
 def sampled(sequence: Sequence) -> int:
     """A token that depends on the sequence and its place, among them some that are stop tokens."""
@@ -62,7 +58,7 @@ def requests(rng: random.Random, plain: bool) -> Iterator[Sequence]:
         request = make_request([5] * rng.choice((1, 3, 8, 8, 30)), str(index), **options)
         sequence = Sequence(request, index, frozenset({1}), adapter)
         if not plain and index % 7 == 3:
-            sequence.constraint = Grammar()  # type: ignore[assignment]
+            sequence.bind(Grammar())  # type: ignore[arg-type]
         yield sequence
 
 
@@ -115,10 +111,8 @@ def check_columns(step: Step) -> None:
     """A step in columns computes what its chunks say."""
     same = Step(step.chunks)
     assert_same(step_input(step), step_input(same))
-    for name in ("size", "sequences", "sampled_sequences", "is_decode", "samples_each", "is_constrained"):
+    for name in ("size", "sequences", "sampled_sequences", "is_decode", "samples_each", "is_constrained", "is_raw"):
         assert getattr(step, name) == getattr(same, name), name
-    raw = all(c.samples and c.length == 1 and is_sampled_from_raw_logits(c.sequence) for c in step.chunks)
-    assert _is_raw_decode(step) == _is_raw_decode(same) == raw
 
 
 def assert_same(one: StepInput, other: StepInput) -> None:

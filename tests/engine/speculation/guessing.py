@@ -16,11 +16,11 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from server.config import EngineConfig, LoraModule
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
-from server.engine.runtime.graphs.options_step import LaunchedStep
+from server.engine.runtime.graphs.launched_step import LaunchedStep
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
-from server.engine.runtime.sampling.inverse_cdf import uniforms
-from server.engine.runtime.sampling.sampler import Sampled, is_sampled_from_raw_logits
+from server.engine.runtime.sampling.random_rows import uniforms
+from server.engine.runtime.sampling.sampler import Sampled
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
 from server.types import GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
@@ -55,27 +55,14 @@ class ReadLater:
 
 
 class LaunchingRunner(AsyncRunner):
-    """Launches steps of raw logits, with guesses and without, and executes others, as a GPU's runner does."""
+    """Launches steps, with guesses and without, as a GPU's runner does."""
 
     launched_guesses = 0
 
-    def execute_async(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep | None:
-        plain = all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks)
-        return super().execute_async(step, previous) if plain else None
-
     def launch_check(self, step: Step) -> LaunchedStep | None:
-        if not all(is_sampled_from_raw_logits(chunk.sequence) for chunk in step.chunks):
-            return None
         self.launched_guesses += 1
         # As on a GPU, what happens until the tokens are read changes nothing that the step computes.
         return cast(LaunchedStep, ReadLater(step, self.execute(step)))
-
-    def execute(self, step: Step) -> list[Sampled]:
-        sampler, self._sampler = self._sampler, None
-        try:
-            return super().execute(step)
-        finally:
-            self._sampler = sampler
 
 
 def repeating_model(**sizes: Any) -> Any:

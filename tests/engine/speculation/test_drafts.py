@@ -281,7 +281,7 @@ def test_guesses_that_a_grammar_cuts_have_taken_their_time(model: Any, monkeypat
     _, speculator = make_engine(model, model, costs)
     _, step = started([[5, 6, 7]])
     (sequence,) = (chunk.sequence for chunk in step.chunks)
-    sequence.constraint = Mock(permitted=lambda tokens: 0)
+    sequence.bind(Mock(permitted=lambda tokens: 0))
     step.guesses = {sequence.request_id: [5, 5, 5]}
     monkeypatch.setattr(speculator._model, "guess", lambda *_: None)
     speculator.draft(step)

@@ -12,11 +12,12 @@ import torch
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.batch import Batch, Span, Spans
-from server.engine.runtime.graphs.async_step import AsyncStep, Launch
+from server.engine.runtime.graphs.launched_step import LaunchedStep
 from server.engine.runtime.graphs.verify import SIZES
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
+from server.engine.runtime.sampling.sampler import ModelOutput
 from server.engine.runtime.trials import relative_error
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts
@@ -102,7 +103,7 @@ def test_logits_of_guesses_behind_long_contexts(name: str, tmp_path: Path) -> No
         row += count
     batch = _step(spans, paged, chance)
     assert verify.fits(batch)
-    found = verify.run(batch).float()
+    found = verify.run(batch).logits.float()
     expected = paged.run(batch)
     for rows in (slice(0, 1), slice(1, 7), slice(7, 15)):
         assert relative_error(found[rows], expected[rows]) < 0.05
@@ -120,23 +121,31 @@ def _step(spans: list[Span], paged: PagedModel, chance: random.Random, all_rows:
 
 
 def test_tokens_that_a_graph_samples_are_those_of_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences without other options have their tokens sampled on the device, behind the graph."""
+    """Steps with guesses are launched, whatever options their sequences have."""
     runner, config = runner_of("qwen3-8b", tmp_path)
     assert runner._graphs.verify is not None
-    sampled: list[int] = []
-    run_async = runner._graphs.verify.run_async
+    launched: list[int] = []
+    launch_check = runner.launch_check
 
-    def noted(step: Step, batch: Batch, launch: Launch, guesses: torch.Tensor | None) -> AsyncStep:
-        sampled.append(len(step.chunks))
-        return run_async(step, batch, launch, guesses)
+    def noted(step: Step) -> LaunchedStep | None:
+        found = launch_check(step)
+        assert found is not None
+        launched.append(len(step.chunks))
+        return found
 
-    monkeypatch.setattr(runner._graphs.verify, "run_async", noted)
+    monkeypatch.setattr(runner, "launch_check", noted)
     found = []
-    for options in ({}, {"temperature": 0.7, "seed": 3}, {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5}):
+    several: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "seed": 5},
+        {"repetition_penalty": 1.1, "logit_bias": {9: 1.0}, "min_tokens": 20},
+    ]
+    for options in several:
         asked = [make_request([5 + i, 9, 7] * 10, max_tokens=60, **options) for i in range(3)]
         found.append((asked, answers(runner, config, "lookup", asked)[0]))
-    assert sampled
-    monkeypatch.setattr(runner, "_has_check", lambda step: False)
+    assert launched
+    monkeypatch.setattr(runner, "launch_check", lambda step: None)
     for asked, tokens_found in found:
         assert answers(runner, config, "lookup", asked)[0] == tokens_found
 
@@ -218,18 +227,18 @@ def test_guesses_laid_out_on_the_device_are_those_laid_out_by_the_host(
     model = runner.draft_model
     assert model is not None
     assert model._graphs is not None
-    launch_next, launched = model._graphs.decode.launch_next, [0, 0]
+    run_next, launched = model._graphs.decode.run_next, [0, 0]
 
-    def counted(newest: torch.Tensor, table: Any) -> torch.Tensor | None:
-        found = launch_next(newest, table)
+    def counted(newest: torch.Tensor) -> ModelOutput | None:
+        found = run_next(newest)
         launched[found is not None] += 1
         return found
 
-    monkeypatch.setattr(model._graphs.decode, "launch_next", counted)
+    monkeypatch.setattr(model._graphs.decode, "run_next", counted)
     rates, given = [], []
     for on_device in (True, False):
         if not on_device:
-            monkeypatch.setattr(model._graphs.decode, "launch_next", lambda *_: None)
+            monkeypatch.setattr(model._graphs.decode, "run_next", lambda *_: None)
         got, engine = answers(runner, config, "draft")
         stats = engine.stats()
         rates.append(sum(stats.accepted_by_place) / stats.draft_tokens)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -15,17 +13,12 @@ from server.checkpoint.base import Progress
 from server.engine.runtime.attention.calls import attending
 from server.engine.runtime.attention.graph_backend import GraphBackend, HostLayout
 from server.engine.runtime.batch import Batch, Spans
-from server.engine.runtime.graphs.async_step import AsyncStep, Launch, rows_before
 from server.engine.runtime.graphs.cuts import cut_layers
-from server.engine.runtime.graphs.options_step import LaunchedStep, OptionsStep
 from server.engine.runtime.graphs.pool import CapturedStep, GraphPool, unowned
 from server.engine.runtime.model.lora import adding_masked, others_of
-from server.engine.runtime.sampling.device_sampler import DeviceSampler, ModelOutput
-from server.engine.runtime.sampling.inverse_cdf import sample_by_table
-from server.engine.runtime.sampling.largest import largest_of_rows
+from server.engine.runtime.sampling.ops import largest_of_rows
+from server.engine.runtime.sampling.sampler import ModelOutput
 from server.engine.runtime.states.pool import StatePool
-from server.engine.runtime.transfers.host_results import HostResults
-from server.engine.scheduling.step import Step
 
 WARM_UPS = 1
 
@@ -81,7 +74,6 @@ class DecodeGraphs:
         self._backend = backend
         self._graphs: dict[int, _Graph] = {}
         self._clock = clock
-        self._results = HostResults(clock)
         self._adapter_slots = adapter_slots
         self._waited_for = waited_for
         self._states = states
@@ -112,38 +104,25 @@ class DecodeGraphs:
         """Whether every sequence of batch is one token whose logits are wanted, and a graph is large enough."""
         return batch.num_single == len(batch.spans) == batch.sampled_rows.shape[0] <= self._largest
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Logits [sequences, vocabulary], valid until the next run."""
-        return self._replay(batch).logits[: len(batch.spans)]
+    def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:
+        """Replay a decode step; what it finds is valid until the next replay. newest and source: see GraphPool.fill()."""
+        return self._output(self._replay(batch, newest, source), len(batch.spans))
 
-    def run_async(self, step: Step, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> AsyncStep:
-        """Launch a decode step; newest: as of launch()."""
-        return AsyncStep(step, self._results.post(*self.launch(batch, launch, newest)))
+    def run_next(self, newest: torch.Tensor) -> ModelOutput | None:
+        """Replay the step behind the last one of these graphs, without another step between.
 
-    def launch(self, batch: Batch, launch: Launch, newest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the step's sequences come to, on the device: their best logits, float32, and sampled tokens, int64.
-
-        Both are valid until the next replay. newest: the tokens of the step launched before, where this one follows it; they
-        take PLACEHOLDER ids' places.
-        """
-        captured = self._replay(batch, newest, launch.source)
-        count = len(batch.spans)
-        best, tokens, table = captured.best[:count], captured.tokens[:count], launch.table()
-        return best, tokens if table is None else sample_by_table(captured.logits[:count], table, tokens)
-
-    def launch_next(self, newest: torch.Tensor, table: npt.NDArray[np.float64] | None) -> torch.Tensor | None:
-        """Launch the step behind the last one of these graphs, without another step between; its tokens, on the device.
-
-        newest: int64, the tokens of the last step's first sequences, which go on. table: as of sample_by_table(). None, with
-        nothing launched, where launch() has to do it.
+        newest: int64, the tokens of the last step's first sequences, which go on. None, with nothing launched, where run()
+        has to do it.
         """
         last = self._last
         if last is None or not self._backend.advance_decode_graph(last.inputs, newest):
             return None
         self.pool.replay(last.step)
-        count = len(newest)
-        tokens = last.tokens[:count].clone()
-        return tokens if table is None else sample_by_table(last.logits[:count], table, tokens)
+        return self._output(last, len(newest))
+
+    def _output(self, captured: _Graph, count: int) -> ModelOutput:
+        found = captured.best[:count], captured.tokens[:count]
+        return ModelOutput(captured.logits[:count], found, captured.inputs[0, :count])
 
     def _replay(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> _Graph:
         """Replay the graph that fits batch; newest and source: see GraphPool.fill()."""
@@ -168,18 +147,6 @@ class DecodeGraphs:
         if self._states is not None:
             self._states.plan_decode_graph(spans, size)
         return self._backend.host_layout(spans, size, self.shared)
-
-    def run_with_options(
-        self, step: Step, batch: Batch, previous: LaunchedStep | None, sampler: DeviceSampler
-    ) -> OptionsStep:
-        """Launch a decode step as run_async() does, for sequences with any options: sampler samples their tokens."""
-        if previous is None:
-            captured = self._replay(batch)
-        else:
-            captured = self._replay(batch, previous.tokens, rows_before(step, previous.step))
-        count = len(batch.spans)
-        found = captured.best[:count], captured.tokens[:count]
-        return OptionsStep(step, ModelOutput(captured.logits[:count], found, captured.inputs[0, :count]), sampler)
 
     def _capture_one(self, size: int, others: torch.Tensor | None) -> _Graph:
         inputs = self.pool.new_inputs(size)

@@ -11,6 +11,7 @@ from server.engine.runtime.batch import Batch, to_device
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.invariant import in_groups
 from server.engine.runtime.graphs.pool import GraphPool
+from server.engine.runtime.sampling.sampler import ModelOutput
 
 SIZES = (2, 4, 8, 16, 32, 64)
 """Tokens of a step, guesses and all. GEMMs cost the same for one token as for eight, and little more for 16."""
@@ -41,19 +42,16 @@ class VerifyGraphs(DecodeGraphs):
         """Whether the logits of all tokens of batch are wanted, and a graph is large enough."""
         return batch.sampled_rows.shape[0] == batch.num_tokens <= self._largest
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Logits [tokens, vocabulary] of a batch that fits(), valid until the next run."""
-        return super().run(self._singles(batch))
+    def run(self, batch: Batch, newest: torch.Tensor | None = None, source: list[int] | None = None) -> ModelOutput:
+        """See DecodeGraphs.run(); batch: as step_input() or check_batch() makes it."""
+        if batch.num_single < batch.num_tokens:
+            _, batch = next(in_groups(batch, self._block_size, self._largest))
+        return super().run(batch, newest, source)
 
-    def run_greedy(self, batch: Batch, newest: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of batch.sampled_rows and the best token of each, int64. A graph is large enough for batch.
-
-        newest: see GraphPool.fill(), for the same places; None where all ids are known.
-        """
-        captured = self._replay(self._singles(batch), newest)
-        rows = to_device(batch.sampled_rows.numpy(), captured.logits.device)
-        return captured.logits[rows], captured.tokens[rows]
-
-    def _singles(self, batch: Batch) -> Batch:
-        _, singles = next(in_groups(batch, self._block_size, self._largest))
-        return singles
+    def run_last(self, batch: Batch, newest: torch.Tensor | None = None) -> ModelOutput:
+        """run() with what it finds for batch.sampled_rows alone."""
+        output = self.run(batch, newest)
+        assert output.greedy is not None
+        rows = to_device(batch.sampled_rows.numpy(), output.logits.device)
+        best, tokens = output.greedy
+        return ModelOutput(output.logits[rows], (best[rows], tokens[rows]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from nf4_kernels.cuda import load_error, start_clock
 from server.checkpoint.base import Progress
 from server.checkpoint.sharding.sharded import ShardedModel
-from server.config import ASYNC_OPTIONS_VARIABLE, EngineConfig
+from server.config import EngineConfig
 from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.exchange import least
 from server.engine.runtime.followers import Followers
@@ -41,9 +40,7 @@ from server.engine.runtime.preparation.states import keep_in_16_bits, make_state
 from server.engine.runtime.preparation.step_costs import measure_steps
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import ModelRunner, StepGraphs
-from server.engine.runtime.sampling.device_sampler import DeviceSampler
-from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
-from server.engine.runtime.sampling.option_trials import use_device_options
+from server.engine.runtime.sampling.ops import use_kernels
 from server.engine.runtime.transfers.kernels_in_use import use_step_kernels
 from server.engine.runtime.trials import side_by_side, summary
 
@@ -105,8 +102,7 @@ def build_runner(
         costs = measure_steps(paged, limits, graphs, draft_times) if config.speculation != "off" else None
     if not config.batch_invariant:
         paged.backend.load_long_chunks()
-    sampler = _device_sampler(paged, limits) if config.speculation == "off" and sharded is None else None
-    return ModelRunner(paged, limits, adapters, graphs, costs, sampler, followers, draft_model)
+    return ModelRunner(paged, limits, adapters, graphs, costs, followers, draft_model)
 
 
 def _capture_steps(
@@ -142,15 +138,7 @@ def _capture_steps(
     return StepGraphs(decode, mixed, verify, config.batch_invariant)
 
 
-def _device_sampler(paged: PagedModel, limits: ModelLimits) -> DeviceSampler | None:
-    """The sampler of all options within async scheduling, on CUDA unless NF4_ASYNC_OPTIONS=0 takes it away; else None."""
-    if paged.device.type != "cuda" or os.environ.get(ASYNC_OPTIONS_VARIABLE) == "0":
-        return None
-    use_device_options(paged.device, paged.dtype, limits.vocab_size)
-    return DeviceSampler(limits.vocab_size, paged.device, paged.clock)
-
-
 def _load_kernels(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
     """Try the kernels that sample tokens, and those that move results and inputs, side by side."""
-    sampling = partial(use_device_sampling, device, dtype, vocabulary)
+    sampling = partial(use_kernels, device, dtype, vocabulary)
     side_by_side([sampling, partial(use_step_kernels, device)], device)

@@ -23,7 +23,7 @@ from server.engine.runtime.limits import (
 )
 from server.engine.runtime.memory import cache_bytes
 from server.engine.runtime.paged_model import PagedModel
-from server.engine.runtime.sampling.sampler import sample
+from server.engine.runtime.sampling.sampler import Sampler
 from server.engine.scheduling.sequence import Sequence
 from server.types import GenerateRequest, SamplingParams
 
@@ -118,5 +118,5 @@ def run_largest_step(model: PreTrainedModel, paged_with: PagedWith, config: Engi
     # Sampling with top_p takes the most memory.
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
     filtered = Sequence(GenerateRequest("largest step", [0], params), seed=0)
-    sample(paged.run(batch), [filtered] * len(wanted))
+    Sampler(paged.vocab_size, device).sample(paged.run(batch), [filtered] * len(wanted))
     return num_blocks

@@ -20,7 +20,7 @@ from server.engine.runtime.preparation.graph_capture import capture_verify
 from server.engine.runtime.preparation.step_costs import draft_times
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import StepGraphs
-from server.engine.runtime.sampling.inverse_cdf import use_device_sampling
+from server.engine.runtime.sampling.ops import use_kernels
 from server.engine.runtime.speculation.draft_model import DraftGraphs, DraftModel
 
 
@@ -33,7 +33,7 @@ class DraftPreparation:
         if model.device.type == "cpu":
             use_cpu_kernels(model)
         else:
-            use_device_sampling(model.device, model.dtype, model.config.get_text_config().vocab_size)
+            use_kernels(model.device, model.dtype, model.config.get_text_config().vocab_size)
         self._model = model
         self._config = config
         self._clock = clock

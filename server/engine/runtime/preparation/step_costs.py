@@ -59,7 +59,7 @@ def _of_graphs(
     sizes = [size for size in SIZES if size <= limits.max_model_len]
 
     def checked(size: int) -> torch.Tensor:
-        return verify.run(steps.first_chunk(size))
+        return verify.run(steps.first_chunk(size)).logits
 
     checking = _least(checked, sizes, _REPLAYS)
     plain_sizes = [size for size in decode.sizes if size <= sizes[-1]]
@@ -73,11 +73,11 @@ def _of_groups(decode: DecodeGraphs, steps: TrialSteps, block_size: int, size: i
 
 
 def _replays(decode: DecodeGraphs, batch: Batch) -> float:
-    decode.run(batch).argmax(dim=-1).tolist()
+    decode.run(batch).logits.argmax(dim=-1).tolist()
     begun = time.perf_counter()
     for _ in range(_REPLAYS):
-        logits = decode.run(batch)
-    logits.argmax(dim=-1).tolist()
+        output = decode.run(batch)
+    output.logits.argmax(dim=-1).tolist()
     return (time.perf_counter() - begun) / _REPLAYS
 
 

@@ -1,11 +1,10 @@
-"""Penalties whose state is on the device: which tokens each sequence has, and how often.
+"""Penalties: which tokens each penalized sequence has, and how often, in a table on the device.
 
 The newest token is counted there, so that the host need not know it.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass
 
@@ -14,17 +13,10 @@ import numpy.typing as npt
 import torch
 
 from server.engine.runtime.batch import to_device
-from server.engine.runtime.sampling.device_options import DeviceOptions
+from server.engine.runtime.sampling.ops import ops_on
 from server.engine.scheduling.sequence import Sequence
 
-# Sequences penalized at a time by torch's operations, whose results take a few times the memory of their logits.
-_GROUP = 16
 _FIRST_ROWS = 8
-
-
-@functools.cache
-def _none(count: int, device: torch.device) -> torch.Tensor:
-    return torch.full((count,), -1, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)
@@ -73,70 +65,54 @@ class PenaltyTable:
         logits [S, vocabulary]; rows: int64 [N], the sequences' rows there. newest: int64 [S], each row's newest token,
         where the host need not know them; None: it knows all tokens.
         """
-        lengths = np.array([len(sequence.tokens) for sequence in penalized.sequences], np.int64)
+        lengths = np.array([sequence.num_tokens for sequence in penalized.sequences], np.int64)
         # The last token of a prompt is not in the answer, and the host knows it.
         left = (self._known[penalized.rows] < lengths) & (lengths > penalized.prompts) & (newest is not None)
-        self._count_known(penalized, lengths - left)
-        self._known[penalized.rows] = lengths - left
-        if newest is None or not left.any():
-            own = _none(len(rows), rows.device)
+        self._count(penalized.sequences, penalized.rows, lengths - left)
+        if newest is None:
+            own = torch.full_like(rows, -1)
         else:
             own = newest.index_select(0, rows)
             if not left.all():
                 own = own.masked_fill(to_device(~left, rows.device), -1)
-        penalize_rows = DeviceOptions.penalize_rows
-        if penalize_rows is not None:
-            out = torch.empty(len(rows), logits.shape[1], device=logits.device)
-            penalize_rows(logits, rows, penalized.penalties, self.counts, penalized.rows_on_device, own, out)
-        else:
-            out = logits.index_select(0, rows).float()
-            if left.any():
-                chosen = to_device(np.flatnonzero(left), rows.device)
-                self._add(penalized.rows_on_device[chosen] * self.counts.shape[1] + own[chosen], 2)
-            self._penalize(out, penalized)
+        out = torch.empty(len(rows), logits.shape[1], device=logits.device)
+        ops_on(logits.device).penalize_rows(
+            logits, rows, penalized.penalties, self.counts, penalized.rows_on_device, own, out
+        )
         self._known[penalized.rows] = lengths
         return out
 
-    def _penalize(self, logits: torch.Tensor, penalized: PenalizedRows) -> None:
-        """Penalize logits, float32 [N, vocabulary], in place, by what is counted."""
-        for first in range(0, len(logits), _GROUP):
-            group = slice(first, first + _GROUP)
-            repetition, presence, frequency = penalized.penalties[group].unsqueeze(2).unbind(1)
-            scores, counted = logits[group], self.counts[penalized.rows_on_device[group]]
-            repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
-            scores = torch.where(counted > 0, repeated, scores)
-            times = counted >> 1
-            logits[group] = scores - (presence * (times > 0) + frequency * times)
-
-    def _add(self, places: torch.Tensor, amounts: torch.Tensor | int) -> None:
-        """Add to different places of the flattened table."""
-        flat = self.counts.view(-1)
-        flat[places] = (flat[places] + amounts) | 1
-
-    def _count_known(self, penalized: PenalizedRows, ends: npt.NDArray[np.int64]) -> None:
+    def _count(self, sequences: list[Sequence], rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
         """Count tokens that the host knows, up to these ends."""
         vocabulary, places, amounts = self.counts.shape[1], [], []
-        for index in np.flatnonzero(self._known[penalized.rows] < ends).tolist():
-            sequence, row, end = penalized.sequences[index], int(penalized.rows[index]), int(ends[index])
+        for index in np.flatnonzero(self._known[rows] < ends).tolist():
+            sequence, row, end = sequences[index], int(rows[index]), int(ends[index])
             known = int(self._known[row])
-            different, which = np.unique(np.array(sequence.tokens[known:end], np.int64), return_inverse=True)
+            # Draft tokens are behind all others, which are counted already.
+            new = sequence.tokens[known:end] if sequence.original is None else sequence.draft_tokens[: end - known]
+            different, which = np.unique(np.array(new, np.int64), return_inverse=True)
             generated = np.arange(known, end) >= sequence.num_prompt
             places.append(row * vocabulary + different)
             amounts.append(2 * np.bincount(which, generated).astype(np.int64))
         if places:
             at, amount = to_device(np.stack((np.concatenate(places), np.concatenate(amounts))), self.counts.device)
-            self._add(at, amount.int())
+            counts = self.counts.view(-1)
+            counts[at] = (counts[at] + amount.int()) | 1
+        self._known[rows] = ends
 
     def _row(self, sequence: Sequence) -> int:
         row = self._rows.get(sequence)
         if row is None:
             if not self._free:
                 self._grow()
-            row = self._free.pop()
-            self.counts[row] = 0
-            self._known[row] = 0
-            self._rows[sequence] = row
+            row = self._rows[sequence] = self._free.pop()
             weakref.finalize(sequence, self._free.append, row).atexit = False
+            if sequence.original is None:
+                self.counts[row], self._known[row] = 0, 0
+            else:
+                known = np.array([self._row(sequence.original)], np.int64)
+                self._count([sequence.original], known, np.array([sequence.original.num_tokens], np.int64))
+                self.counts[row], self._known[row] = self.counts[known[0]], self._known[known[0]]
         return row
 
     def _grow(self) -> None:

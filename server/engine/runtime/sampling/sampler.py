@@ -1,16 +1,25 @@
-"""Samples the next token of every sequence from its logits, by its own parameters and its own random numbers."""
+"""Samples the next tokens of a step on its device, with all options: the host need not know the tokens before.
+
+The options' state is on the device: counts of penalized sequences' tokens, biases, bans, masks of grammars. Tokens and
+log-probabilities are copied to the host, which reads them later.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
 
-from server.engine.runtime.sampling.grammar_masks import apply_constraints, refused
-from server.engine.runtime.sampling.inverse_cdf import is_filtered, sample_by_inversion
-from server.engine.runtime.sampling.penalties import penalties
-from server.engine.scheduling.sequence import Sequence
+from nf4_kernels.cuda.device_clock import DeviceClock
+from server.engine.runtime.sampling.grammar_masks import MaskBuffer, is_permitted, permitted_by_masks
+from server.engine.runtime.sampling.ops import largest_of_rows, ops_on, sample_by_table
+from server.engine.runtime.sampling.penalty_table import PenaltyTable
+from server.engine.runtime.sampling.step_plan import AdjustedRows, BoundRows, ScoredRows, StepPlan
+from server.engine.runtime.transfers.host_results import HostResults, Posted
+from server.engine.scheduling.sequence import SamplingNeeds, Sequence
 from server.types import TokenLogprob
 
 
@@ -24,95 +33,199 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     """The hidden state of a sequence that embeds: float32 little-endian."""
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-    """Next tokens from logits [len(sequences), vocabulary], which may be overwritten.
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a step's forward pass leaves on the device for its S sequences; valid until the next one."""
 
-    Order: penalties, logit_bias and the min_tokens ban, (log-probabilities are taken here,) temperature, top_k, top_p,
-    min_p. A token is sampled by inverting the cumulative distribution at one uniform number per (seed, position).
+    logits: torch.Tensor
+    """[S, vocabulary]."""
+    greedy: tuple[torch.Tensor, torch.Tensor] | None = None
+    """float32 and int64 [S]: the best logit of each row, and which token has it."""
+    newest: torch.Tensor | None = None
+    """int64 [S]: each sequence's newest token, where the host may not know it."""
+
+
+class LaunchedSample:
+    """Tokens that are being sampled."""
+
+    def __init__(self, sequences: list[Sequence], posted: Posted, errors: dict[int, str]) -> None:
+        """posted: the tokens and the largest logits. errors: by row, why a sequence gets no token."""
+        self._sequences = sequences
+        self._posted = posted
+        self._errors = errors
+        self._scored: ScoredRows | None = None
+        self._numbers = torch.empty(0)
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [S] on the device."""
+        return self._posted.tokens
+
+    def add_logprobs(self, scored: ScoredRows, logits: torch.Tensor) -> None:
+        """Have log-probabilities read, too: those of logits float32 [W, vocabulary]."""
+        values = logits.log_softmax(-1)
+        chosen = values.gather(1, self.tokens.index_select(0, scored.rows_on_device).unsqueeze(1))
+        top = values.topk(scored.max_logprobs, dim=-1)
+        packed = torch.cat((chosen, top.values, top.indices.float()), dim=1)
+        self._scored, self._numbers = scored, packed
+        if packed.is_cuda:
+            self._numbers = torch.empty(packed.shape, dtype=torch.float32, pin_memory=True)
+            self._numbers.copy_(packed, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> list[Sampled]:
+        """Wait for the tokens: one result for each sequence."""
+        numbers, count = self._posted.wait().numpy(), len(self._sequences)
+        tokens = numbers[count:].astype(np.int64).tolist()
+        errors, finite = self._errors, np.isfinite(numbers[:count])
+        if not finite.all():
+            errors = dict.fromkeys(np.flatnonzero(~finite).tolist(), "the model's logits are not numbers") | errors
+        logprobs = self._logprobs(tokens)
+        if not errors and not logprobs:
+            return [Sampled(token) for token in tokens]
+        return [
+            Sampled(0, error=errors[row]) if row in errors else Sampled(token, logprobs.get(row))
+            for row, token in enumerate(tokens)
+        ]
+
+    def _logprobs(self, tokens: list[int]) -> dict[int, TokenLogprob]:
+        scored, found = self._scored, dict[int, TokenLogprob]()
+        if scored is None:
+            return found
+        if self._copied is not None:
+            self._copied.synchronize()
+        chosen, values, ids = np.split(self._numbers.numpy(), [1, 1 + scored.max_logprobs], axis=1)
+        columns = zip(scored.rows, chosen[:, 0].tolist(), values.tolist(), ids.astype(np.int64).tolist(), strict=True)
+        for row, logprob, top_values, top_ids in columns:
+            wanted = self._sequences[row].sampling.logprobs or 0
+            top = list(zip(top_ids[:wanted], top_values[:wanted], strict=True))
+            found[row] = TokenLogprob(tokens[row], logprob, top)
+        return found
+
+
+class Sampler:
+    """Samples on one device for a model of one vocabulary. Not thread-safe.
+
+    Order: penalties, logit_bias and the min_tokens ban, grammars, (log-probabilities are taken here,) temperature, top_k,
+    top_p, min_p.
     """
-    if any(sequence.is_adjusted for sequence in sequences):
-        logits = logits.float()
-        penalized = [row for row, sequence in enumerate(sequences) if sequence.is_penalized]
-        if penalized:
-            penalties(logits.shape[1], logits.device).apply(logits, penalized, sequences)
-        for row, sequence in enumerate(sequences):
-            _adjust(logits[row], sequence)
-    best, sampled = _sample_within_grammars(logits, sequences)
-    tokens = sampled.tolist()
-    usable = torch.isfinite(best).tolist()
-    logprobs = _logprobs(logits, sequences, tokens)
-    return [
-        Sampled(token, logprobs.get(row)) if usable[row] else Sampled(0, error="the model's logits are not numbers")
-        for row, token in enumerate(tokens)
-    ]
 
+    def __init__(self, vocabulary: int, device: torch.device, clock: DeviceClock | None = None) -> None:
+        """clock: the device's, where it times the kernels; it notes its totals with each step's tokens."""
+        self._vocabulary = vocabulary
+        self._device = device
+        self._results = HostResults(clock)
+        self._masks = MaskBuffer(vocabulary, device)
+        self._table: PenaltyTable | None = None
+        self._plan: StepPlan | None = None
 
-def is_sampled_from_raw_logits(sequence: Sequence) -> bool:
-    """Whether the next token is sampled from the model's logits as they are, and nothing else is asked for."""
-    # Asked for every sequence of every step.
-    plain = sequence.is_plain and sequence.constraint is None
-    return plain and len(sequence.tokens) - sequence.num_prompt >= sequence.sampling.min_tokens
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+        """Next tokens from logits [len(sequences), vocabulary], waiting for them."""
+        return self.launch(ModelOutput(logits), sequences).read()
 
+    @torch.inference_mode()
+    def launch(self, output: ModelOutput, sequences: list[Sequence]) -> LaunchedSample:
+        """Sample without waiting for the device. Grammars must have taken all tokens before."""
+        plan = self._plan_of(sequences)
+        adjusted, errors = plan.adjusted, dict[int, str]()
+        if adjusted is None or not adjusted.everything:
+            best, tokens = output.greedy or largest_of_rows(output.logits)
+            tokens = sample_by_table(output.logits, plan.random.table(), tokens)
+        if adjusted is not None:
+            logits = self._adjusted_logits(adjusted, output)
+            own_best, own_tokens = largest_of_rows(logits)
+            own_tokens = sample_by_table(logits, adjusted.random.table(), own_tokens)
+            if adjusted.bound is not None:
+                own_best, own_tokens = self._within_grammars(adjusted, logits, own_best, own_tokens, errors)
+            if adjusted.everything:
+                best, tokens = own_best, own_tokens
+            else:
+                best = best.index_copy(0, adjusted.rows_on_device, own_best)
+                tokens = tokens.index_copy(0, adjusted.rows_on_device, own_tokens)
+        launched = LaunchedSample(plan.sequences, self._results.post(best, tokens), errors)
+        if plan.scored is not None:
+            scored = output.logits.index_select(0, plan.scored.raw).float()
+            if adjusted is not None:
+                scored = torch.cat((scored, logits.index_select(0, plan.scored.adjusted)))
+            launched.add_logprobs(plan.scored, scored)
+        return launched
 
-def _adjust(logits: torch.Tensor, sequence: Sequence) -> None:
-    """Add the bias to one sequence's logits [vocabulary], and ban its ends before min_tokens, in place."""
-    sampling, device = sequence.sampling, logits.device
-    if sampling.logit_bias:
-        ids = torch.tensor(list(sampling.logit_bias), device=device)
-        logits[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype, device=device)
-    if sequence.is_too_short and sequence.stop_ids:
-        banned = [i for i in sequence.stop_ids if 0 <= i < logits.shape[0]]
-        logits[torch.tensor(banned, dtype=torch.int64, device=device)] = -math.inf
+    def _plan_of(self, sequences: list[Sequence]) -> StepPlan:
+        plan = self._plan
+        if plan is None or not plan.valid(sequences):
+            self._plan = plan = None  # its sequences need no longer live
+            if self._table is None and any(sequence.needs & SamplingNeeds.PENALTIES for sequence in sequences):
+                self._table = PenaltyTable(self._vocabulary, self._device)
+            plan = self._plan = StepPlan(sequences, self._vocabulary, self._device, self._table)
+        return plan
 
+    def _adjusted_logits(self, adjusted: AdjustedRows, output: ModelOutput) -> torch.Tensor:
+        """Logits float32 [A, vocabulary] of the sequences whose logits are changed, without regard to grammars."""
+        rows, penalized = adjusted.rows_on_device, adjusted.penalized
+        if penalized is None or self._table is None:
+            every = adjusted.everything
+            logits = (
+                output.logits.to(torch.float32, copy=True) if every else output.logits.index_select(0, rows).float()
+            )
+        else:
+            count = len(penalized.sequences)
+            logits = self._table.penalize(output.logits, rows[:count], penalized, output.newest)
+            if count < len(rows):
+                logits = torch.cat((logits, output.logits.index_select(0, rows[count:]).float()))
+        flat = logits.view(-1)
+        if adjusted.bias is not None:
+            places, values = adjusted.bias
+            flat[places] = flat[places] + values
+        if adjusted.bans is not None:
+            flat.index_fill_(0, adjusted.bans, -math.inf)
+        return logits
 
-def _sample_within_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit of every sequence, and its token: one that its grammar permits, if it has one.
+    def _within_grammars(
+        self,
+        adjusted: AdjustedRows,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        tokens: torch.Tensor,
+        errors: dict[int, str],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest logits and tokens [A] that grammars permit; logits [A, vocabulary] are masked in place where needed.
 
-    Finding all permitted tokens takes a thousand times as long as asking about one. So a token is sampled as if there
-    were no grammar, and sampled again among the permitted ones if the grammar refuses it. With p the token's probability
-    and z that of all permitted tokens, a permitted token still comes up with p + (1 - z) p / z = p / z.
-    """
-    bound = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
-    tried = [row for row in bound if _is_tried(sequences[row], logits.shape[1])]
-    apply_constraints(logits, [row for row in bound if row not in tried], sequences)
-    best, greedy = logits.max(dim=-1)
-    tokens = sample_by_inversion(logits, sequences, greedy)
-    if tried:
-        again = refused(tokens.tolist(), tried, sequences)
-        compared = [row for row in tried if row not in again and sequences[row].sampling.logprobs is not None]
-        apply_constraints(logits, again + compared, sequences)
-        if again:
-            rows = torch.tensor(again, device=logits.device)
-            best[rows], greedy = logits[rows].max(dim=-1)
-            chosen = [sequences[row] for row in again]
-            tokens[rows] = sample_by_inversion(logits[rows], chosen, greedy, again=True)
-    return best, tokens
+        best, tokens: those without regard to grammars. errors gets a reason for each row whose grammar cannot be followed.
+        """
+        bound = adjusted.bound
+        if bound is not None and self._device.type == "cpu":
+            bound = self._in_need_of_masks(bound, tokens.tolist())
+        if bound is None:
+            return best, tokens
+        masks, failed = self._masks.find(bound.sequences)
+        errors.update((adjusted.rows[bound.places[index]], reason) for index, reason in failed.items())
+        places = bound.places_on_device
+        ops_on(self._device).mask_rows(logits, places, masks)
+        permitted = logits if len(bound.places) == len(logits) else logits.index_select(0, places)
+        own_best, own_tokens = largest_of_rows(permitted)
+        own_tokens = sample_by_table(permitted, bound.random.table(), own_tokens)
+        if any(bound.tried):
+            free = tokens.index_select(0, places)
+            keep = bound.tried_on_device & permitted_by_masks(masks, free)
+            own_best = torch.where(keep, best.index_select(0, places), own_best)
+            own_tokens = torch.where(keep, free, own_tokens)
+        return best.index_copy(0, places, own_best), tokens.index_copy(0, places, own_tokens)
 
+    def _in_need_of_masks(self, bound: BoundRows, tokens: list[int]) -> BoundRows | None:
+        """Those whose tokens, [A], are not final; the host knows the tokens. None: all are.
 
-def _is_tried(sequence: Sequence, vocabulary: int) -> bool:
-    """Whether a token is sampled before the permitted ones are found.
-
-    With a temperature, the choice must not depend on whether a thread has found them already: the token would, too.
-    """
-    if sequence.sampling.temperature == 0:
-        return sequence.constraint is not None and not sequence.constraint.is_known()
-    return not is_filtered(sequence, vocabulary)
-
-
-def _logprobs(logits: torch.Tensor, sequences: list[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
-    """Log-probabilities of the rows whose requests want them."""
-    rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
-    if not rows:
-        return {}
-    values = logits[rows].float().log_softmax(-1)
-    chosen = values.gather(1, torch.tensor([[tokens[i]] for i in rows], device=logits.device)).squeeze(1).tolist()
-    most = max(sequences[i].sampling.logprobs or 0 for i in rows)
-    top_values, top_ids = (t.tolist() for t in values.topk(most, dim=-1))
-    return {
-        row: TokenLogprob(
-            tokens[row],
-            chosen[i],
-            list(zip(top_ids[i], top_values[i], strict=True))[: sequences[row].sampling.logprobs or 0],
-        )
-        for i, row in enumerate(rows)
-    }
+        Asking about one token takes a thousandth of the time of finding all that are permitted.
+        """
+        needing = [
+            (sequence, place)
+            for sequence, place, tried in zip(bound.sequences, bound.places, bound.tried, strict=True)
+            if sequence.sampling.logprobs is not None
+            or not (tried or sequence.sampling.temperature == 0)
+            or not is_permitted(tokens[place], sequence)
+        ]
+        if not needing:
+            return None
+        sequences, places = (list(column) for column in zip(*needing, strict=True))
+        return BoundRows.of(sequences, places, self._vocabulary, self._device)

@@ -1,4 +1,4 @@
-"""What the sequences of a step ask for beside a token, as tensors on the device, kept as long as the same sequences run."""
+"""Per-step sampling options as tensors on the device, cached while the batch is unchanged."""
 
 from __future__ import annotations
 
@@ -8,24 +8,55 @@ import numpy as np
 import torch
 
 from server.engine.runtime.batch import to_device
-from server.engine.runtime.sampling.inverse_cdf import is_filtered
 from server.engine.runtime.sampling.penalty_table import PenalizedRows, PenaltyTable
-from server.engine.runtime.sampling.random_rows import RandomRows
-from server.engine.scheduling.sequence import Sequence
+from server.engine.runtime.sampling.random_rows import RESAMPLING_OFFSET, RandomRows, is_filtered
+from server.engine.scheduling.sequence import SamplingNeeds, Sequence
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows of logits whose sequences want log-probabilities."""
+    """The W sequences that want log-probabilities: those of raw logits first, then those of adjusted ones."""
 
     rows: list[int]
-    """The sequences' places in the step."""
-    most: int
-    """How many alternatives the sequence wants that wants the most."""
-    at: torch.Tensor | None
-    """int64: their rows of the logits; None where they are all rows, in order."""
+    """[W]: their rows of the step."""
     rows_on_device: torch.Tensor
-    """int64: rows."""
+    """int64 [W]: rows."""
+    raw: torch.Tensor
+    """int64: the rows of the step's logits."""
+    adjusted: torch.Tensor
+    """int64: the rows of the adjusted logits."""
+    max_logprobs: int
+    """Largest number of alternatives that any of them wants."""
+
+
+@dataclass(frozen=True)
+class BoundRows:
+    """C of the adjusted sequences, which grammars bound."""
+
+    sequences: list[Sequence]
+    places: list[int]
+    """[C]: their rows of the adjusted logits."""
+    places_on_device: torch.Tensor
+    """int64 [C]: places."""
+    random: RandomRows
+    """Those with a temperature, as rows of the C, for sampling among the permitted tokens."""
+    tried: list[bool]
+    """[C]: whether a token that was sampled without regard to the grammar is kept if the grammar permits it."""
+    tried_on_device: torch.Tensor
+    """bool [C]: tried."""
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], places: list[int], vocabulary: int, device: torch.device) -> BoundRows:
+        """places: those of the sequences. With a temperature and no filter a token is tried first.
+
+        With p the token's probability and z that of all permitted tokens, a permitted token still comes up with
+        p + (1 - z) p / z = p / z. So on CPU, where the token is known at once, most steps need no mask.
+        """
+        tried = [sequence.sampling.temperature > 0 and not is_filtered(sequence) for sequence in sequences]
+        random = RandomRows(sequences, vocabulary, shifts=[RESAMPLING_OFFSET * own for own in tried])
+        return cls(
+            sequences, places, _integers(places, device), random, tried, to_device(np.array(tried, np.bool_), device)
+        )
 
 
 @dataclass(frozen=True)
@@ -33,7 +64,7 @@ class AdjustedRows:
     """The A sequences whose logits are changed before a token is chosen, the penalized ones first."""
 
     rows: list[int]
-    """[A]: their places in the step."""
+    """[A]: their rows of the step."""
     rows_on_device: torch.Tensor
     """int64 [A]: rows."""
     everything: bool
@@ -44,22 +75,14 @@ class AdjustedRows:
     """int64 places in the flattened logits [A, vocabulary] and float32 what is added there."""
     bans: torch.Tensor | None
     """int64: places in the flattened logits that min_tokens bans."""
-    constrained: list[int]
-    """[C]: which of the A have a grammar."""
-    constrained_on_device: torch.Tensor
-    """int64 [C]: constrained."""
     random: RandomRows
-    """The sequences whose tokens are sampled with a temperature once their logits are final."""
-    tried: RandomRows
-    """The sequences whose tokens are sampled without regard to the grammar first, and again where it refuses them."""
-    tried_places: torch.Tensor
-    """int64: the places of the tried sequences among the A."""
-    tried_masks: torch.Tensor
-    """int64: the places of the tried sequences among the C."""
+    """Those with a temperature, except for those with filters that a grammar bounds."""
+    bound: BoundRows | None
+    """Those that a grammar bounds."""
 
 
 class StepPlan:
-    """The options of a step's sequences, S of them; valid() says for how long."""
+    """The options of a step's S sequences; valid() says for how long."""
 
     def __init__(
         self, sequences: list[Sequence], vocabulary: int, device: torch.device, table: PenaltyTable | None
@@ -68,79 +91,69 @@ class StepPlan:
         self.sequences = list(sequences)
         self._device = device
         self._vocabulary = vocabulary
-        self._waiting = [s for s in sequences if s.is_too_short]
-        rows = [row for row, s in enumerate(sequences) if s.is_adjusted]
-        rows.sort(key=lambda row: not sequences[row].is_penalized)
-        self.adjusted = self._adjusted(rows, table) if rows else None
-        changed = set(rows)
-        raw = [row for row in range(len(sequences)) if row not in changed]
+        needs = [sequence.pending_needs for sequence in sequences]
+        self._too_short = [s for s, own in zip(sequences, needs, strict=True) if own & SamplingNeeds.MIN_TOKENS]
+        adjusted = [row for row, own in enumerate(needs) if own & SamplingNeeds.ADJUSTED_LOGITS]
+        adjusted.sort(key=lambda row: not needs[row] & SamplingNeeds.PENALTIES)
+        raw = [row for row, own in enumerate(needs) if not own & SamplingNeeds.ADJUSTED_LOGITS]
+        self.adjusted = self._adjusted(adjusted, table) if adjusted else None
+        """The sequences whose logits are changed."""
         self.random = RandomRows([sequences[row] for row in raw], vocabulary, raw)
-        """The sequences whose tokens are sampled from the model's logits as they are."""
-        self.scored_raw = self._scored(raw, raw, len(sequences))
-        """The sequences whose log-probabilities are taken from the model's logits."""
-        self.scored_adjusted = self._scored(rows, list(range(len(rows))), len(rows))
-        """The sequences whose log-probabilities are taken from the adjusted logits."""
-
-        self.is_random = any(sequence.sampling.temperature > 0 for sequence in sequences)
-        """Whether any token is sampled with a temperature."""
+        """The sequences whose tokens are sampled with a temperature from the model's logits as they are."""
+        self.scored = self._scored(raw, adjusted)
+        """The sequences that want log-probabilities."""
 
     def valid(self, sequences: list[Sequence]) -> bool:
         """Whether this is the plan of a step of these sequences now."""
-        return self.sequences == sequences and all(s.is_too_short for s in self._waiting)
+        return self.sequences == sequences and all(sequence.is_too_short for sequence in self._too_short)
 
     def _adjusted(self, rows: list[int], table: PenaltyTable | None) -> AdjustedRows:
-        own, vocabulary = [self.sequences[row] for row in rows], self._vocabulary
+        own, vocabulary, device = [self.sequences[row] for row in rows], self._vocabulary, self._device
         biased = [
-            (place, token, value) for place, s in enumerate(own) for token, value in s.sampling.logit_bias.items()
+            (place * vocabulary + token, value)
+            for place, sequence in enumerate(own)
+            for token, value in sequence.sampling.logit_bias.items()
         ]
         banned = [
             place * vocabulary + token
-            for place, s in enumerate(own)
-            if s.is_too_short
-            for token in s.stop_ids
+            for place, sequence in enumerate(own)
+            if sequence.is_too_short
+            for token in sequence.stop_ids
             if 0 <= token < vocabulary
         ]
-        constrained = [place for place, s in enumerate(own) if s.constraint is not None]
-        tried = [
-            place for place in constrained if own[place].sampling.temperature > 0 and not self._filtered(own[place])
-        ]
-        others = sorted(set(range(len(own))) - set(tried))
-        penalized = [s for s in own if s.is_penalized]
-        if penalized:
-            assert table is not None
+        penalized = [sequence for sequence in own if sequence.needs & SamplingNeeds.PENALTIES]
+        bound = [place for place, sequence in enumerate(own) if sequence.constraint is not None]
+        free = [place for place, sequence in enumerate(own) if sequence.constraint is None or not is_filtered(sequence)]
         bias = None
         if biased:
-            places = self._integers([place * vocabulary + token for place, token, _ in biased])
-            bias = places, to_device(np.array([value for *_, value in biased], np.float32), self._device)
+            values = np.array([value for _, value in biased], np.float32)
+            bias = _integers([place for place, _ in biased], device), to_device(values, device)
         return AdjustedRows(
             rows,
-            self._integers(rows),
+            _integers(rows, device),
             rows == list(range(len(self.sequences))),
             table.rows_of(penalized) if penalized and table is not None else None,
             bias,
-            self._integers(banned) if banned else None,
-            constrained,
-            self._integers(constrained),
-            RandomRows([own[place] for place in others], vocabulary, others),
-            RandomRows([own[place] for place in tried], vocabulary, tried),
-            self._integers(tried),
-            self._integers([constrained.index(place) for place in tried]),
+            _integers(banned, device) if banned else None,
+            RandomRows([own[place] for place in free], vocabulary, free),
+            BoundRows.of([own[place] for place in bound], bound, vocabulary, device) if bound else None,
         )
 
-    def _filtered(self, sequence: Sequence) -> bool:
-        return is_filtered(sequence, self._vocabulary)
-
-    def _scored(self, rows: list[int], at: list[int], count: int) -> ScoredRows | None:
-        """The rows of those that want log-probabilities; at: where they are in logits of count rows."""
-        wanting = [
-            (a, row) for a, row in zip(at, rows, strict=True) if self.sequences[row].sampling.logprobs is not None
-        ]
-        if not wanting:
+    def _scored(self, raw: list[int], adjusted: list[int]) -> ScoredRows | None:
+        asked = [sequence.sampling.logprobs for sequence in self.sequences]
+        own_raw = [row for row in raw if asked[row] is not None]
+        own_adjusted = [place for place, row in enumerate(adjusted) if asked[row] is not None]
+        rows = own_raw + [adjusted[place] for place in own_adjusted]
+        if not rows:
             return None
-        chosen = [row for _, row in wanting]
-        most = max(self.sequences[row].sampling.logprobs or 0 for row in chosen)
-        own = None if len(wanting) == count else self._integers([a for a, _ in wanting])
-        return ScoredRows(chosen, most, own, self._integers(chosen))
+        return ScoredRows(
+            rows,
+            _integers(rows, self._device),
+            _integers(own_raw, self._device),
+            _integers(own_adjusted, self._device),
+            max(asked[row] or 0 for row in rows),
+        )
 
-    def _integers(self, numbers: list[int]) -> torch.Tensor:
-        return to_device(np.array(numbers, np.int64), self._device)
+
+def _integers(numbers: list[int], device: torch.device) -> torch.Tensor:
+    return to_device(np.array(numbers, np.int64), device)

@@ -10,20 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from server.engine.runtime.batch import Batch, batch_of
-from server.engine.runtime.graphs.async_step import Launch
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.verify import VerifyGraphs
 from server.engine.runtime.paged_model import PagedModel
-from server.engine.runtime.sampling.inverse_cdf import sample_by_table, sampling_table
+from server.engine.runtime.sampling.ops import largest_of_rows, sample_by_table
+from server.engine.runtime.sampling.random_rows import RandomRows
+from server.engine.runtime.sampling.sampler import ModelOutput
 from server.engine.runtime.speculation.launched_guesses import LaunchedGuesses
-from server.engine.runtime.speculation.verification import SequenceAhead
 from server.engine.runtime.step_input import StepInput
 from server.engine.runtime.trials import first_line
 from server.engine.scheduling.sequence import PLACEHOLDER, Sequence
@@ -129,9 +127,9 @@ class DraftModel:
     def _following(self, sequences: list[Sequence], place: int, newest: torch.Tensor) -> torch.Tensor:
         """int64 [sequences]: the guess behind place guesses of each; newest: the guesses before, as of _next()."""
         if self._graphs is not None and self._is_laid_out:
-            found = self._graphs.decode.launch_next(newest[: len(sequences)], self._table(sequences, place))
+            found = self._graphs.decode.run_next(newest[: len(sequences)])
             if found is not None:
-                return found
+                return self._sampled(found, sequences, place)
         return self._next([_Part(s, len(s.tokens) + place - 1, [PLACEHOLDER]) for s in sequences], place, newest)
 
     def _next(self, parts: list[_Part], place: int, newest: torch.Tensor | None) -> torch.Tensor:
@@ -139,29 +137,23 @@ class DraftModel:
 
         newest: the guesses before, of these sequences and perhaps of others behind them, which stand for the parts' ids.
         """
-        count, graphs = len(parts), self._graphs
-        sequences = [part.sequence for part in parts]
-        batch = self._batch(parts)
+        graphs, batch = self._graphs, self._batch(parts)
+        own = None if newest is None else newest[: len(parts)]
         self._is_laid_out = graphs is not None and graphs.decode.fits(batch)
         if graphs is not None and self._is_laid_out:
-            source = None if newest is None or len(newest) == count else list(range(count))
-            launch = Launch(newest is not None, source, partial(self._table, sequences, place))
-            # The next guesses are replayed before these are read.
-            return graphs.decode.launch(batch, launch, newest)[1].clone()
-        if graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
-            logits, tokens = graphs.verify.run_greedy(batch, None if newest is None else newest[:count])
+            output = graphs.decode.run(batch, own)
+        elif graphs is not None and graphs.verify is not None and batch.num_tokens <= graphs.verify.sizes[-1]:
+            output = graphs.verify.run_last(batch, own)
         else:
             batch = batch.to(self._paged.device)
-            logits = self._paged.run(batch if newest is None else replace(batch, ids=newest[:count]))
-            tokens = logits.argmax(dim=-1)
-        table = self._table(sequences, place)
-        return tokens if table is None else sample_by_table(logits, table, tokens)
+            output = ModelOutput(self._paged.run(batch if own is None else replace(batch, ids=own)))
+        return self._sampled(output, [part.sequence for part in parts], place)
 
-    def _table(self, sequences: list[Sequence], place: int) -> npt.NDArray[np.float64] | None:
-        """sampling_table() of the token behind place guesses of each sequence."""
-        if all(sequence.sampling.temperature == 0 for sequence in sequences):
-            return None
-        return sampling_table([SequenceAhead(sequence, place) for sequence in sequences], self._paged.vocab_size)
+    def _sampled(self, output: ModelOutput, sequences: list[Sequence], place: int) -> torch.Tensor:
+        """int64 [sequences]: tokens for the place behind place guesses of each; the next replay leaves them as they are."""
+        _, tokens = output.greedy or largest_of_rows(output.logits)
+        table = RandomRows(sequences, self._paged.vocab_size).table(shift=place)
+        return tokens.clone() if table is None else sample_by_table(output.logits, table, tokens)
 
     def _batch(self, parts: list[_Part]) -> Batch:
         """Make the batch of the parts' tokens; the logits of each part's last one are wanted, in the order of parts."""

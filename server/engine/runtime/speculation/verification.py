@@ -12,36 +12,20 @@ from server.engine.scheduling.sequence import Constraint, Sequence
 from server.engine.scheduling.step import Step
 
 
-class _Length(list[int]):
-    """Stands for a list of tokens of which only the length matters."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-
 class SequenceAhead(Sequence):
-    """A sequence as it would be with some more tokens, for sampling what follows them.
+    """A sequence as it would be with draft tokens behind its tokens, for sampling what follows them."""
 
-    Its tokens have the right number and no content: what depends on that goes by original and guessed.
-    """
-
-    def __init__(
-        self, sequence: Sequence, more: int, guessed: tuple[int, ...] = (), constraint: Constraint | None = None
-    ) -> None:
-        """guessed: these tokens, where they are known. constraint: the grammar's state behind them, if they are bound."""
+    def __init__(self, sequence: Sequence, draft_tokens: tuple[int, ...], constraint: Constraint | None) -> None:
+        """constraint: the grammar's state behind the draft tokens; None: what follows them is not bound."""
         self.__dict__.update(sequence.__dict__)
-        self.tokens = _Length(len(sequence.tokens) + more)
-        self.guessed = guessed
-        self.constraint = constraint
-        self._original = sequence
+        self.original = sequence
+        self.draft_tokens = draft_tokens
+        self.bind(constraint)
 
     @property
-    def original(self) -> Sequence:
-        return self._original
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, of the answer so far, and draft tokens."""
+        return len(self.tokens) + len(self.draft_tokens)
 
 
 def sampled_sequences(step: Step) -> list[Sequence]:
@@ -50,6 +34,8 @@ def sampled_sequences(step: Step) -> list[Sequence]:
     Rows behind a guess that a sequence's grammar does not take, or that completes it, are bound by none: what is sampled
     there is never taken.
     """
+    if not step.guesses:
+        return step.sampled_sequences
     found: list[Sequence] = []
     for chunk in step.chunks:
         sequence = chunk.sequence
@@ -57,7 +43,7 @@ def sampled_sequences(step: Step) -> list[Sequence]:
         constraint, guesses = sequence.constraint, tuple(step.guesses.get(sequence.request_id, ()))
         for more, guess in enumerate(guesses, start=1):
             constraint = None if constraint is None else constraint.ahead(guess)
-            found.append(SequenceAhead(sequence, more, guesses[:more], constraint))
+            found.append(SequenceAhead(sequence, guesses[:more], constraint))
     return found
 
 
