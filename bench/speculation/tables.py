@@ -12,11 +12,11 @@ FILE, H200_FILE = "speculation-nvidia-h100.json", "speculation-nvidia-h200.json"
 CPU_FILE = "speculation-cpu-2-cores.json"
 HEADS = (
     "model",
-    "guesses by",
+    "proposer",
     "text",
     "sequences",
-    "guesses",
-    "right",
+    "draft tokens",
+    "accepted",
     "tokens/s",
     "without",
     "times as fast",
@@ -39,7 +39,7 @@ def text_rows(found: Result) -> list[Result]:
 
 
 def speculation(file: str = FILE) -> str:
-    """A row for each model, method, share of right guesses and batch; the times are medians of rounds, not a quotient."""
+    """A row for each model, proposer, share of right draft tokens and batch; times are medians of rounds, no quotients."""
     found = load(file)
     lines = [_cells(row) for row in text_rows(found) if "last_ratio" not in row]
     return f"{wrapped(_machine(found))}\n\n{table(HEADS, lines)}"
@@ -53,15 +53,15 @@ def speculation_texts(file: str = FILE) -> str:
 
 
 def _cells(row: Result) -> list[str]:
-    guesses = (f"{row['guesses']:.1f}", f"{row['accept_rate']:.2f}") if row["guesses"] else ("0", "")
+    drafts = (f"{row['guesses']:.1f}", f"{row['accept_rate']:.2f}") if row["guesses"] else ("0", "")
     speeds = f"{row['tok_s']:.1f}", f"{row['off_tok_s']:.1f}", f"**{row['ratio']:.2f}**"
     last = [f"{row['last_ratio']:.2f}"] if "last_ratio" in row else []
     return [
         name_of(row),
         row["method"],
-        row["task"],
+        row["task"].replace("of guesses right", "right"),
         str(row["batch"]),
-        *guesses,
+        *drafts,
         *speeds,
         *last,
         row.get("commit", ""),
@@ -69,7 +69,7 @@ def _cells(row: Result) -> list[str]:
 
 
 def speculation_steps(file: str = FILE) -> str:
-    """A row for each model and length of context: the time of a step without guesses, and with some."""
+    """A row for each model and length of context: the time of a step without draft tokens, and with some."""
     found = load(file)
     steps: dict[tuple[str, int], dict[int, Result]] = {}
     for row in found["rows"]:
@@ -82,10 +82,10 @@ def speculation_steps(file: str = FILE) -> str:
             f"{1e3 / own[count]['tok_s']:.2f} ({1 / own[count]['ratio']:.2f})" if count in own else ""
             for count in counts
         ]
-        # One row's figure: the step without guesses was measured once for all of them.
+        # One row's figure: the step without draft tokens was measured once for all of them.
         first = next(iter(own.values()))
         lines.append([name, str(context), f"{1e3 / first['off_tok_s']:.2f}", *cells, first.get("commit", "")])
-    heads = ["model", "tokens before", "no guess", *(f"{count} guesses" for count in counts), "commit"]
+    heads = ["model", "tokens before", "no draft token", *(f"{count} draft tokens" for count in counts), "commit"]
     return table(heads, lines)
 
 

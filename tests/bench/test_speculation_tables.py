@@ -35,8 +35,8 @@ def test_tables(written: Path) -> None:
     assert "bitsandbytes" in about
     assert not empty
     assert lines[2:] == [
-        "| Qwen3-32B | draft by qwen3-0.6b | 0.7 of guesses right | 1 | 4.2 | 0.69 | 281.2 | 160.5 | **1.75** | 0123abc |",
-        "| Qwen3-32B | draft by qwen3-0.6b | 0.7 of guesses right | 8 | 2.0 | 0.70 | 1300.0 | 1000.0 | **1.30** | 0123abc |",
+        "| Qwen3-32B | draft by qwen3-0.6b | 0.7 right | 1 | 4.2 | 0.69 | 281.2 | 160.5 | **1.75** | 0123abc |",
+        "| Qwen3-32B | draft by qwen3-0.6b | 0.7 right | 8 | 2.0 | 0.70 | 1300.0 | 1000.0 | **1.30** | 0123abc |",
         "| Qwen3-32B | lookup | random text | 128 | 0 |  | 5000.0 | 5005.0 | **1.00** | 0123abc |",
     ]
     heads, _, line = speculation_texts(str(written)).splitlines()[2:]
@@ -45,7 +45,7 @@ def test_tables(written: Path) -> None:
         "| smollm2-135m-instruct | lookup | edit, copies | 8 | 9.0 | 0.75 | 15000.0 | 10000.0 | **1.50** | 1.10 | 0123abc |"
     )
     heads, _, line = speculation_steps(str(written)).splitlines()
-    assert heads == "| model | tokens before | no guess | 3 guesses | 7 guesses | commit |"
+    assert heads == "| model | tokens before | no draft token | 3 draft tokens | 7 draft tokens | commit |"
     assert line == "| Qwen3-32B | 500 | 6.25 | 8.00 (1.25) | 10.00 (1.60) | 0123abc |"
 
 
