@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from server.checkpoint.images import IMAGE_TYPES
-from tests.checkpoint import test_inspection, test_layouts, test_loading, test_lora_adapters, test_multimodal
+from tests.checkpoint import (
+    test_inspection,
+    test_layouts,
+    test_loading,
+    test_lora_adapters,
+    test_multimodal,
+    test_source,
+)
 from tests.checkpoint import test_tokenizer_files as tokenizers
 from tests.checkpoint.families import REFUSED, SERVED
 from tests.checkpoint.multimodal import CLASSES
@@ -49,6 +56,7 @@ LAYOUTS: dict[str, tuple[str, Callable[..., Any]]] = {
         "refused",
         test_inspection.test_other_quantizations_are_refused_by_name,
     ),
+    "GGUF": ("refused", test_source.test_a_gguf_file_or_folder_is_named_with_what_to_do),
 }
 ADAPTERS: dict[str, tuple[str, Tests]] = {
     "LoRA, rsLoRA, rank and alpha patterns on projections": (
