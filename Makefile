@@ -165,7 +165,7 @@ dashboards-check: $(VENV)/.dev kernels model ## ask every panel's query of a Pro
 page-vendor: ## fetch the chat page's libraries from npm, as server/api/static/vendor/pins.json names them
 	$(PYTHON) -m tests.api.pages.vendored
 
-page-screenshots: $(VENV)/.dev kernels model ## take the chat page's pictures in docs/ anew (needs Chromium)
+page-screenshots: $(VENV)/.dev kernels model ## take the chat page's picture in docs/ anew (needs Chromium)
 	$(BIN)/python -m tests.api.pages.screenshots
 
 deploy-check: $(VENV)/.dev $(HELM) ## helm lint, and every object of the Helm chart against Kubernetes' schemas

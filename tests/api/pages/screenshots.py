@@ -1,4 +1,4 @@
-"""Take the pictures of the chat page in docs/: python -m tests.api.pages.screenshots. Needs Chromium and the embedded model.
+"""Take the picture of the chat page in docs/: python -m tests.api.pages.screenshots. Needs Chromium and the embedded model.
 
 The first answer and its figures are the model's own, so that they are to be taken on a machine that does nothing else; the
 second one is edited on the page, and says so.
@@ -20,15 +20,13 @@ DOCS = Path(__file__).parents[3] / "docs"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CODE = "Write a short Python function that checks whether a number is even, with a docstring."
 TABLE = "And how do I tell whether it is divisible by 3, 4 or 5?"
-WRITTEN = """Look at the **decimal digits** $d_k \\ldots d_1 d_0$ of the number $n$:
+WRITTEN = """Write it as $n = \\sum_{i=0}^{k} d_i \\, 10^i$, with **decimal digits** $d_i$:
 
 | divisor | rule | example |
 | ---: | --- | --- |
-| 3 | the digits' sum is divisible by 3 | 4 + 7 + 1 = 12, so 471 is |
-| 4 | the last two digits are divisible by 4 | 1**16** is, 1**18** is not |
-| 5 | the last digit is 0 or 5 | 13**5** is |
-
-In code all three are `n % divisor == 0`."""
+| 3 | $\\sum_i d_i$ is divisible by 3 | 4 + 7 + 1 = 12, so 471 is |
+| 4 | $10 \\, d_1 + d_0$ is divisible by 4 | 1**16** is, 1**18** is not |
+| 5 | $d_0$ is 0 or 5 | 13**5** is |"""
 
 
 async def talk(page: Page) -> None:
@@ -51,23 +49,17 @@ async def talk(page: Page) -> None:
 
 
 async def main(folder: Path) -> None:
-    """Write docs/page-light.png, page-dark.png and page-phone.png."""
+    """Write docs/chat-page.png."""
     model = await asyncio.to_thread(resolve_checkpoint, EMBEDDED_MODEL, default_cache_dir(), lambda *_: None)
     with serve_pages(model, folder, compiled=True) as server, start_browser(folder / "profile") as debugger:
         async with chat_page(debugger, server.base_url) as page:
             await talk(page)
-            for name, scheme, width, height, scale in (
-                ("light", "light", 1200, 940, 1.4),
-                ("dark", "dark", 1200, 940, 1.4),
-                ("phone", "light", 390, 844, 2),
-            ):
-                await page.scheme(scheme)
-                await page.size(width, height, scale=scale, phone=name == "phone")
-                await page.value("document.activeElement.blur(); document.getElementById('toast').hidden = true")
-                await page.value("document.getElementById('to-end').click()")
-                await asyncio.sleep(0.5)  # what moves comes to rest
-                await page.screenshot(DOCS / f"page-{name}.png")
-                print(DOCS / f"page-{name}.png", file=sys.stderr)
+            await page.size(1060, 890, scale=1.25)
+            await page.value("document.activeElement.blur(); document.getElementById('toast').hidden = true")
+            await page.value("document.getElementById('to-end').click()")
+            await asyncio.sleep(0.5)  # what moves comes to rest
+            await page.screenshot(DOCS / "chat-page.png")
+            print(DOCS / "chat-page.png", file=sys.stderr)
 
 
 if __name__ == "__main__":
