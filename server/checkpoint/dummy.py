@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState, create_dynamic_map, get_4bit_type
@@ -25,6 +26,7 @@ from server.checkpoint.sharding.sharded import ShardedModel
 from server.checkpoint.sharding.shards import Part, Shard, check_count
 from server.checkpoint.sharding.slices import make_linear
 from server.checkpoint.sharding.vocabulary import set_vocabulary
+from server.checkpoint.states import NARROW_INPUTS
 
 BLOCKSIZE = 64
 # Scales around this make weights with a standard deviation near 0.02, as trained linear layers have.
@@ -49,10 +51,17 @@ def dummy_model(
         raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        fill_randomly(model, device, dtype, progress)
+        skipped = _skipped(config)
+        fill_randomly(model, device, dtype, progress, lambda name: skipped.isdisjoint(name.split(".")))
     model.tie_weights()
     progress("making random weights", 1.0)
     return model.eval().requires_grad_(False)
+
+
+def _skipped(config: Any) -> set[str]:
+    """Names of modules that a configuration's skip list leaves in 16 bits, and those that stay so in every checkpoint."""
+    settings = getattr(config, "quantization_config", None) or {}
+    return {*NARROW_INPUTS, *(settings.get("llm_int8_skip_modules") or ())}
 
 
 def dummy_shard(

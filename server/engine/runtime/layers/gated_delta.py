@@ -9,12 +9,18 @@ import torch
 from torch import nn
 
 import nf4_kernels.gated_delta  # noqa: F401 - registers torch.ops.nf4
+from nf4_kernels.gated_delta_params import GatedDelta as Tensors
+from server.engine.runtime.layers import delta_chunks, delta_layout
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
 from server.engine.runtime.model.projections import GroupMember
 from server.engine.runtime.states.kinds import StateKind, gated_delta
-from server.engine.runtime.states.pool import StatePool
+from server.engine.runtime.states.pool import StatePool, StateStep
 
+_Tensor = torch.Tensor
+_Arguments = tuple[
+    _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, float, _Tensor, _Tensor
+]  # fmt: skip
 INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """transformers' names of the projections of a layer's input, as Qwen3.5 has them."""
 
@@ -93,21 +99,33 @@ class GatedDelta:
 
     def _advanced(self, *rows: torch.Tensor) -> torch.Tensor:
         """[T, value heads * value_dim] of qkv, z, a and b [T, columns]; the states go on by T tokens."""
-        step = self.pool.step
+        step, rule = self.pool.step, self.rule
         singles, tokens = step.singles.shape[0], rows[0].shape[0]
         parts = []
         if singles:
-            parts.append(self._op("step", [row[:singles] for row in rows], step.singles))
+            own = self._arguments([row[:singles] for row in rows])
+            parts.append(torch.ops.nf4.gated_delta_step(*own, step.singles, rule.key_heads))
         if singles < tokens:
-            of_chunks = step.query_start_loc, step.chunks, step.has_state
-            parts.append(self._op("chunks", [row[singles:] for row in rows], *of_chunks))
+            parts.append(self._chunks(self._arguments([row[singles:] for row in rows]), step))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _op(self, name: str, rows: list[torch.Tensor], *indices: torch.Tensor) -> torch.Tensor:
-        rule, op = self.rule, getattr(torch.ops.nf4, f"gated_delta_{name}")
-        own = rule.conv_weight, rule.a_log, rule.dt_bias, rule.norm_weight, rule.eps, self.conv_state, self.state
-        y: torch.Tensor = op(*rows, *own, *indices, rule.key_heads)
+    def _chunks(self, own: _Arguments, step: StateStep) -> torch.Tensor:
+        p = Tensors(*own, self.rule.key_heads)
+        if delta_chunks.takes(p, max(step.lengths)):
+            key = self.rule.kind
+            if key not in step.shared:
+                step.shared[key] = delta_layout.layout(p, step.lengths, step.chunks, step.has_state)
+            return delta_chunks.chunks(p, step.shared[key])
+        indices = step.query_start_loc, step.chunks, step.has_state
+        y: torch.Tensor = torch.ops.nf4.gated_delta_chunks(*own, *indices, self.rule.key_heads)
         return y
+
+    def _arguments(self, rows: list[torch.Tensor]) -> _Arguments:
+        """The tensors of the layer in the order of nf4::gated_delta_step, for these rows of qkv, z, a and b."""
+        rule = self.rule
+        qkv, z, a, b = rows
+        parameters = rule.conv_weight, rule.a_log, rule.dt_bias, rule.norm_weight, rule.eps
+        return qkv, z, a, b, *parameters, self.conv_state, self.state
 
 
 def read_rule(module: nn.Module) -> DeltaRule | None:
