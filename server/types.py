@@ -195,6 +195,14 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Looked-up tokens that were found."""
+    state_slots: int = 0
+    """Sequences whose states there is memory for; 0: the model's layers have none."""
+    state_snapshot_slots: int = 0
+    """Snapshots of states that there is memory for."""
+    state_snapshots: int = 0
+    """Snapshots that can be found."""
+    state_snapshot_hits: int = 0
+    """Sequences that began with a snapshot."""
     drafts: int = 0
     """Times that a sequence had guesses checked in a step (speculation)."""
     draft_tokens: int = 0

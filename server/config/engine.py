@@ -52,6 +52,13 @@ class EngineConfig(Section):
     """Tokens of a block of the KV cache."""
     kv_cache_bytes: int | None = Field(default=None, ge=2**20)
     """Memory for the KV cache; None: 1 GiB on CPU, on CUDA what a largest step leaves free, less 3 % of the memory."""
+    state_snapshot_bytes: int | None = Field(default=None, ge=0)
+    """Hybrid models: memory for snapshots of states, without which the beginnings of prompts are computed again.
+
+    None: half of what the states of running sequences take.
+    """
+    state_snapshot_tokens: int = Field(default=1024, ge=16)
+    """Hybrid models: a snapshot is taken every so many tokens of a prompt, and at its end."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """CUDA: keys and values in 8 bits, with a scale for each token and key head, for nearly twice the tokens.
 

@@ -21,6 +21,7 @@ from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.prompt_images import PromptImages
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.sequence import LoadedAdapter, Phase, Sequence
+from server.engine.scheduling.snapshots import Snapshots
 from server.engine.scheduling.step import Step
 from server.engine.speculation.drafts import DraftSpeculator
 from server.engine.speculation.speculator import Speculator
@@ -54,13 +55,15 @@ class Engine:
         self._blocks = BlockManager(limits.num_blocks, config.block_size)
         bound = config.max_prefill_ms
         self._pace = None if bound is None else PrefillPace(bound / 1000)
+        self._snapshots = _snapshots_of(runner, config)
         self._scheduler = Scheduler(
             self._blocks,
             limits.max_num_seqs,
             token_budget(config, runner.device),
             limits.max_model_len,
-            config.enable_prefix_caching and runner.states is None,
+            config.enable_prefix_caching and (runner.states is None or self._snapshots is not None),
             self._pace,
+            self._snapshots,
         )
         self._eos = frozenset(limits.eos_token_ids)
         self._outputs = OutputBuilder(self._runner.kernel_times)
@@ -210,6 +213,7 @@ class Engine:
         """The state now, and the figures of the step that has just run."""
         clock = self._step_clock
         adapters, speculator, tower = self._runner.adapters, self._speculator, self._runner.tower
+        states, snapshots = self._runner.states, self._snapshots
         memory_used, memory_total = self._runner.memory.read()
         return EngineStats(
             running=self._scheduler.num_running,
@@ -227,6 +231,10 @@ class Engine:
             kernel_seconds=clock.kernels.by_kernel,
             prefix_cache_queries=self._scheduler.prefix_queries,
             prefix_cache_hits=self._scheduler.prefix_hits,
+            state_slots=0 if states is None else states.max_num_seqs,
+            state_snapshot_slots=0 if states is None else len(states.snapshots),
+            state_snapshots=0 if snapshots is None else len(snapshots),
+            state_snapshot_hits=0 if snapshots is None else snapshots.hits,
             drafts=0 if speculator is None else speculator.drafts,
             draft_tokens=0 if speculator is None else speculator.draft_tokens,
             accepted_by_place=[] if speculator is None else list(speculator.accepted),
@@ -277,3 +285,11 @@ class Engine:
         self._speculator.note_time(launched.step, self._step_clock.seconds)
         self._step_clock.start()
         return checked
+
+
+def _snapshots_of(runner: ModelRunner, config: EngineConfig) -> Snapshots | None:
+    """The snapshots of states, if the model has states and the configuration has prefix caching."""
+    if runner.states is None or not runner.states.snapshots or not config.enable_prefix_caching:
+        return None
+    size = config.block_size
+    return Snapshots(runner.states.snapshots, -(-config.state_snapshot_tokens // size) * size, size)

@@ -54,6 +54,10 @@ class EngineCollector(Collector):
                 stats.nf4_weight_bytes,
             ),
             ("kv_cache_blocks", "Blocks of the KV cache.", stats.kv_blocks_total),
+            ("state_slots", "Sequences whose states there is memory for.", stats.state_slots),
+            ("state_slots_used", "Sequences that hold states.", stats.running if stats.state_slots else 0),
+            ("state_snapshot_slots", "Snapshots of states that there is memory for.", stats.state_snapshot_slots),
+            ("state_snapshots", "Snapshots of states that can be found.", stats.state_snapshots),
             ("engine_up", "1 when the engine takes requests.", float(state == "ready")),
         )
         if (cache := self._cache()) is not None:
@@ -63,6 +67,7 @@ class EngineCollector(Collector):
             ("num_preemptions", "Preemptions since the engine started.", stats.preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("state_snapshot_hits", "Sequences that began with a snapshot of states.", stats.state_snapshot_hits),
             ("spec_decode_num_drafts", "Times that a sequence had guesses checked in a step.", stats.drafts),
             ("spec_decode_num_draft_tokens", "Guesses that were checked.", stats.draft_tokens),
             (

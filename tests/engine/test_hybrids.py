@@ -51,6 +51,13 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def state_bytes(family: str) -> int:
+    """Bytes of the states of one sequence."""
+    pool = runner_of(family).states
+    assert pool is not None
+    return sum(kind.nbytes for kind in pool.kinds)
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(f"{length} {seed}")
     return [rng.randrange(3, VOCABULARY) for _ in range(length)]
@@ -158,8 +165,10 @@ def engines(family: str, config: EngineConfig) -> dict[str, Made]:
 def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, kind: str) -> None:
     """Of different lengths, with aborts, with too few KV blocks for all, more requests than slots, prefixes in common."""
     # 60 blocks of 4 tokens.
-    config = CONFIG.model_copy(update={"kv_cache_bytes": 60 * 4 * 512, "max_num_seqs": 5, "max_model_len": 160})
-    alone, engine = (engines(family, config)[name]() for name in ("plain", kind))
+    changes = {"kv_cache_bytes": 60 * 4 * 512, "max_num_seqs": 5, "max_model_len": 200, "state_snapshot_tokens": 16}
+    config = CONFIG.model_copy(update=changes)
+    alone = engines(family, config.model_copy(update={"enable_prefix_caching": False}))["plain"]()
+    engine = engines(family, config)[kind]()
     rng = random.Random(kind)
     common = prompt_of(50)
     requests, expected = [], {}
@@ -181,10 +190,78 @@ def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, ki
             aborted.add(name := rng.choice([*found]))
             engine.abort([name])
     assert engine.stats().preemptions > 0
+    assert engine.stats().state_snapshot_hits > 5
     for request in requests:
         answer = found.get(request.request_id, [])
         whole = expected[request.request_id]
         assert answer == (whole[: len(answer)] if request.request_id in aborted else whole), request
+
+
+def computed_by(engine: Engine, request: GenerateRequest) -> tuple[list[int], int]:
+    """The answer to a request that is alone, and how many tokens of its prompt were computed."""
+    before = engine.stats().prefix_cache_hits
+    answer = answers(engine, request)[0]
+    return answer, len(request.prompt_token_ids) - (engine.stats().prefix_cache_hits - before)
+
+
+def test_the_same_prompt_is_computed_once_but_for_its_end(family: str) -> None:
+    engine = engines(family, CONFIG)["plain"]()
+    for length in (8, 9, 10, 37, 64, 75):
+        first, computed = computed_by(engine, make_request(prompt_of(length), ignore_eos=True))
+        assert computed == length
+        again, computed = computed_by(engine, make_request(prompt_of(length), ignore_eos=True))
+        assert again == first
+        assert computed <= 2 * CONFIG.block_size
+
+
+def test_prefixes_of_any_length_give_the_answers_that_prompts_get_alone(family: str) -> None:
+    # One prompt takes a quarter of them at most.
+    budget = {"state_snapshot_tokens": 16, "state_snapshot_bytes": 32 * state_bytes(family)}
+    engine = engines(family, CONFIG.model_copy(update=budget))["plain"]()
+    plain = engines(family, CONFIG.model_copy(update={"enable_prefix_caching": False}))["plain"]()
+    whole = prompt_of(90)
+    answers(engine, make_request(whole, ignore_eos=True))
+    for length in (3, 15, 17, 33, 50, 64, 81, 90):
+        request = make_request(whole[:length] + prompt_of(7, length), ignore_eos=True)
+        found, computed = computed_by(engine, request)
+        assert found == answers(plain, make_request(request.prompt_token_ids, ignore_eos=True))[0]
+        # At distances of 16 tokens, or at the end.
+        assert computed <= 7 + 16
+    assert engine.stats().state_snapshot_hits > 0
+    assert plain.stats().state_snapshots == 0
+
+
+def test_a_conversation_computes_little_more_than_what_is_new(family: str) -> None:
+    """Of ten turns, each with a prompt and an answer of 50 to 700 tokens together."""
+    config = CONFIG.model_copy(update={"block_size": 16, "max_num_batched_tokens": 256, "kv_cache_bytes": 2**23})
+    engine = engines(family, config)["plain"]()
+    plain = engines(family, config.model_copy(update={"enable_prefix_caching": False}))["plain"]()
+    rng = random.Random(0)
+    history: list[int] = []
+    computed = new = 0
+    for turn in range(10):
+        added = prompt_of(rng.randint(40, 690), turn)
+        request = make_request([*history, *added], max_tokens=10, ignore_eos=True)
+        answer, own = computed_by(engine, request)
+        if turn in (3, 9):
+            assert answer == answers(plain, make_request(request.prompt_token_ids, max_tokens=10, ignore_eos=True))[0]
+        computed, new = computed + own, new + len(request.prompt_token_ids) - len(history)
+        # The template leaves the last tokens of a prompt out of earlier turns.
+        history = [*request.prompt_token_ids[:-4], *answer]
+    assert computed <= 1.1 * new
+
+
+def test_snapshots_have_a_budget_of_their_own(family: str) -> None:
+    state = state_bytes(family)
+    for budget, slots in ((0, 0), (state, 1), (4 * state + 1, 4)):
+        config = CONFIG.model_copy(update={"state_snapshot_bytes": budget})
+        engine = engines(family, config)["plain"]()
+        assert engine.stats().state_snapshot_slots == slots
+        request = make_request(prompt_of(40), ignore_eos=True)
+        first, _ = computed_by(engine, request)
+        again, computed = computed_by(engine, make_request(request.prompt_token_ids, ignore_eos=True))
+        assert again == first
+        assert (computed < 40) == (slots > 0)
 
 
 def test_a_step_is_not_computed_twice(family: str) -> None:
@@ -237,12 +314,12 @@ def test_embeddings_are_transformers_hidden_states(family: str) -> None:
 
 
 def test_few_sequences_run_where_memory_is_short(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = sum(kind.nbytes for kind in runner_of(family).states.kinds)  # type: ignore[union-attr]
+    state = state_bytes(family)
     cache = CONFIG.kv_cache_bytes
     assert cache is not None
-    monkeypatch.setattr(states, "available_bytes", lambda _: 2 * (cache + 3 * state))
+    monkeypatch.setattr(states, "available_bytes", lambda _: 2 * (cache + 5 * state))
     runner = build_runner(copy.deepcopy(model_of(family)), CONFIG)
-    assert runner.limits.max_num_seqs == 3
+    assert runner.limits.max_num_seqs == 3  # and a snapshot for every second
     requests = [make_request(prompt_of(n), max_tokens=4, ignore_eos=True) for n in (5, 9, 12, 3, 8)]
     whole = engines(family, CONFIG)["plain"]()
     assert answers(Engine(runner, CONFIG), *requests) == [answers(whole, request)[0] for request in requests]

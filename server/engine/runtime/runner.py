@@ -133,7 +133,14 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, given: StepInput) -> torch.Tensor:
         """What forward() gives for the columns of a step, or its hidden states."""
-        batch, graphs = self._batch(given), self._graphs
+        batch = self._batch(given)
+        found = self._compute(given, batch)
+        if self.states is not None:
+            self.states.copy(given.saved)
+        return found
+
+    def _compute(self, given: StepInput, batch: Batch) -> torch.Tensor:
+        graphs = self._graphs
         if given.hidden:
             return self._paged.hidden_states(batch)
         if batch.images is not None:
@@ -254,4 +261,7 @@ class ModelRunner:
         self._newest = sample_by_table(output.logits, launch.table, output.greedy[1])
 
     def _batch(self, given: StepInput) -> Batch:
+        """The batch that computes a step, once the states that it begins with are in place."""
+        if self.states is not None:
+            self.states.copy(given.restored)
         return batch_of(given, self._paged.block_size)

@@ -13,6 +13,8 @@ from server.engine.scheduling.block_tables import BlockTables
 from server.engine.scheduling.columns import Decoding
 from server.engine.scheduling.step import Chunk, Step
 
+Copies = Sequence[tuple[int, int]]
+
 
 @dataclass(frozen=True)
 class StepInput:
@@ -40,6 +42,10 @@ class StepInput:
     """Whether final hidden states are wanted in the place of logits."""
     guessed: bool = False
     """Whether the step checks guesses."""
+    restored: Copies = ()
+    """Slots of states to copy before the step: from a snapshot, to a sequence."""
+    saved: Copies = ()
+    """Slots of states to copy after the step: from a sequence, to a snapshot."""
 
 
 def step_input(step: Step) -> StepInput:
@@ -84,7 +90,13 @@ def _input_of(chunks: Sequence[Chunk], guesses: dict[str, list[int]]) -> StepInp
         offsets = np.array([0 if s.images is None else s.images.offset for s in sequences], np.int64)
         images = image_rows(chunks, starts, lengths)
     guessed = bool(guesses)
-    return StepInput(tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, guessed=guessed)
+    copies = (
+        [(chunk.restored, chunk.sequence.row) for chunk in chunks if chunk.restored >= 0],
+        [(chunk.sequence.row, chunk.saved) for chunk in chunks if chunk.saved >= 0],
+    )
+    return StepInput(
+        tables, table_rows, starts, lengths, ids, wanted, adapters, offsets, images, False, guessed, *copies
+    )
 
 
 def _decode_input(decoding: Decoding) -> StepInput:
@@ -114,4 +126,6 @@ def _joined(first: StepInput, others: StepInput) -> StepInput:
         np.concatenate((first.wanted, others.wanted + count)),
         [*first.adapters, *others.adapters],
         offsets,
+        restored=others.restored,
+        saved=others.saved,
     )

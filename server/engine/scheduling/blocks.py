@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class OutOfBlocksError(Exception):
@@ -18,6 +18,9 @@ class BlockManager:
     that says what it holds; it can be found by it, free or not, until it is handed out anew. Blocks without a key are
     handed out first, then those that have been free for longest.
     """
+
+    on_forget: Callable[[bytes], None] | None = None
+    """Called with each key that is taken away from its block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -124,6 +127,8 @@ class BlockManager:
             key, self._keys[block] = self._keys[block], None
             if key is not None:
                 del self._by_key[key]
+                if self.on_forget is not None:
+                    self.on_forget(key)
 
     def _evict(self) -> int:
         block, _ = self._free_named.popitem(last=False)

@@ -10,6 +10,7 @@ from server.engine.scheduling.columns import Decoding
 from server.engine.scheduling.pace import PrefillPace
 from server.engine.scheduling.running import RunningSequences
 from server.engine.scheduling.sequence import PLACEHOLDER, Phase, Sequence
+from server.engine.scheduling.snapshots import NO_SLOT, Snapshots
 from server.engine.scheduling.step import Chunk, Chunks, Step
 from server.types import FinishReason
 
@@ -35,8 +36,11 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool = False,
         pace: PrefillPace | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        """pace: bounds the tokens of prompts in steps in which other sequences decode."""
+        """pace: bounds the tokens of prompts in steps in which other sequences decode. snapshots: of the states of a model
+        that has some; prefix_caching needs them then.
+        """
         if blocks.num_blocks * blocks.block_size < max_model_len:
             raise ValueError(
                 f"{blocks.num_blocks} blocks of {blocks.block_size} tokens cannot hold one sequence of {max_model_len}"
@@ -51,6 +55,10 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._prefix_caching = prefix_caching
         self.pace = pace
+        self._snapshots = snapshots
+        if snapshots is not None:
+            # Blocks without a state at their end are of no use, and the other way round.
+            blocks.on_forget = snapshots.forget
         self._waiting, self._running = deque[Sequence](), RunningSequences()
         self._by_id: dict[str, Sequence] = {}
         self.prefix_queries = 0
@@ -110,10 +118,10 @@ class Scheduler:
             budget = min(budget, self.pace.tokens)
         for sequence in prefilling:
             if budget > 0 and sequence.phase is Phase.RUNNING:
-                budget -= step.add_prefill(sequence, budget)
+                budget -= self._add_prefill(step, sequence, budget)
         while self._waiting and budget > 0 and not step.preempted and self._admit(self._waiting[0]):
             step.admitted.append(self._waiting.popleft())
-            budget -= step.add_prefill(step.admitted[-1], budget)
+            budget -= self._add_prefill(step, step.admitted[-1], budget)
         if step.size > decoding:
             step.put_single_first()
         return step
@@ -254,13 +262,31 @@ class Scheduler:
         step.start_with(decoding, chunks)
         return prefilling
 
+    def _add_prefill(self, step: Step, sequence: Sequence, budget: int) -> int:
+        """Step.add_prefill(), of a chunk that ends where a snapshot of states is to be taken."""
+        snapshots, start = self._snapshots, sequence.num_computed
+        if snapshots is None:
+            return step.add_prefill(sequence, budget)
+        place = snapshots.place_after(sequence)
+        length = step.add_prefill(sequence, budget if place is None else min(budget, place - start))
+        if length:
+            restored, sequence.snapshot = sequence.snapshot, NO_SLOT
+            step.copy_states(restored, snapshots.take_for(sequence, place) if start + length == place else NO_SLOT)
+        return length
+
     def _admit(self, sequence: Sequence) -> bool:
         if len(self._running) >= self._max_num_seqs:
             return False
-        found: list[int] = []
+        found, snapshot, branch = list[int](), NO_SLOT, 0
         if self._prefix_caching:
             # The blocks that hold its first tokens, all but its last at most.
-            found = self._blocks.find(sequence.block_keys(self._blocks.block_size, len(sequence.tokens) - 1))
+            keys = sequence.block_keys(self._blocks.block_size, len(sequence.tokens) - 1)
+            found = self._blocks.find(keys)
+            if self._snapshots is not None:
+                count, snapshot = self._snapshots.find(keys[: len(found)])
+                if count < len(found) and self._snapshots.is_branch(keys[len(found) - 1]):
+                    branch = len(found) * self._blocks.block_size
+                found = found[:count]
         needed = self._blocks.missing(found, len(sequence.tokens)) + self._blocks.num_unheld(found)
         # Each running sequence keeps a spare block, or the admission would at once cause a preemption.
         if needed > self._blocks.num_free - len(self._running) and self._running.all:
@@ -270,6 +296,9 @@ class Scheduler:
         looked_up = self._prefix_caching and not sequence.was_admitted and sequence.sampling.prompt_logprobs is None
         sequence.start_with(found, len(found) * self._blocks.block_size)
         sequence.num_drafted = self._blocks.num_marked(found) * self._blocks.block_size
+        sequence.snapshot, sequence.branch = snapshot, branch
+        if looked_up and snapshot != NO_SLOT and self._snapshots is not None:
+            self._snapshots.hits += 1
         if looked_up:
             self.prefix_queries += sequence.num_prompt
             self.prefix_hits += sequence.num_cached
@@ -287,6 +316,8 @@ class Scheduler:
             for block, key in zip(sequence.blocks[named:full], keys, strict=True):
                 self._blocks.name(block, key)
             sequence.num_named = full
+            if self._snapshots is not None:
+                self._snapshots.note_named(sequence, named)
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Take the block that the sequence's next token needs; False when the sequence itself had to be preempted."""
@@ -308,6 +339,8 @@ class Scheduler:
         self._running.remove(sequence, preempted=True)
         self._blocks.release(sequence.blocks)
         sequence.give_row_back()
+        if self._snapshots is not None:
+            self._snapshots.drop(sequence)
         sequence.num_computed = sequence.num_named = sequence.num_drafted = 0
         sequence.phase = Phase.WAITING
         self._waiting.appendleft(sequence)
@@ -317,6 +350,8 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
+        if self._snapshots is not None:
+            self._snapshots.drop(sequence)
         self._blocks.release(sequence.blocks)
         sequence.give_row_back()
         sequence.phase = Phase.FINISHED

@@ -129,6 +129,12 @@ class Sequence:
     """The real sequence, of one as it would be with draft tokens (speculation)."""
     draft_tokens: tuple[int, ...] = ()
     """What such a one has behind its tokens."""
+    snapshot = -1
+    """The slot of the snapshot of states that it begins with, until its first chunk has been scheduled; -1: none."""
+    saving: tuple[int, int] | None = None
+    """Tokens at whose end a snapshot of its states is being taken, and the slot that gets it."""
+    branch = 0
+    """Tokens that it has in common with an earlier sequence that went on otherwise, if a snapshot is missing there."""
 
     def __init__(
         self,

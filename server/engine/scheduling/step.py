@@ -24,6 +24,10 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     length: int
     samples: bool
     """Whether the step that computes it yields the sequence's next token."""
+    restored: int = -1
+    """The slot of the snapshot of states that it begins with; -1: none."""
+    saved: int = -1
+    """The slot that gets a snapshot of the states at its end; -1: none."""
 
     @property
     def scored(self) -> range:
@@ -118,6 +122,12 @@ class Step:
         self._others.append(chunk)
         self._chunks = None
         return length
+
+    def copy_states(self, restored: int, saved: int) -> None:
+        """Let the chunk that was added last begin with a snapshot, and be followed by one; -1: no."""
+        if restored >= 0 or saved >= 0:
+            self._others[-1] = msgspec.structs.replace(self._others[-1], restored=restored, saved=saved)
+            self._chunks = None
 
     def put_single_first(self) -> None:
         """Put the chunks of one token in front of the others."""

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import nf4_kernels.gated_delta  # noqa: F401 - registers torch.ops.nf4
-from nf4_kernels.gated_delta_params import GatedDelta as Tensors
-from server.engine.runtime.layers import delta_chunks, delta_layout
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
 from server.engine.runtime.model.projections import GroupMember
@@ -110,12 +108,6 @@ class GatedDelta:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunks(self, own: _Arguments, step: StateStep) -> torch.Tensor:
-        p = Tensors(*own, self.rule.key_heads)
-        if delta_chunks.takes(p, max(step.lengths)):
-            key = self.rule.kind
-            if key not in step.shared:
-                step.shared[key] = delta_layout.layout(p, step.lengths, step.chunks, step.has_state)
-            return delta_chunks.chunks(p, step.shared[key])
         indices = step.query_start_loc, step.chunks, step.has_state
         y: torch.Tensor = torch.ops.nf4.gated_delta_chunks(*own, *indices, self.rule.key_heads)
         return y

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from bitsandbytes.functional import dequantize_4bit
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _KV_TOKENS = 1024
 """Tokens for which every sequence should find room in the KV cache, before more sequences get states."""
+_SNAPSHOTS_OF_ONE = 0.5
+"""Snapshots for each sequence that may run."""
 _STEP_SHARE = 0.1
 """The share of the free memory that is left for a step, on CUDA, where what it takes is measured later."""
 
@@ -70,8 +73,8 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
         names = ", ".join(name for name, _ in other.named_children())
         raise UnsupportedModelError(f"{type(other).__name__} has {names}, which no rule describes")
     kinds = [rule.kind for rule in found]
-    count = _sequences(sum(kind.nbytes for kind in kinds), bytes_per_block, model.device, config)
-    pool = StatePool(kinds, count, model.device)
+    slots = _slots(sum(kind.nbytes for kind in kinds), bytes_per_block, model.device, config)
+    pool = StatePool(kinds, slots.sequences, model.device, slots.snapshots)
     mixers = {
         module: read_gated_delta(module, rule, pool, index)
         for index, (module, rule) in enumerate(zip(modules, found, strict=True))
@@ -95,34 +98,42 @@ def _report(states: StateLayers, layers: int) -> None:
     each = sum(kind.nbytes for kind in pool.kinds)
     attending = layers - len(pool.kinds)
     logger.info(
-        "%s layers of %.3g MB a sequence, %d of attention; states of %d sequences take %.2f GiB",
-        names, each / 1e6, attending, pool.max_num_seqs, pool.nbytes / 2**30,
+        "%s layers of %.3g MB a sequence, %d of attention; states of %d sequences and %d snapshots take %.2f GiB",
+        names, each / 1e6, attending, pool.max_num_seqs, len(pool.snapshots), pool.nbytes / 2**30,
     )  # fmt: skip
 
 
-def _sequences(state: int, bytes_per_block: int, device: torch.device, config: EngineConfig) -> int:
-    """How many sequences run at a time, of which each takes `state` bytes beside its KV blocks.
+class _Slots(NamedTuple):
+    """How many states there is memory for."""
 
-    Fewer than configured if states would leave them less than _KV_TOKENS each.
+    sequences: int
+    snapshots: int
+
+
+def _slots(state: int, bytes_per_block: int, device: torch.device, config: EngineConfig) -> _Slots:
+    """How many sequences run at a time, of which each takes `state` bytes beside its KV blocks, and snapshots of states.
+
+    Fewer sequences than configured if states would leave them less than _KV_TOKENS each. Raises EngineConfigError.
     """
     wanted = sequence_limit(config, device)
-    free = available_bytes(device)
-    per_token = bytes_per_block / config.block_size
-    if device.type == "cuda":
-        usable = int(free * (1 - _STEP_SHARE) - torch.cuda.mem_get_info(device)[1] * RESERVED_SHARE)
-        cache = config.kv_cache_bytes
-    else:
-        usable, cache = free // 2, config.kv_cache_bytes or CPU_CACHE_BYTES
-    if cache is not None:
-        possible = (usable - cache) // state
-    else:
+    snapshots, each = 0, float(state)
+    usable, cache = _usable(device, config)
+    if config.enable_prefix_caching and config.state_snapshot_bytes is None:
+        each *= 1 + _SNAPSHOTS_OF_ONE
+    elif config.enable_prefix_caching:
+        snapshots = (config.state_snapshot_bytes or 0) // state
+        usable -= snapshots * state
+    if cache is None:
+        per_token = bytes_per_block / config.block_size
         # The longest sequence has to fit, too.
-        alone = int((config.max_model_len or _KV_TOKENS) * per_token)
-        possible = min(int(usable / (state + _KV_TOKENS * per_token)), (usable - alone) // state)
+        longest = (config.max_model_len or _KV_TOKENS) * per_token
+        possible = int(min(usable / (each + _KV_TOKENS * per_token), (usable - longest) / each))
+    else:
+        possible = int((usable - cache) / each)
     if possible < 1:
         raise EngineConfigError(
-            f"a sequence's states take {state / 2**20:.0f} MiB, and with the weights and the KV cache there is no memory for"
-            f" them on {device}"
+            f"a sequence's states take {state / 2**20:.0f} MiB, and with the weights, the KV cache and snapshots there is no"
+            f" memory for them on {device}"
         )
     if possible < wanted:
         logger.warning(
@@ -131,7 +142,17 @@ def _sequences(state: int, bytes_per_block: int, device: torch.device, config: E
             wanted,
             state / 2**20,
         )
-    return min(wanted, possible)
+    count = min(wanted, possible)
+    return _Slots(count, max(snapshots, int(count * (each / state - 1))))
+
+
+def _usable(device: torch.device, config: EngineConfig) -> tuple[int, int | None]:
+    """Bytes for states and the KV cache, and of these the cache's, if that is fixed."""
+    free = available_bytes(device)
+    if device.type == "cuda":
+        reserved = torch.cuda.mem_get_info(device)[1] * RESERVED_SHARE
+        return int(free * (1 - _STEP_SHARE) - reserved), config.kv_cache_bytes
+    return free // 2, config.kv_cache_bytes or CPU_CACHE_BYTES
 
 
 @contextmanager

@@ -6,11 +6,9 @@ A running sequence's slot is its row of the block tables, which is its own while
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from server.engine.runtime.attention.graph_backend import PLANS_AHEAD
@@ -20,9 +18,6 @@ from server.engine.runtime.states.kinds import StateKind
 PADDING = -1
 """The slot of a row that is no sequence's."""
 _UNKNOWN = -1
-
-Copies = npt.NDArray[np.int64]
-"""[copies, 2]: slots to copy from, and slots to copy to."""
 
 
 class StateError(RuntimeError):
@@ -41,10 +36,6 @@ class StateStep:
     """int32 [S + 1]: chunk i has the rows query_start_loc[i] ... query_start_loc[i + 1] - 1 of those behind the singles."""
     has_state: torch.Tensor
     """bool [S]: whether the chunk goes on. One that does not begins with a state of zeros."""
-    lengths: Sequence[int] = ()
-    """[S]: tokens of the chunks."""
-    shared: dict[object, Any] = field(default_factory=dict)
-    """What the first layer of a kind finds for all of them."""
 
 
 class StatePool:
@@ -60,10 +51,12 @@ class StatePool:
         """kinds: one for each layer that has a state, in order."""
         self.kinds = list(kinds)
         self.max_num_seqs = max_num_seqs
-        self.num_snapshots = num_snapshots
         self.device = device
         # Two sequences run in the check of a start.
-        count = max(max_num_seqs, 2) + num_snapshots
+        running = max(max_num_seqs, 2)
+        count = running + num_snapshots
+        self.snapshots = range(running, count)
+        """The slots of snapshots."""
         self._stacks = {
             kind: [
                 torch.zeros(self.kinds.count(kind), count, *tensor.shape, dtype=tensor.dtype, device=device)
@@ -109,8 +102,7 @@ class StatePool:
         bounds = np.append(0, spans.lengths[singles:].cumsum())
         given = to_device(np.concatenate((rows, bounds, starts > 0)).astype(np.int32), self.device)
         of_rows, of_bounds, of_starts = given.split((len(rows), len(bounds), len(starts)))
-        lengths = spans.lengths[singles:].tolist()
-        self._step = StateStep(of_rows[:singles], of_rows[singles:], of_bounds, of_starts.bool(), lengths)
+        self._step = StateStep(of_rows[:singles], of_rows[singles:], of_bounds, of_starts.bool())
 
     def begin_decode_graph(self, size: int) -> None:
         """Let the layers of a decode graph of `size` sequences read the slots that plan_decode_graph() writes."""
@@ -141,9 +133,9 @@ class StatePool:
         for tensor in self._tensors():
             tensor[:, slot].zero_()
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states from slots to slots, after the steps before this call and before those that follow it."""
-        for source, target in copies.tolist():
+        for source, target in copies:
             for tensor in self._tensors():
                 tensor[:, target].copy_(tensor[:, source])
             self._seen[target] = self._seen[source]

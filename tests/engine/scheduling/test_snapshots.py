@@ -1,0 +1,147 @@
+"""Snapshots of states: which are kept, where prompts are cut for them, and what becomes of those that are never written."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from server.engine.scheduling.blocks import BlockManager
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.sequence import Sequence
+from server.engine.scheduling.snapshots import NO_SLOT, Snapshots
+from server.engine.scheduling.step import Step
+from tests.engine.factories import SchedulerDriver, make_sequence
+
+SIZE = 4
+
+
+def keys(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def test_the_longest_prefix_with_a_snapshot_is_found() -> None:
+    snapshots = Snapshots(range(10, 13), 8, SIZE)
+    slots = [snapshots.take() for _ in range(2)]
+    snapshots.name(slots[0], b"a")
+    snapshots.name(slots[1], b"c")
+    assert snapshots.find(keys("a", "b", "c", "d")) == (3, slots[1])
+    assert snapshots.find(keys("a", "b")) == (1, slots[0])
+    assert snapshots.find(keys("x", "y")) == (0, NO_SLOT)
+    snapshots.forget(b"c")
+    assert snapshots.find(keys("a", "b", "c", "d")) == (1, slots[0])
+
+
+def test_the_snapshot_that_was_not_used_for_longest_goes() -> None:
+    snapshots = Snapshots(range(2), 8, SIZE)
+    for name in keys("a", "b"):
+        snapshots.name(snapshots.take(), name)
+    snapshots.find(keys("a"))
+    snapshots.name(snapshots.take(), b"c")
+    assert [snapshots.find([name])[0] for name in keys("a", "b", "c")] == [1, 0, 1]
+
+
+def test_slots_that_are_being_written_are_nobody_elses() -> None:
+    snapshots = Snapshots(range(2), 8, SIZE)
+    sequence = make_sequence(9)
+    slot = snapshots.take_for(sequence, 8)
+    other = snapshots.take()
+    assert {slot, other} == {0, 1}
+    assert snapshots.take() == NO_SLOT
+    snapshots.drop(sequence)
+    assert snapshots.take() == slot
+    snapshots.name(slot, b"a")
+    snapshots.name(other, b"a")  # another sequence computed the same
+    assert len(snapshots) == 1
+    assert snapshots.take() == other
+
+
+def test_distances_are_multiples_of_blocks() -> None:
+    with pytest.raises(ValueError, match="every 10 tokens do not end with blocks of 4"):
+        Snapshots(range(2), 10, SIZE)
+
+
+def make_scheduler(count: int, blocks: int = 200, budget: int = 64) -> tuple[Scheduler, Snapshots, BlockManager]:
+    manager, snapshots = BlockManager(blocks, SIZE), Snapshots(range(8, 8 + count), 16, SIZE)
+    return Scheduler(manager, 8, budget, 400, True, snapshots=snapshots), snapshots, manager
+
+
+def chunks_of(scheduler: Scheduler, sequence: Sequence) -> list[tuple[int, int, bool, bool]]:
+    """Start and length of each chunk of a sequence that runs alone, and whether it restores and saves a state."""
+    found = []
+    driver = SchedulerDriver(scheduler)
+
+    def note(step: Step) -> None:
+        found.extend((c.start, c.length, c.restored >= 0, c.saved >= 0) for c in step.chunks)
+
+    scheduler.add(sequence)
+    while driver.has_work:
+        driver.step(note)
+    return found
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 99) for _ in range(length)]
+
+
+def test_chunks_end_where_snapshots_are_taken() -> None:
+    scheduler, snapshots, _ = make_scheduler(40)
+    # Every 16 tokens, and at 40, the last block that leaves five tokens.
+    once = chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1))
+    assert once == [(0, 16, False, True), (16, 16, False, True), (32, 8, False, True), (40, 6, False, False)]
+    assert chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1)) == [(40, 6, True, False)]
+    longer = [*prompt(46), *prompt(9, 1)]
+    assert chunks_of(scheduler, make_sequence(longer, max_tokens=1)) == [
+        (40, 8, True, True), (48, 7, False, False),
+    ]  # fmt: skip
+    assert snapshots.hits == 2
+    assert scheduler.prefix_hits == 80
+
+
+def test_one_prompt_takes_a_part_of_the_snapshots_only() -> None:
+    scheduler, snapshots, _ = make_scheduler(8)
+    chunks = chunks_of(scheduler, make_sequence(prompt(203), max_tokens=1))
+    # Two at distances of 112 tokens, and the one at the end; the budget of a step is 64 tokens.
+    assert [start + length for start, length, _, saved in chunks if saved] == [112, 196]
+    assert len(snapshots) == 2
+
+
+def test_a_snapshot_is_taken_where_prompts_branch_off() -> None:
+    scheduler, _, _ = make_scheduler(40)
+    common = prompt(30)
+    assert len(chunks_of(scheduler, make_sequence([*common, *prompt(30, 1)], max_tokens=1))) == 5
+    second = chunks_of(scheduler, make_sequence([*common, *prompt(30, 2)], max_tokens=1))
+    assert second[:2] == [(16, 12, True, True), (28, 4, False, True)]
+    third = chunks_of(scheduler, make_sequence([*common, *prompt(30, 3)], max_tokens=1))
+    assert third[0][:3] == (28, 4, True)
+
+
+def test_what_is_cancelled_preempted_or_fails_gives_its_slot_back() -> None:
+    scheduler, snapshots, manager = make_scheduler(1)
+    for end in ("abort", "error"):
+        sequence = make_sequence(prompt(40))
+        scheduler.add(sequence)
+        step = scheduler.schedule()
+        assert [chunk.saved for chunk in step.chunks] == [8]
+        scheduler.advance(step)
+        scheduler.finish(sequence.request_id, "error" if end == "error" else "abort")
+        assert len(snapshots) == 0
+        assert snapshots.find(sequence.block_keys(SIZE, 16)) == (0, NO_SLOT)
+    assert snapshots.take() == 8
+    assert manager.num_used == 0
+
+
+def test_a_block_that_goes_takes_its_snapshot_along() -> None:
+    scheduler, snapshots, _ = make_scheduler(10, blocks=100)
+    chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1))
+    assert len(snapshots) == 2
+    chunks_of(scheduler, make_sequence(prompt(390, 1), max_tokens=1))
+    assert snapshots.find(make_sequence(prompt(46)).block_keys(SIZE, 44)) == (0, NO_SLOT)
+
+
+def test_scored_prompts_take_no_snapshots() -> None:
+    scheduler, snapshots, _ = make_scheduler(10)
+    chunks = chunks_of(scheduler, make_sequence(prompt(46), max_tokens=1, prompt_logprobs=0))
+    assert not any(saved for *_, saved in chunks)
+    assert len(snapshots) == 0
