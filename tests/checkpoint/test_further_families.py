@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,27 +13,31 @@ from transformers import CONFIG_MAPPING
 from server.checkpoint.loading import load_model
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.preparation.assembly import build_runner
-from tests.checkpoint.further_families import (
-    MULTIMODAL,
-    NEEDS_IMAGES,
-    TEXT_FAMILIES,
-    WRONG_POSITIONS,
-    settings_of_decoder,
-)
+from tests.checkpoint.further_families import NEEDS_IMAGES, SERVED, WHOLE_TOWERS, WRONG_POSITIONS, settings_of
 from tests.checkpoint.layouts import CONFIG, CPU, check_served, config_of, random_model, save_nf4, silent
 
+TOWERS = ["model.vision_tower", "model.vision_model", "model.mm_projector", "model.multi_modal_projector", "lm_head"]
+QUICK = ("glm4_moe_lite", "hunyuan_v1_moe", "kosmos-2.5", "qwen2_5_omni_thinker", "roberta")
+"""Those that `make test` runs: one of each kind that needed something of its own."""
 
-@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *MULTIMODAL])
-def test_families_in_nf4(family: str, tmp_path: Path) -> None:
+
+def saved(family: str, folder: Path) -> Path:
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not have {family}")
-    config = config_of(family, **(TEXT_FAMILIES | MULTIMODAL)[family])
-    check_served(save_nf4(random_model(config), tmp_path / "model"))
+    options: dict[str, Any] = {"llm_int8_skip_modules": TOWERS} if family in WHOLE_TOWERS else {}
+    return save_nf4(random_model(config_of(family, **settings_of(family))), folder, **options)
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.rest) for family in SERVED]
+)
+def test_families_in_nf4(family: str, tmp_path: Path) -> None:
+    check_served(saved(family, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("family", WRONG_POSITIONS)
 def test_decoders_whose_text_would_be_wrong(family: str, tmp_path: Path) -> None:
-    save_nf4(random_model(config_of(family, **settings_of_decoder())), tmp_path / "model")
+    saved(family, tmp_path / "model")
     with pytest.raises(
         UnsupportedModelError, match=r"ForCausalLM cannot be served, .* its forward takes no position_ids"
     ):
@@ -41,6 +46,6 @@ def test_decoders_whose_text_would_be_wrong(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", NEEDS_IMAGES)
 def test_classes_that_need_an_image(family: str, tmp_path: Path) -> None:
-    save_nf4(random_model(config_of(family, **NEEDS_IMAGES[family])), tmp_path / "model")
+    saved(family, tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match=r"cannot be served: its forward fails on a prompt of text alone"):
         build_runner(load_model(tmp_path / "model", CPU, torch.float32, silent), CONFIG)

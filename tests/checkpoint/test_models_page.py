@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from server.checkpoint.images import IMAGE_TYPES
 from tests.checkpoint import (
+    models_page,
     test_inspection,
     test_layouts,
     test_loading,
@@ -17,14 +17,12 @@ from tests.checkpoint import (
     test_source,
 )
 from tests.checkpoint import test_tokenizer_files as tokenizers
-from tests.checkpoint.families import REFUSED, SERVED
-from tests.checkpoint.multimodal import CLASSES
 from tests.checkpoint.test_classes import HYBRIDS
 from tests.checkpoint.test_hybrids import MODELS
 from tests.engine.model import test_image_prompts, test_lora, test_lora_kinds, test_moe
 from tests.engine.model.test_lora_kinds import KINDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = models_page.PAGE
 ROW = re.compile(r"^\| (?P<what>[^|]+) \| (?P<answer>works|text only|refused)", re.MULTILINE)
 Tests = tuple[str | Callable[..., Any], ...]
 
@@ -121,13 +119,10 @@ def rows(title: str) -> dict[str, str]:
     return {match["what"].strip("` "): match["answer"] for match in ROW.finditer(section)}
 
 
-def test_text_families() -> None:
-    assert rows("Text") == dict.fromkeys(SERVED, "works") | dict.fromkeys(REFUSED, "refused")
-
-
-def test_multimodal_classes() -> None:
-    images = dict.fromkeys(IMAGE_TYPES, "works")
-    assert rows("Multimodal classes") == dict.fromkeys([*CLASSES, "gemma3n"], "text only") | images
+def test_tables_of_families_are_the_tests_lists() -> None:
+    """Neither a row that no test runs nor a tested family without one: python -m tests.checkpoint.models_page."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert models_page.written(page) == page
     assert set(test_image_prompts.PICTURES) == IMAGE_TYPES
 
 
