@@ -25,7 +25,7 @@ _NEEDED = "bitsandbytes NF4 or an unquantized model is needed"
 _MAX_HEADER = 100 * 2**20
 # A weight's share in NF4 with double quantization: 4 bits, 8 bits per 64, 32 bits per 64 * 256.
 _NESTED = 256
-_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * _NESTED)
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * _NESTED)
 # The same with plain scales.
 _PLAIN_BYTES = 0.5 + 4 / 64
 
@@ -57,6 +57,17 @@ class CheckpointInfo:
         """Bytes the weights take once loaded, with unquantized floats in item_bytes each; FP4 is expanded, if not kept."""
         return int(sum(self.tensor_bytes(name, item_bytes, keeps_fp4) for name in self.tensors))
 
+    def is_projection(self, name: str) -> bool:
+        """Whether a tensor is the weight of a linear layer that transformers quantizes, and no expert's."""
+        return _is_projection(name) and len(self.tensors[name][1]) == 2
+
+    def becomes_nf4(self, name: str) -> bool:
+        """Whether a tensor is in NF4 once it is loaded, or a table of one that is."""
+        if self.quantization == "nf4":
+            return name in self.packed or _is_quantization_state(name)
+        place = place_of(name)
+        return self.is_projection(name) or (place is not None and not place.bias)
+
     def tensor_bytes(self, name: str, item_bytes: int, keeps_fp4: bool = False, plain: bool = False) -> float:
         """What loaded_bytes() counts of one tensor; plain: the scales of this expert's weight do not stay nested."""
         dtype, shape = self.tensors[name]
@@ -65,8 +76,8 @@ class CheckpointInfo:
         experts = place is not None and not place.bias
         if self.packed.get(name) == "fp4" and not experts and not keeps_fp4:
             return 2 * count * item_bytes
-        if self.quantization == "none" and (experts or (_is_projection(name) and len(shape) == 2)):
-            return count * (_PLAIN_BYTES if plain else _NF4_BYTES)
+        if self.quantization == "none" and (experts or self.is_projection(name)):
+            return count * (_PLAIN_BYTES if plain else NF4_BYTES)
         if place is None and place_of(described(name)):
             if not name.endswith("absmax") or (plain and name.endswith("nested_absmax")):
                 return 0  # tables of single experts, which are not kept

@@ -58,19 +58,14 @@ def load_model(
                 output_loading_info=True,
                 **options,
             )
-    except torch.OutOfMemoryError as e:
-        raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
-    except (CheckpointError, torch.AcceleratorError):
+    except (CheckpointError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except TensorRefused as e:
         raise CheckpointError(f"{folder}: {e}") from e
     except Exception as e:
         raise CheckpointError(f"{folder}: cannot be loaded: {_reason(e, info)}") from e
     _check_complete(folder, _without_head(folder, model, report), chosen.config)
-    try:
-        experts.fill(model, progress)
-    except torch.OutOfMemoryError as e:
-        raise CheckpointError(f"{folder}: out of memory on {device} while loading experts") from e
+    experts.fill(model, progress)
     _set_dtype(model, dtype)
     logger.info("%s: %s", folder.name, linear_layers(model))
     keep_within_tables(model)

@@ -18,6 +18,7 @@ from server.checkpoint.sharding.shards import Shard
 from server.checkpoint.states import check_hybrid
 from server.checkpoint.tokenizer_files import check_same_vocabulary
 from server.config import EngineConfig
+from server.engine.planning import plan_start
 from server.engine.runtime.exchange import Membership, join
 from server.engine.runtime.followers import Followers
 from server.engine.runtime.limits import resolve_device, usable_threads
@@ -45,24 +46,16 @@ def load_runner(
         check_hybrid(chosen, read_config(chosen), config)
     if device.type == "cpu":
         torch.set_num_threads(max(1, usable_threads(config) // (membership.count if membership else 1)))
-    model: PreTrainedModel | ShardedModel
-    if membership is not None:
-        shard = Shard(membership.rank, membership.count)
-        if config.load_format == "dummy":
-            model = dummy_shard(folder, device, dtype, progress, shard)
-        else:
-            # One rank computes the features of images for all.
-            towers = shard.rank == 0 and without_images(folder, config) is None
-            model = load_shard(folder, device, dtype, progress, shard, towers)
-        progress("waiting for the other ranks", 0.0)
-        join(membership, device)
-    elif config.load_format == "dummy":
-        model = dummy_model(folder, device, dtype, progress, seed=0)
-    else:
-        model = load_model(folder, device, dtype, progress, towers=without_images(folder, config) is None)
-    draft = _load_draft(folder, config, device, dtype, progress) if config.speculation == "draft" else None
-    progress("preparing the model", 0.0)
-    runner = build_runner(model, config, progress, followers, draft)
+    ranks, rank = (membership.count, membership.rank) if membership else (1, 0)
+    # One rank computes the features of images for all.
+    towers = config.load_format != "dummy" and without_images(folder, config) is None and rank == 0
+    memory = plan_start(folder, config, device, towers, ranks)
+    memory.check(folder, logs=rank == 0)
+    with memory.explained():
+        model = _load(folder, config, device, dtype, progress, membership, towers)
+        draft = _load_draft(folder, config, device, dtype, progress) if config.speculation == "draft" else None
+        progress("preparing the model", 0.0)
+        runner = build_runner(model, config, progress, followers, draft, memory.kept)
     limits = runner.limits
     logger.info(
         "%s on %s in %s: contexts to %d tokens, %d cache blocks of %d",
@@ -74,6 +67,31 @@ def load_runner(
         config.block_size,
     )
     return runner
+
+
+def _load(
+    folder: Path,
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    membership: Membership | None,
+    towers: bool,
+) -> PreTrainedModel | ShardedModel:
+    """The model in folder, or this rank's shard of it."""
+    dummy = config.load_format == "dummy"
+    if membership is None and dummy:
+        return dummy_model(folder, device, dtype, progress, seed=0)
+    if membership is None:
+        return load_model(folder, device, dtype, progress, towers)
+    shard = Shard(membership.rank, membership.count)
+    if dummy:
+        model = dummy_shard(folder, device, dtype, progress, shard)
+    else:
+        model = load_shard(folder, device, dtype, progress, shard, towers)
+    progress("waiting for the other ranks", 0.0)
+    join(membership, device)
+    return model
 
 
 def _load_draft(

@@ -53,9 +53,7 @@ def load_shard(
         with StoredTensors(folder, {own: name for name, own in plan.names.items()}) as stored:
             _Filling(plan, stored, device, dtype).run(progress)
         plan.experts.fill(model, progress)
-    except torch.OutOfMemoryError as e:
-        raise CheckpointError(f"{folder}: out of memory on {device} while loading") from e
-    except torch.AcceleratorError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (OSError, SafetensorError, RuntimeError) as e:
         raise CheckpointError(f"{folder}: cannot be loaded: {first_line(e)}") from e

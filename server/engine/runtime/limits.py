@@ -26,6 +26,10 @@ class EngineConfigError(Exception):
     """The configuration does not fit the model or the memory; the message is one line."""
 
 
+class MemoryTooSmallError(EngineConfigError):
+    """An EngineConfigError that options which take less memory would help."""
+
+
 def resolve_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     """Device and dtype that the configuration means on this machine."""
     device = config.device
@@ -93,14 +97,14 @@ def model_limits(model: PreTrainedModel, per_block: int, config: EngineConfig, b
     if wanted is not None and own is not None and wanted > own:
         raise EngineConfigError(f"engine.max_model_len is {wanted}, the model is made for {own} tokens")
     if wanted is not None and wanted > cached_tokens:
-        raise EngineConfigError(
+        raise MemoryTooSmallError(
             f"engine.max_model_len is {wanted}, the KV cache of {budget / 2**20:.0f} MiB holds {cached_tokens} tokens"
         )
     max_model_len = wanted or min(own or cached_tokens, cached_tokens)
     if own is not None and own < LEAST_MODEL_LEN:
         raise EngineConfigError(f"the model's contexts end after {own} tokens, at least {LEAST_MODEL_LEN} are needed")
     if max_model_len < LEAST_MODEL_LEN:
-        raise EngineConfigError(f"a KV cache of {budget} bytes does not hold {LEAST_MODEL_LEN} tokens of this model")
+        raise MemoryTooSmallError(f"a KV cache of {budget} bytes does not hold {LEAST_MODEL_LEN} tokens of this model")
     # More blocks than all sequences need at full length can never be used.
     most = sequence_limit(config, model.device) * -(-max_model_len // config.block_size)
     num_blocks = min(num_blocks, most)

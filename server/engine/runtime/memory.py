@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import logging
 import os
@@ -15,14 +17,41 @@ logger = logging.getLogger(__name__)
 # The reserve is for CUDA graphs, compiled code, and memory between tensors of different sizes that the allocator cannot
 # use.
 RESERVED_SHARE = 0.03
+# Windows that are opened later take more than the screen had when the server started.
+SCREEN_BYTES = 2**29
+_KERNEL_EXEC_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 
 
-def share_for_cache(free: int, total: int, step: int) -> int:
-    """Bytes for the cache: the free bytes less those of a step and a reserve, which is a share of total.
+def reserve(device: torch.device, total: int) -> int:
+    """Bytes of a CUDA device with `total` bytes that stay free, more if it drives a screen."""
+    return int(total * RESERVED_SHARE) + (SCREEN_BYTES if drives_screen(device.index or 0) else 0)
 
-    0 when nothing is left.
-    """
-    return max(0, free - step - int(total * RESERVED_SHARE))
+
+@functools.cache
+def drives_screen(index: int) -> bool:
+    """Whether the driver bounds the time of a GPU's kernels, as it does while the GPU drives a screen."""
+    found, device = ctypes.c_int(0), ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    if driver.cuDeviceGet(ctypes.byref(device), index):
+        return False
+    failed = driver.cuDeviceGetAttribute(ctypes.byref(found), _KERNEL_EXEC_TIMEOUT, device)
+    return not failed and found.value == 1
+
+
+def share_for_cache(free: int, reserved: int, step: int) -> int:
+    """Bytes for the cache: the free bytes less those of a step and of the reserve; 0 when nothing is left."""
+    return max(0, free - step - reserved)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory left; libraries and the driver say so in plain RuntimeErrors."""
+    said = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "status_alloc_failed" in said)
+    )
 
 
 def measure_step(run: Callable[[], int], device: torch.device) -> int:
@@ -43,7 +72,7 @@ def cache_bytes(run: Callable[[], int], device: torch.device) -> int:
     """Bytes for the cache on a CUDA device that holds the weights already; run() as for measure_step()."""
     step = measure_step(run, device)
     free, total = torch.cuda.mem_get_info(device)
-    found = share_for_cache(free, total, step)
+    found = share_for_cache(free, reserve(device, total), step)
     logger.info(
         "memory: %.2f GiB of %.2f free beside the weights, %.2f for a largest step, %.2f for the KV cache",
         free / 2**30,

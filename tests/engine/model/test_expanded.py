@@ -133,6 +133,13 @@ def test_the_bytes_for_copies(
     assert expansion.expansion_budget(CUDA, EngineConfig(**settings)) == expected
 
 
+@pytest.mark.parametrize(("kept", "expected"), [(0, 25), (75, 25), (80, 20), (200, 0)])
+def test_copies_leave_what_a_useful_cache_needs(kept: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (103, 100))
+    assert expansion.expansion_budget(CUDA, EngineConfig(), kept) == expected
+    assert expansion.expansion_budget(CUDA, EngineConfig(expanded_weights=40), kept) == 40
+
+
 def test_copies_that_cannot_be_used_or_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expansion.expansion_budget(torch.device("cpu"), EngineConfig()) == 0
     with pytest.raises(EngineConfigError, match=r"engine\.expanded_weights .* need CUDA"):

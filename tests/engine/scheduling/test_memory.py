@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from server.config import EngineConfig
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.memory import share_for_cache
 from server.engine.runtime.paged_model import PagedModel
-from server.engine.runtime.preparation import cache
 from server.engine.runtime.preparation.cache import CacheSpec, cache_budget, run_largest_step
 from tests.engine.models import tiny_model
 
@@ -19,8 +16,8 @@ GIB = 2**30
 
 
 def test_the_cache_gets_what_a_step_and_a_reserve_leave() -> None:
-    assert share_for_cache(free=80 * GIB, total=100 * GIB, step=7 * GIB) == 70 * GIB
-    assert share_for_cache(free=5 * GIB, total=100 * GIB, step=7 * GIB) == 0
+    assert share_for_cache(free=80 * GIB, reserved=3 * GIB, step=7 * GIB) == 70 * GIB
+    assert share_for_cache(free=5 * GIB, reserved=3 * GIB, step=7 * GIB) == 0
 
 
 @pytest.mark.parametrize(("tokens", "seqs", "blocks"), [(100, 8, 25), (300, 8, 75), (512, 4, 128), (16, 20, 5)])
@@ -45,21 +42,6 @@ def test_the_largest_step_is_what_the_scheduler_may_make_at_most(tokens: int, se
     assert max(span.end for span in batch.spans) <= 256
     assert len(set(batch.slots.tolist())) == batch.num_tokens
     assert set((batch.slots // 4).tolist()) == {block for span in batch.spans for block in span.blocks}
-
-
-def test_too_little_memory_for_a_step_is_the_configurations_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise torch.OutOfMemoryError("no memory")
-
-    class OnCuda:
-        """What is asked of a model on a GPU."""
-
-        device = torch.device("cuda", 0)
-
-    monkeypatch.setattr(cache, "cache_bytes", full)
-    model: PreTrainedModel = OnCuda()  # type: ignore[assignment]
-    with pytest.raises(EngineConfigError, match=r"step of 4096 tokens; engine\.max_num_batched_tokens"):
-        cache_budget(model, lambda _: pytest.fail("no cache is made"), 1, EngineConfig())
 
 
 def test_a_cache_of_a_configured_size_runs_no_step() -> None:

@@ -53,11 +53,12 @@ def build_runner(
     progress: Progress = lambda *_: None,
     followers: Followers | None = None,
     draft: PreTrainedModel | None = None,
+    kept_bytes: int = 0,
 ) -> ModelRunner:
     """A runner of what was loaded, which is changed in place and is the runner's from here on.
 
     The ranks of a divided model must build their runners at the same time; followers: the other ranks, for rank 0. draft:
-    the draft model, on the same device, where the configuration has one.
+    the draft model, on the same device, where the configuration has one. kept_bytes as expansion_budget() has them.
 
     Layers are written ones where they can be, and on CUDA steps are captured as graphs, unless engine.enforce_eager leaves
     that out. Raises EngineConfigError, UnsupportedModelError, or CheckpointError for an adapter that cannot be served.
@@ -69,7 +70,7 @@ def build_runner(
         raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")
     keep_in_16_bits(model)
     replace_projections(model)
-    expand_weights(model, least(expansion_budget(device, config)))
+    expand_weights(model, least(expansion_budget(device, config, kept_bytes)))
     if device.type == "cpu":
         use_cpu_kernels(model)
     else:

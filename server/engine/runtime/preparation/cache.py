@@ -16,7 +16,6 @@ from server.engine.runtime.attention.probe import probe_layers
 from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.limits import (
     CPU_CACHE_BYTES,
-    EngineConfigError,
     own_limit,
     sequence_limit,
     token_budget,
@@ -77,20 +76,14 @@ PagedWith = Callable[[int], PagedModel]
 def cache_budget(model: PreTrainedModel, paged_with: PagedWith, bytes_per_block: int, config: EngineConfig) -> int:
     """Bytes for the cache: those configured, else what a largest step leaves on CUDA, else a constant.
 
-    Raises EngineConfigError where the memory does not hold a largest step.
+    Raises torch.OutOfMemoryError where the memory does not hold a largest step.
     """
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
     device = model.device
     if device.type != "cuda":
         return CPU_CACHE_BYTES
-    try:
-        return cache_bytes(lambda: run_largest_step(model, paged_with, config) * bytes_per_block, device)
-    except torch.OutOfMemoryError as e:
-        raise EngineConfigError(
-            f"beside the weights there is no memory for a step of {token_budget(config, device)} tokens;"
-            " engine.max_num_batched_tokens sets its size"
-        ) from e
+    return cache_bytes(lambda: run_largest_step(model, paged_with, config) * bytes_per_block, device)
 
 
 @torch.inference_mode()

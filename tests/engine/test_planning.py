@@ -1,0 +1,147 @@
+"""The memory plan of a start: its arithmetic for published shapes, and what errors of a lack of memory say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from bench.fits import MODELS
+from server.checkpoint.base import CheckpointError
+from server.checkpoint.parts import SKIPPED, described_by
+from server.config import EngineConfig
+from server.engine import planning
+from server.engine.planning import StartMemory, plan_start
+from server.engine.runtime.limits import EngineConfigError, MemoryTooSmallError
+from server.engine.runtime.memory import RESERVED_SHARE
+from server.engine.runtime.preparation.plan import Memory, MemoryPlan, plan_memory, savings
+from tests.engine.models import COMMON
+
+GIB = 2**30
+CUDA = torch.device("cuda", 0)
+QWEN38_27B: dict[str, Any] = {
+    "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
+    "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": False, "max_position_embeddings": 262144,
+    "quantization_config": {
+        "quant_method": "bitsandbytes", "load_in_4bit": True,
+        "llm_int8_skip_modules": ["lm_head", "in_proj_a", "in_proj_b", "in_proj_qkv"],
+    },
+}  # fmt: skip
+
+
+def planner(model: str, gib: float) -> Callable[[EngineConfig], MemoryPlan]:
+    """Plans of a model on a GPU of that size."""
+    if model == "qwen3.8-27b":
+        config = CONFIG_MAPPING["qwen3_5_text"](**QWEN38_27B)
+    else:
+        config = AutoConfig.from_pretrained(MODELS / model, local_files_only=True)
+    info, total = described_by(Path(model), config), int(gib * GIB)
+    memory = Memory(total, total, int(total * RESERVED_SHARE))
+    return lambda engine: plan_memory(info, config, engine, memory)
+
+
+@pytest.mark.parametrize(
+    ("model", "gib", "tokens", "settings"),
+    [
+        ("qwen3-32b", 23, 8192, {}),
+        ("qwen3-14b", 15, 16384, {}),
+        ("gpt-oss-20b", 15, 16384, {}),
+    ],
+)
+def test_what_fits_into_small_gpus(model: str, gib: float, tokens: int, settings: dict[str, Any]) -> None:
+    plan = planner(model, gib)(EngineConfig(max_model_len=tokens, **settings))
+    assert plan.fits
+    assert plan.tokens >= tokens
+
+
+def test_a_hybrids_parts_are_what_its_file_has() -> None:
+    plan = planner("qwen3.8-27b", 80)(EngineConfig(max_num_seqs=1))
+    gb = {name: size / 1e9 for name, size in plan.parts.items()}
+    assert gb["embedding"] == pytest.approx(2.54, abs=0.01)
+    assert gb["output layer"] == pytest.approx(2.54, abs=0.01)
+    assert gb[SKIPPED] == pytest.approx(5.08, abs=0.05)
+    assert gb["weights in NF4"] == pytest.approx(8.83 + 0.87 + 1.56, rel=0.01)
+    assert gb["states of layers"] == pytest.approx(2 * 0.154, rel=0.01)
+    assert plan.token == 64 * 1024
+
+
+def test_copies_come_after_a_useful_cache() -> None:
+    small, large = planner("qwen3-8b", 10)(EngineConfig()), planner("qwen3-8b", 80)(EngineConfig())
+    assert small.parts["16-bit copies, at most"] == 0 < small.tokens
+    assert large.parts["16-bit copies, at most"] > 10 * GIB
+    assert large.tokens > 32768
+    assert planner("qwen3-0.6b", 80)(EngineConfig()).parts["16-bit copies, at most"] < 2**30
+
+
+def test_options_are_named_with_the_bytes_that_they_free() -> None:
+    plan, engine = planner("qwen3-32b", 23), EngineConfig(max_model_len=32768, max_num_seqs=64)
+    found = savings(engine, plan, devices=2)
+    assert list(found) == sorted(found, key=lambda option: -found[option])
+    assert found["engine.tensor_parallel_size 2"] > 8 * GIB
+    assert found["engine.kv_cache_dtype int8"] == 32768 * (262144 - 135168)
+    assert found["engine.max_num_seqs 8"] == 12 * 56 * 151936
+    for option, size in found.items():
+        name, value = option.removeprefix("engine.").split()
+        if name != "tensor_parallel_size":
+            changed = engine.model_copy(update={name: int(value) if value.isdigit() else value})
+            assert plan(engine).needed - plan(changed).needed == size
+
+
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a model of which a GPU holds the weights and little more."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40 * 2**20, 48 * 2**20))
+    config = CONFIG_MAPPING["llama"](**COMMON | {"hidden_size": 1024, "intermediate_size": 4096})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_weights_that_do_not_fit_are_refused_with_what_would_help(
+    small_gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 24 * 2**20))
+    memory = plan_start(small_gpu, EngineConfig(load_format="dummy"), CUDA)
+    with pytest.raises(CheckpointError, match=r"too large: its weights take .* engine\.max_num_batched_tokens 1024"):
+        memory.check(small_gpu, logs=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("cuBLAS: CUBLAS_STATUS_ALLOC_FAILED"),
+     RuntimeError("Triton Error [CUDA]: out of memory"), MemoryTooSmallError("the cache holds 3 tokens")],
+)  # fmt: skip
+def test_a_lack_of_memory_names_the_options(error: Exception, small_gpu: Path) -> None:
+    memory = plan_start(small_gpu, EngineConfig(load_format="dummy"), CUDA)
+    memory.check(small_gpu, logs=True)
+    with (
+        pytest.raises(EngineConfigError, match=r"engine\.max_num_batched_tokens 1024 \(0\.\d\d GiB\)"),
+        memory.explained(),
+    ):
+        raise error
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match=r"^something else$"), StartMemory(CUDA).explained():
+        raise RuntimeError("something else")
+
+
+def test_an_estimate_refuses_no_model(small_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> MemoryPlan:
+        raise AttributeError("no num_attention_heads")
+
+    monkeypatch.setattr(planning, "plan_memory", unknown)
+    assert plan_start(small_gpu, EngineConfig(load_format="dummy"), CUDA) == StartMemory(CUDA)
+
+
+def test_a_cpu_has_no_plan(tmp_path: Path) -> None:
+    memory = plan_start(tmp_path, EngineConfig(), torch.device("cpu"))
+    memory.check(tmp_path, logs=True)
+    assert memory.plan is None
