@@ -11,7 +11,6 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from server import __version__
 from server.api.answering.service import Service
 from server.api.http.access import AccessLayer
 from server.api.http.errors import ApiError, answer_api_error, answer_http_exception
@@ -48,6 +47,7 @@ from server.objects import freeze_objects
 from server.observability.tracing import Tracing, TracingError
 from server.text.errors import TokenizerError
 from server.text.tokenizer import Tokenizer
+from server.version import running_version
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def create_app(config: Config, on_status: StatusListener | None = None, part: Al
     service = Service(config, part.counts, part.processes)
     tracing = _tracing(config)
     lifespan = _lifespan(service, part, tracing, on_status or (lambda status: None))
-    app = FastAPI(title="NF4 server", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="NF4 server", version=running_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.openapi = describe(app)  # type: ignore[method-assign]
     for module in _ROUTES:

@@ -205,6 +205,7 @@ def test_a_request_with_a_key_of_a_file_is_answered(server: RunningServer, tmp_p
     assert len(configured(f"--api-keys-file {keys}").http.keys()) == 1
 
 
+@pytest.mark.rest
 def test_the_readmes_snippet_generates_and_prints_its_speed(embedded_folder: Path) -> None:
     (snippet,) = [
         block for block in blocks("python", (ROOT / "README.md").read_text()) if "nf4_kernels.enable" in block

@@ -21,5 +21,5 @@ def test_every_table_is_on_a_page() -> None:
 
 def test_the_readme_is_one_screen_and_two_tables() -> None:
     text = PAGES[0].read_text()
-    assert len(text.splitlines()) <= 170
+    assert len(text.splitlines()) <= 180
     assert [match["name"] for match in MARKED.finditer(text)] == ["headline", "vllm-plugin"]
