@@ -56,6 +56,17 @@ def test_which_families_have_written_layers(family: str) -> None:
     assert bool(written_layers.write_layers(paged, options)) == (family in WRITTEN)
 
 
+@pytest.mark.parametrize("shares_values", [False, True])
+@torch.inference_mode()
+def test_layers_of_gemma_4_without_inputs_of_their_own(shares_values: bool) -> None:
+    paged, options = paged_of("gemma4_text", hidden_size_per_layer_input=0, attention_k_eq_v=shares_values)
+    for index, layer in enumerate(paged.model.get_decoder().layers):
+        layer.layer_scalar.fill_(0.5 + index)
+    written = written_layers.write_layers(paged, options)
+    assert [layer.mixer.value_norm is None for layer in written] == [False] * len(options)
+    assert any(len(layer.mixer.qkv.projections) == 2 for layer in written) == shares_values
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "olmo2", "granite"])
 @torch.inference_mode()
 def test_a_layer_that_a_rule_gets_wrong_runs_by_its_own_code(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +214,7 @@ def _watch(monkeypatch: pytest.MonkeyPatch, name: str, called: list[str]) -> Non
     monkeypatch.setattr(torch.ops.nf4, name, watched)
 
 
-WRITTEN_MIXTURES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+WRITTEN_MIXTURES = ("glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", sorted(MIXTURES))

@@ -31,6 +31,8 @@ class Attention:
     """The norms of each head of the queries and of the keys, in front of the rotary embedding, if not norms_last."""
     norms_last: bool = False
     """Whether these norms come after the rotary embedding (HunYuan)."""
+    value_norm: RmsNorm | None = None
+    """The norm of each head of the values (Gemma 4)."""
     row_norms: tuple[Norm, Norm] | None = None
     """The norms of all heads of the queries together, and of the keys."""
     is_rotary: bool = True
@@ -46,7 +48,7 @@ class Attention:
     ) -> torch.Tensor:
         """residual + the output for norm(x), x [T, width]."""
         tokens = x.shape[0]
-        query, key, value = self.qkv(x, norm)
+        query, key, *values = self.qkv(x, norm)
         if self.row_norms is not None:
             query, key = self.row_norms[0](query), self.row_norms[1](key)
         gate = None
@@ -54,7 +56,10 @@ class Attention:
             query, gate = query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
         else:
             query = query.unflatten(-1, (-1, self.head_dim))
-        key, value = (rows.unflatten(-1, (-1, self.head_dim)) for rows in (key, value))
+        # Without a projection of their own, values are what keys are before their norm and rotation.
+        key, value = (rows.unflatten(-1, (-1, self.head_dim)) for rows in (key, values[0] if values else key))
+        if self.value_norm is not None:
+            value = _of_heads(self.value_norm, value)
         backend = active_backend()
         rotary = self._rotary(angles) if self.is_rotary and angles is not None else None
         if rotary is None or self.rotates_first:

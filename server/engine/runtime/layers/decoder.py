@@ -48,6 +48,8 @@ class DecoderLayer:
     mlp_block: Block
     is_parallel: bool = False
     """Whether both parts have the norm in front of the mixer as their input, and no other norms (Cohere, Phi)."""
+    scale: torch.Tensor | None = None
+    """[1]: what the result is multiplied by (Gemma 4)."""
 
     def __call__(
         self, hidden_states: torch.Tensor, *_: Any, position_embeddings: Angles | None = None, **__: Any
@@ -71,4 +73,4 @@ class DecoderLayer:
             x = block.add(x, self.mixer(x, block.before, angles, None))
         block = self.mlp_block
         x = self.mlp(x, block.before, x) if block.is_plain else block.add(x, self.mlp(x, block.before, None))
-        return x.view(hidden_states.shape)
+        return (x if self.scale is None else x * self.scale).view(hidden_states.shape)

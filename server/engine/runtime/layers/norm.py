@@ -76,9 +76,12 @@ def read_norm(module: nn.Module) -> Norm:
 
 
 @torch.inference_mode()
-def read_rms_norm(module: nn.Module) -> RmsNorm | None:
-    """The RMS norm that a module computes; None if it computes something else."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+def read_rms_norm(module: nn.Module, unscaled: torch.Tensor | None = None) -> RmsNorm | None:
+    """The RMS norm that a module computes; None if it computes something else.
+
+    unscaled: ones in the place of a weight, if the module has none.
+    """
+    weight, eps = getattr(module, "weight", unscaled), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     if list(module.children()) or getattr(module, "bias", None) is not None or isinstance(module, ReducedNorm):

@@ -145,15 +145,12 @@ class _Layer:
         blocks = layer.mixer_block, layer.mlp_block
         if not isinstance(attention, Attention) or attention.is_gated:
             raise UnsuitableError("layers have states, or attention with gates")
-        if any(block.multiplier != 1.0 for block in blocks) or attention.row_norms is not None:
-            raise UnsuitableError("layers multiply what they add, or normalise all heads together")
+        if any(block.multiplier != 1.0 for block in blocks) or layer.scale is not None:
+            raise UnsuitableError("layers multiply what they add, or their result")
         if not isinstance(mlp, GatedMlp) or mlp.activation not in IN_LAUNCH:
             raise UnsuitableError("layers have no gates, or an activation of their own")
-        if (
-            attention.angles_once
-            or attention.rotates_first
-            or (attention.head_norms is not None and not attention.is_rotary)
-        ):
+        others = attention.row_norms, attention.value_norm, None if attention.is_rotary else attention.head_norms
+        if attention.angles_once or attention.rotates_first or any(norms is not None for norms in others):
             raise UnsuitableError("heads are rotated or normalised in another way")
         self._attention: Attention = attention
         self._activation: str = mlp.activation

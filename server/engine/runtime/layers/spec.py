@@ -20,7 +20,7 @@ from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForwar
 from server.engine.runtime.layers.experts import Experts, read_router
 from server.engine.runtime.layers.gated_delta import StateLayers
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp, read_activation
-from server.engine.runtime.layers.norm import read_norm, read_rms_norm
+from server.engine.runtime.layers.norm import RmsNorm, read_norm, read_rms_norm
 from server.engine.runtime.layers.projection import JoinedProjection, joined, projection_of
 from server.engine.runtime.model.exchanged import ReducedNorm
 from server.engine.runtime.model.exchanged_experts import ReducedBlock, ReducedExperts
@@ -42,6 +42,7 @@ _PLACES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
     # The one norm is in front of both parts.
     ("input_layernorm", None, None, None),
 )
+_FEED_FORWARDS = ("mlp", "block_sparse_moe")
 _OUTPUTS = ("o_proj", "dense")
 _MLPS = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"))
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
@@ -57,7 +58,7 @@ def read_layer(layer: nn.Module, index: int, options: AttentionOptions) -> Decod
 
     index: its place among the layers that attend, with the options that the layer attends with. Raises UnknownLayerError.
     """
-    children = _children(layer, ("self_attn", "mlp"))
+    children = _children(layer, ("self_attn",))
     return _with_mixer(layer, "self_attn", _read_attention(children["self_attn"], index, options))
 
 
@@ -68,19 +69,23 @@ def read_state_layer(layer: nn.Module, states: StateLayers) -> DecoderLayer:
 
 
 def _with_mixer(layer: nn.Module, mixer_name: str, mixer: Mixer) -> DecoderLayer:
-    children = _children(layer, (mixer_name, "mlp"))
-    norms = {name: child for name, child in children.items() if name not in (mixer_name, "mlp")}
+    children = _children(layer, (mixer_name,))
+    mlp_name = next((name for name in _FEED_FORWARDS if name in children), _FEED_FORWARDS[0])
+    norms = {name: child for name, child in children.items() if name not in (mixer_name, mlp_name)}
     places = next((places for places in _PLACES if set(norms) == {name for name in places if name}), None)
     if places is None or len(norms) + 2 != len(children):
         raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(children)}")
-    mlp = _read_mlp(children["mlp"])
+    mlp = _read_mlp(children[mlp_name])
     before, after, before_mlp, after_mlp = (None if name is None else read_norm(norms[name]) for name in places)
     multiplier = float(getattr(layer, "residual_multiplier", 1.0))
     blocks = Block(before, after, multiplier), Block(before_mlp, after_mlp, multiplier)
     is_parallel = len(norms) == 1
     if is_parallel and multiplier != 1.0:
         raise UnknownLayerError(f"{type(layer).__name__} multiplies what its parallel parts add")
-    return DecoderLayer(mixer, blocks[0], mlp, blocks[1], is_parallel)
+    scale = getattr(layer, "layer_scalar", None)
+    if is_parallel and scale is not None:
+        raise UnknownLayerError(f"{type(layer).__name__} multiplies the sum of parallel parts")
+    return DecoderLayer(mixer, blocks[0], mlp, blocks[1], is_parallel, scale)
 
 
 def _children(module: nn.Module, needed: tuple[str, ...]) -> Mapping[str, nn.Module]:
@@ -110,11 +115,14 @@ def _read_attention(module: nn.Module, index: int, options: AttentionOptions) ->
         modules = [children.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
         is_gated = getattr(modules[0], "out_features", None) == 2 * getattr(output_module, "in_features", 0)
         qkv = joined(modules)
+    elif {"q_proj", "k_proj", "v_norm"} <= set(children):
+        qkv = joined([children.pop(name) for name in ("q_proj", "k_proj")])
     else:
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
     norms_last = "query_layernorm" in children
     names = ("query_layernorm", "key_layernorm") if norms_last else ("q_norm", "k_norm")
     queries, keys = (children.pop(name, None) for name in names)
+    values = children.pop("v_norm", None)
     if children or (queries is None) != (keys is None):
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children) or 'one norm for queries and keys'}")
     norms = {} if queries is None or keys is None else _qk_norms(queries, keys, head_dim)
@@ -129,6 +137,7 @@ def _read_attention(module: nn.Module, index: int, options: AttentionOptions) ->
         angles_once=_takes_angles_once(module),
         angle_step=_angle_step(module),
         norms_last=norms_last,
+        value_norm=None if values is None else _value_norm(values, queries),
         **norms,
     )
 
@@ -186,6 +195,15 @@ def _qk_norms(queries: nn.Module, keys: nn.Module, head_dim: int) -> dict[str, A
     if of_ranks or all(width and width[0] > head_dim for width in widths):
         return {"row_norms": (read_norm(queries), read_norm(keys))}
     raise UnknownLayerError(f"norms of queries and keys of the kind {type(queries).__name__}")
+
+
+def _value_norm(values: nn.Module, queries: nn.Module | None) -> RmsNorm:
+    """The norm of values' heads, which may have no weight; that of the queries' says how wide it would be."""
+    weight = getattr(queries, "weight", None)
+    found = read_rms_norm(values, None if weight is None else torch.ones_like(weight))
+    if found is None:
+        raise UnknownLayerError(f"a norm of values of the kind {type(values).__name__}")
+    return found
 
 
 def _fused_qkv(module: nn.Module, attention: nn.Module, head_dim: int) -> JoinedProjection:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedModel
 
 from nf4_kernels.cuda.device_clock import DeviceClock
@@ -11,12 +13,13 @@ from server.engine.runtime.attention.graph_backend import GraphBackend
 from server.engine.runtime.graphs.decode import DecodeGraphs
 from server.engine.runtime.graphs.pool import GraphPool
 from server.engine.runtime.graphs.verify import SIZES
+from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.limits import ModelLimits, own_limit, sequence_limit
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.projections import replace_projections
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec
-from server.engine.runtime.preparation.graph_capture import capture_verify
+from server.engine.runtime.preparation.graph_capture import capture_verify, decode_forms
 from server.engine.runtime.preparation.step_costs import draft_times
 from server.engine.runtime.preparation.written_layers import write_layers
 from server.engine.runtime.runner import StepGraphs
@@ -53,23 +56,29 @@ class DraftPreparation:
         """
         config, model = self._config, self._model
         paged = PagedModel(model, self._spec.backend(limits.num_blocks), config.block_size, self._clock)
-        if not config.enforce_eager:
-            write_layers(paged, self._spec.options)
+        layers = [] if config.enforce_eager else write_layers(paged, self._spec.options)
         captured: DraftGraphs | None = None
         if graphs.decode is not None and isinstance(paged.backend, GraphBackend):
-            captured = self._capture(paged, paged.backend, limits, graphs.decode.pool, progress)
+            captured = self._capture(paged, paged.backend, limits, graphs.decode.pool, progress, layers)
         longest = own_limit(model.config.get_text_config()) or limits.max_model_len
         times = draft_times(paged, limits, None if captured is None else captured.decode)
         return DraftModel(paged, limits.vocab_size, min(longest, limits.max_model_len), captured), times
 
     def _capture(
-        self, paged: PagedModel, backend: GraphBackend, limits: ModelLimits, pool: GraphPool, progress: Progress
+        self,
+        paged: PagedModel,
+        backend: GraphBackend,
+        limits: ModelLimits,
+        pool: GraphPool,
+        progress: Progress,
+        layers: Sequence[DecoderLayer],
     ) -> DraftGraphs:
         """Capture steps of as many sequences as may have guesses together."""
         # The device's copy of the block tables has a row for each running sequence.
         rows = sequence_limit(self._config, paged.device, limits.num_blocks * self._config.block_size)
-        backend.set_up_graphs(limits.max_model_len, max(rows, *SIZES), True)
+        sizes = [1, *(size for size in SIZES if size < max(SIZES))]
+        backend.set_up_graphs(limits.max_model_len, max(rows, *SIZES), True, decode_forms(layers, sizes, paged.dtype))
         decode = DecodeGraphs(paged.model, backend, paged.block_size, paged.clock, 0, pool, waited_for=True)
-        decode.capture([1, *(size for size in SIZES if size < max(SIZES))], progress)
+        decode.capture(sizes, progress)
         verify = capture_verify(paged, backend, limits, SIZES, decode, progress)
         return DraftGraphs(decode, verify)

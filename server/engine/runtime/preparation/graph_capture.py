@@ -11,7 +11,7 @@ import torch
 
 from server.checkpoint.base import Progress
 from server.config import EngineConfig
-from server.engine.runtime.attention.graph_backend import GraphBackend
+from server.engine.runtime.attention.graph_backend import DecodeForm, GraphBackend
 from server.engine.runtime.exchange import agreed
 from server.engine.runtime.graphs.decode import DecodeGraphs, ladder
 from server.engine.runtime.graphs.invariant import INVARIANT_ROWS
@@ -45,11 +45,16 @@ def capture_decode(
     sizes = [INVARIANT_ROWS] if config.batch_invariant else ladder(limits.max_num_seqs)
     largest = max(sizes)
     room = max(largest, *verify_sizes(config)) if verify_sizes(config) else largest
-    attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
-    forms = {attention.form(size, paged.dtype) for attention in attending for size in sizes}
+    forms = decode_forms(layers, sizes, paged.dtype)
     backend.set_up_graphs(limits.max_model_len, room, not config.batch_invariant, forms)
     graphs.capture(sizes, progress)
     return graphs
+
+
+def decode_forms(layers: Sequence[DecoderLayer], sizes: Sequence[int], dtype: torch.dtype) -> set[DecodeForm]:
+    """What written layers ask of the launch that attends in decode graphs of these sizes."""
+    attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+    return {attention.form(size, dtype) for attention in attending for size in sizes}
 
 
 def verify_sizes(config: EngineConfig) -> list[int]:
