@@ -8,7 +8,7 @@ from typing import Any
 from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig
 
-STATE_TYPES = frozenset(("qwen3_5", "qwen3_5_text"))
+STATE_TYPES = frozenset(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"))
 """Model types whose layers with states are served."""
 STATE_KINDS = ("linear_attention",)
 """The names that configurations have for these layers."""

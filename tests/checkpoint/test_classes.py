@@ -48,7 +48,7 @@ def test_hybrids_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
     settings = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if model_type == "lfm2" else {}
     message = refused(tmp_path, model_type, HYBRIDS[model_type], **settings)
     assert f"{HYBRIDS[model_type]} ({model_type}) has layers" in message
-    assert "of models with such layers, only Qwen3.5's dense ones are served" in message
+    assert "of models with such layers, only Qwen3.5's are served" in message
 
 
 @pytest.mark.parametrize(("model_type", "architecture"), [("vit", "ViTModel"), ("clip", "CLIPModel")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,30 @@ from tests.checkpoint.layouts import (
 )
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import COMMON, HYBRIDS
+from tests.moe_checkpoints import save_moe
 
 # The publisher's list for Qwen3.5's successors.
 SKIPPED = ["lm_head", "model.visual", "in_proj_a", "in_proj_b", "in_proj_qkv"]
 _QWEN3_5 = COMMON | HYBRIDS["qwen3_5_text"] | {"max_position_embeddings": 256}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128,
+}
+_WITH_IMAGES: dict[str, Any] = {
+    "vision_config": {
+        "depth": 1, "num_heads": 2, "intermediate_size": 32, "patch_size": 14, "hidden_size": 32,
+        "out_hidden_size": 64, "num_position_embeddings": 16,
+    },
+    "image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5": {
-        "text_config": _QWEN3_5,
-        "vision_config": {
-            "depth": 1, "num_heads": 2, "intermediate_size": 32, "patch_size": 14, "hidden_size": 32,
-            "out_hidden_size": 64, "num_position_embeddings": 16,
-        },
-        "image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123,
-    },
-}  # fmt: skip
+    "qwen3_5": {"text_config": _QWEN3_5, **_WITH_IMAGES},
+    "qwen3_5_moe_text": _QWEN3_5 | _EXPERTS,
+    "qwen3_5_moe": {"text_config": _QWEN3_5 | _EXPERTS, **_WITH_IMAGES},
+}
 
 
 def made(model_type: str) -> PreTrainedModel:
@@ -74,6 +84,20 @@ def test_nf4_as_bitsandbytes_saves_it(model_type: str, tmp_path: Path) -> None:
     packed = inspect_checkpoint(folder).packed
     assert any(name.endswith("in_proj_a.weight") for name in packed)
     check_served(folder)
+
+
+def test_experts_in_nf4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the heads that predict several tokens, whose experts are no layer's."""
+    folder = tmp_path / "model"
+    reference = save_moe(folder, made("qwen3_5_moe_text").float())
+    change_tensors(folder, lambda found: found | {"mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(8, 4, 4)})
+    config = CONFIG.model_copy(update={"enforce_eager": False})
+    with caplog.at_level(logging.INFO):
+        found = served(folder, config)
+    assert "4 layers of 8 experts in NF4" in caplog.text
+    assert "layers are written ones" in caplog.text
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        check_greedy(reference, prompt, answer)
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["transformers' layers", "written layers"])

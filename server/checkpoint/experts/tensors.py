@@ -15,6 +15,7 @@ from nf4_kernels import Weight
 from nf4_kernels.format import CODEBOOK, NESTED_BLOCKSIZE, block_scales, check
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.experts.names import FP4_STATE, NF4_STATE
+from server.checkpoint.names import is_ignored
 
 BLOCKSIZE = 64
 """Weights under one scale where 16-bit weights are quantized here."""
@@ -32,7 +33,8 @@ class CheckpointTensors:
                 self._open.append(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as e:
                 raise CheckpointError(f"{file}: damaged: {' '.join(str(e).split())}") from e
-        self._file_of = {name: file for file in self._open for name in file.keys()}  # noqa: SIM118 - it is no dict
+        names = ((name, file) for file in self._open for name in file.keys())  # noqa: SIM118 - it is no dict
+        self._file_of = {name: file for name, file in names if not is_ignored(name)}
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
