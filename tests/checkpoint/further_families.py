@@ -212,6 +212,17 @@ SERVED: dict[str, Settings] = {
     "youtu": {},
 }  # fmt: skip
 """Served, those of several parts with text only: what differs from tiny_settings()."""
+WRITTEN = frozenset((
+    "apertus1p5", "apertus1p5_text", "aria", "aria_text", "cohere2_vision", "cohere_compass", "cohere_compass_text",
+    "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "dots1", "emu3",
+    "ernie4_5_moe", "exaone", "exaone4_5", "exaone_moe", "flex_olmo", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
+    "glmga", "got_ocr2", "granite4_vision", "granite_docling", "granite_swa", "hunyuan_vl", "hyperclovax_vision_v2",
+    "idefics2", "iquestcoder", "janus", "kolibri1", "lighton_ocr", "llava_next_video", "llava_onevision", "mellum",
+    "moss_transcribe_diarize", "ovis2", "paddleocr_vl", "phi4_multimodal", "pp_chart2table", "qianfan_ocr",
+    "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open", "video_llama_3", "video_llava",
+    "vipllava",
+))  # fmt: skip
+"""Those of SERVED whose layers are written ones; the others run by transformers' own code."""
 WRONG_POSITIONS: dict[str, Settings] = dict.fromkeys(
     ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"), _BART
 )

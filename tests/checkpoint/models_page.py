@@ -30,7 +30,7 @@ _TEXT_ONLY = {
     "llama4": "text only, contexts of one attention chunk",
     "mllama": "text only, without the layers that attend to images",
 }
-_ROW = re.compile(r"^\| `(?P<family>[^`]+)` \| [^|]+ \| (?P<name>\w+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| `(?P<family>[^`]+)` \| [^|]+ \| (?P<name>\w+) \|", re.MULTILINE)
 
 
 def tables() -> dict[str, dict[str, str]]:
@@ -61,8 +61,16 @@ def written(page: str) -> str:
     """The page with its tables as they have to be. A class that transformers lacks is kept from the page."""
     known = {match["family"]: match["name"] for match in _ROW.finditer(page)}
     for title, rows in tables().items():
+        layers = title == "Further families"
         lines = ["| model_type | | class |", "| --- | --- | --- |"]
-        lines += [f"| `{family}` | {answer} | {_class_of(family, known)} |" for family, answer in rows.items()]
+        if layers:
+            lines = ["| model_type | | class | layers |", "| --- | --- | --- | --- |"]
+        for family, answer in rows.items():
+            own = ""
+            if layers:
+                kind = "written" if family in further.WRITTEN else "transformers'"
+                own = f" {kind if family in further.SERVED else ''} |"
+            lines.append(f"| `{family}` | {answer} | {_class_of(family, known)} |{own}")
         section = re.compile(rf"(\n## {title}\n.*?\n)\| model_type \|.*?\n(?!\|)", re.DOTALL)
         assert section.search(page), f"docs/models.md has no table under {title}"
         page = section.sub(lambda match, lines=lines: match[1] + "\n".join(lines) + "\n", page, count=1)  # type: ignore[misc]

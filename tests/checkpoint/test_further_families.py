@@ -11,13 +11,27 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from server.checkpoint.loading import load_model
+from server.engine.core import Engine
 from server.engine.runtime.attention.base import UnsupportedModelError
+from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.preparation.assembly import build_runner
-from tests.checkpoint.further_families import NEEDS_IMAGES, SERVED, WHOLE_TOWERS, WRONG_POSITIONS, settings_of
-from tests.checkpoint.layouts import CONFIG, CPU, check_served, config_of, random_model, save_nf4, silent
+from tests.checkpoint.further_families import NEEDS_IMAGES, SERVED, WHOLE_TOWERS, WRITTEN, WRONG_POSITIONS, settings_of
+from tests.checkpoint.layouts import (
+    CONFIG,
+    CPU,
+    NEW_TOKENS,
+    PROMPTS,
+    check_greedy,
+    config_of,
+    random_model,
+    reference_model,
+    save_nf4,
+    silent,
+)
+from tests.engine.factories import make_request, run_together, tokens
 
 TOWERS = ["model.vision_tower", "model.vision_model", "model.mm_projector", "model.multi_modal_projector", "lm_head"]
-QUICK = ("glm4_moe_lite", "hunyuan_v1_moe", "kosmos-2.5", "qwen2_5_omni_thinker", "roberta")
+QUICK = ("glm4_moe_lite", "hunyuan_v1_moe", "kosmos-2.5", "minimax_m2", "qwen2_5_omni_thinker", "roberta")
 """Those that `make test` runs: one of each kind that needed something of its own."""
 
 
@@ -32,7 +46,17 @@ def saved(family: str, folder: Path) -> Path:
     "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.rest) for family in SERVED]
 )
 def test_families_in_nf4(family: str, tmp_path: Path) -> None:
-    check_served(saved(family, tmp_path / "model"))
+    """As on a server: with written layers, if the family has them."""
+    folder = saved(family, tmp_path / "model")
+    reference = reference_model(folder, tmp_path / "reference")
+    config = CONFIG.model_copy(update={"enforce_eager": False})
+    runner = build_runner(load_model(folder, CPU, torch.float32, silent), config)
+    layers = decoder_layers(runner._paged.model)
+    assert any("forward" in vars(layer) for layer in layers) == (family in WRITTEN)
+    requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    outputs = run_together(Engine(runner, config), *requests)
+    for prompt, request in zip(PROMPTS, requests, strict=True):
+        check_greedy(reference, prompt, tokens(outputs[request.request_id]))
 
 
 @pytest.mark.parametrize("family", WRONG_POSITIONS)

@@ -51,12 +51,18 @@ def write_layers(paged: PagedModel, options: Sequence[AttentionOptions]) -> list
     if os.environ.get(WRITTEN_LAYERS_VARIABLE) == "0":
         logger.info("%s: %s is 0", _OWN, WRITTEN_LAYERS_VARIABLE)
         return []
-    layers, failed = decoder_layers(paged.model), None
+    layers = decoder_layers(paged.model)
     written: list[DecoderLayer] = []
-    try:
-        written = _read(layers, options, paged.states)
-    except UnknownLayerError as e:
-        failed = str(e)
+
+    def read() -> str | None:
+        try:
+            written.extend(_read(layers, options, paged.states))
+        except UnknownLayerError as e:
+            return str(e)
+        return None
+
+    unknown: list[str | None] = []
+    failed = failure(lambda: unknown.append(read())) or next(iter(unknown), None)
     if not agreed(failed is None):
         logger.info("%s: %s", _OWN, failed or _ELSEWHERE)
         return []
