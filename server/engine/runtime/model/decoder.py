@@ -21,13 +21,20 @@ def outer_modules(model: PreTrainedModel) -> list[nn.Module]:
 
     Those whose names are not known are left out.
     """
-    decoder = model.get_decoder()
+    decoder = _decoder(model)
     modules = (getattr(decoder, name, None) for name in _OUTER_NAMES)
     return [module for module in dict.fromkeys(modules) if isinstance(module, nn.Module)]
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
     """What the model's class keeps its decoder's layers in; None where its name is not known."""
-    decoder = model.get_decoder()
+    decoder = _decoder(model)
     lists = (getattr(decoder, name, None) for name in _NAMES)
     return next((layers for layers in lists if isinstance(layers, nn.ModuleList)), None)
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """What has the layers. Llama 4's class of text gives itself as its decoder."""
+    found: nn.Module = model.get_decoder()
+    inner = getattr(found, "model", None)
+    return inner if found is model and isinstance(inner, nn.Module) else found
