@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import nf4_kernels
 from server.config import Config, ConfigError
 from server.config.reference import page
-from server.config.sources import load_config
+from server.config.sources import KERNEL_VARIABLES, load_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -115,3 +117,12 @@ def test_the_page_of_fields_is_up_to_date() -> None:
 
 def test_every_field_says_what_it_does() -> None:
     assert " |  |\n" not in page()
+
+
+def test_variables_of_the_kernels_are_no_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Path(nf4_kernels.__file__).parent.rglob("*.py")
+    read = {name for source in sources for name in re.findall(r'"(NF4_[A-Z_]+)"', source.read_text(encoding="utf-8"))}
+    assert read == KERNEL_VARIABLES
+    for name in read:
+        monkeypatch.setenv(name, "0")
+    load_config(None)
