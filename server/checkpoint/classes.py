@@ -29,7 +29,7 @@ from transformers.utils import ModelOutput
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import CheckpointInfo, read_json
 from server.checkpoint.names import is_ignored, is_of_tower
-from server.checkpoint.states import NARROW_INPUTS, STATE_KINDS, STATE_MODULES, STATE_TYPES, kinds_of_layers
+from server.checkpoint.states import NARROW_INPUTS, STATE_KINDS, STATE_TYPES, kinds_of_layers, state_modules
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Classes whose towers transformers cannot even build without further packages, so that their text's own class is loaded:
@@ -107,7 +107,7 @@ def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[Pr
         what = f"layers of the kind {', '.join(others)}" if others else "layers with a state of their own"
         raise CheckpointError(
             f"{info.folder}: {info.architecture} ({info.model_type}) has {what}, which the paged cache cannot serve;"
-            " of models with such layers, only Qwen3.5's are served"
+            " of models with such layers, only Qwen3.5's and LFM2's are served"
         )
 
 
@@ -143,7 +143,7 @@ def towers_aside(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 def narrow_inputs_aside(model: PreTrainedModel) -> AbstractContextManager[None]:
     """While entered, layers with states are without their projections with one output for each head."""
-    modules = (module for name, module in model.named_modules() if name.rpartition(".")[2] in STATE_MODULES)
+    modules = state_modules(model)
     return _aside([(m, name, getattr(m, name)) for m in modules for name in NARROW_INPUTS if hasattr(m, name)])
 
 

@@ -226,7 +226,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _is_projection(name: str) -> bool:
     module = name.removesuffix(".weight").rpartition(".")[2]
-    is_named = module.endswith("proj") or module.startswith("in_proj_")
+    is_named = module.endswith("proj") or module.startswith("in_proj_") or module in ("w1", "w2", "w3")
     return name.endswith(".weight") and is_named and module not in NARROW_INPUTS and not is_of_tower(name)
 
 

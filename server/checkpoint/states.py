@@ -8,11 +8,11 @@ from typing import Any
 from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig
 
-STATE_TYPES = frozenset(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"))
+STATE_TYPES = frozenset(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2"))
 """Model types whose layers with states are served."""
-STATE_KINDS = ("linear_attention",)
+STATE_KINDS = ("linear_attention", "conv")
 """The names that configurations have for these layers."""
-STATE_MODULES = ("linear_attn",)
+_MODULES = ("linear_attn", "conv")
 """The names that transformers' decoder layers have for what keeps the state."""
 NARROW_INPUTS = ("in_proj_b", "in_proj_a")
 """Projections in these modules with one output for each head. They stay in 16 bits: NF4 would save next to nothing."""
@@ -27,6 +27,13 @@ def kinds_of_layers(config: Any) -> list[str]:
 def has_states(config: Any) -> bool:
     """Whether a model that is served has layers with states."""
     return config.model_type in STATE_TYPES and any(kind in STATE_KINDS for kind in kinds_of_layers(config))
+
+
+def state_modules(model: Any) -> list[Any]:
+    """The modules of transformers' decoder layers that keep a state, in the order of the layers; none in other models."""
+    if not has_states(model.config):
+        return []
+    return [getattr(layer, name) for layer in model.get_decoder().layers for name in _MODULES if hasattr(layer, name)]
 
 
 def check_hybrid(folder: Path, config: Any, engine: EngineConfig) -> None:

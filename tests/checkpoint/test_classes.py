@@ -25,7 +25,6 @@ HYBRIDS = {
     "nemotron_h": "NemotronHForCausalLM",
     "jamba": "JambaForCausalLM",
     "bamba": "BambaForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
 }
@@ -44,11 +43,9 @@ def refused(folder: Path, model_type: str, architecture: str, **settings: Any) -
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_hybrids_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
-    # Without its layers' kinds LFM2 is made of attention only.
-    settings = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if model_type == "lfm2" else {}
-    message = refused(tmp_path, model_type, HYBRIDS[model_type], **settings)
+    message = refused(tmp_path, model_type, HYBRIDS[model_type])
     assert f"{HYBRIDS[model_type]} ({model_type}) has layers" in message
-    assert "of models with such layers, only Qwen3.5's are served" in message
+    assert "of models with such layers, only Qwen3.5's and LFM2's are served" in message
 
 
 @pytest.mark.parametrize(("model_type", "architecture"), [("vit", "ViTModel"), ("clip", "CLIPModel")])

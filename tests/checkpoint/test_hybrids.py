@@ -61,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5": {"text_config": _QWEN3_5, **_WITH_IMAGES},
     "qwen3_5_moe_text": _QWEN3_5 | _EXPERTS,
+    "lfm2": COMMON | HYBRIDS["lfm2"] | {"max_position_embeddings": 256},
     "qwen3_5_moe": {"text_config": _QWEN3_5 | _EXPERTS, **_WITH_IMAGES},
 }
 
@@ -82,7 +83,7 @@ def test_every_type_is_tested() -> None:
 def test_nf4_as_bitsandbytes_saves_it(model_type: str, tmp_path: Path) -> None:
     folder = save_nf4(made(model_type), tmp_path / "model")
     packed = inspect_checkpoint(folder).packed
-    assert any(name.endswith("in_proj_a.weight") for name in packed)
+    assert any(name.endswith(("in_proj_a.weight", "conv.in_proj.weight")) for name in packed)
     check_served(folder)
 
 

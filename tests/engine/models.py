@@ -74,6 +74,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Layers that keep a state of each sequence among others that attend.
 HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False,
+        "max_position_embeddings": 8192,
+    },
     "qwen3_5_text": {
         "head_dim": 32,
         "num_hidden_layers": 4,

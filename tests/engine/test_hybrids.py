@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -94,6 +95,16 @@ def check_steps(family: str, runner: ModelRunner, scheduler: Scheduler, sequence
     for sequence, length, row in found:
         difference = row.log_softmax(-1) - expected[sequence.request_id][length - 1]
         assert difference.abs().max() < _TOLERANCE, (sequence, length)
+
+
+def test_layers_are_written_ones(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        build_runner(copy.deepcopy(model_of(family)), CONFIG)
+    assert "layers are written ones" in caplog.text
+    kinds = model_of(family).config.layer_types
+    states = len(kinds) - kinds.count("full_attention")
+    assert f"{states} " in caplog.text
+    assert f"MB a sequence, {len(kinds) - states} of attention" in caplog.text
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["transformers' layers", "written layers"])

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 WIDE: dict[str, dict[str, Any]] = {
+    "lfm2": {"hidden_size": 256, "intermediate_size": 512},
     "qwen3_5_text": {
         "hidden_size": 256,
         "intermediate_size": 512,

@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from server.checkpoint.classes import ATTENTION_KINDS
-from server.checkpoint.states import STATE_KINDS, STATE_MODULES, has_states
+from server.checkpoint.states import STATE_KINDS, has_states, state_modules
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape, UnsupportedModelError
 from server.engine.runtime.attention.calls import IMPLEMENTATION, PROBED_IMPLEMENTATION, attending
 from server.engine.runtime.attention.masks import FARTHEST, MaskReader, UnknownMaskError
@@ -122,7 +122,7 @@ def probe_layers(model: PreTrainedModel) -> Probed:
 @contextmanager
 def _without_states(model: PreTrainedModel) -> Iterator[None]:
     """While entered, what keeps a state gives zeros: its own code may compile kernels for a minute."""
-    modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in STATE_MODULES]
+    modules = state_modules(model)
     for module in modules:
         module.forward = lambda hidden_states, *_, **__: torch.zeros_like(hidden_states)
     try:

@@ -9,11 +9,11 @@ import torch
 
 from server.engine.runtime.layers.attention import Angles, Attention
 from server.engine.runtime.layers.experts import Experts
-from server.engine.runtime.layers.gated_delta import GatedDelta
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp
 from server.engine.runtime.layers.norm import Norm
+from server.engine.runtime.layers.state_layers import StateMixer
 
-Mixer = Attention | GatedDelta
+Mixer = Attention | StateMixer
 """What brings a sequence's tokens together. Called with x, the norm of x, rotary angles and the residual that it adds."""
 FeedForward = GatedMlp | Mlp | Experts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 import nf4_kernels.gated_delta  # noqa: F401 - registers torch.ops.nf4
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
+from server.engine.runtime.layers.state_layers import StateMixer
 from server.engine.runtime.model.projections import GroupMember
 from server.engine.runtime.states.kinds import StateKind, gated_delta
 from server.engine.runtime.states.pool import StatePool, StateStep
@@ -55,14 +56,19 @@ class DeltaRule:
 
     @property
     def kind(self) -> StateKind:
-        """What the layer keeps of a sequence."""
+        """See StateRule."""
         (channels, taps), value_dim = self.conv_weight.shape, self.norm_weight.shape[0]
         heads = self.a_log.shape[0]
         return gated_delta(channels, taps, heads, self.key_dim, value_dim, self.conv_weight.dtype)
 
+    def mixer(self, module: nn.Module, pool: StatePool, index: int) -> GatedDelta:
+        """See StateRule."""
+        output: nn.Module = module.out_proj  # type: ignore[assignment]
+        return GatedDelta(_read_inputs(module), projection_of(output), output, self, pool, *pool.of_layer(index))
+
 
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDelta(StateMixer):
     """A layer's mixer over states in a pool; nf4_kernels.gated_delta says what it computes."""
 
     inputs: Sequence[InputProjection]
@@ -78,7 +84,7 @@ class GatedDelta:
     def __call__(
         self, x: torch.Tensor, norm: Norm | None, angles: object, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """residual + the output for norm(x), x [T, width], whose rows are the tokens of the pool's step."""
+        """See StateMixer."""
         x = x if norm is None else norm(x)
         found: dict[str, torch.Tensor] = {}
         for part in self.inputs:
@@ -87,13 +93,9 @@ class GatedDelta:
         return self.output(self._advanced(qkv, z, a, b), residual=residual)
 
     def by_modules(self) -> GatedDelta:
-        """This mixer, whose projections are calls of their modules, as transformers' own code makes them."""
+        """See StateMixer."""
         inputs = [replace(part, projection=ModuleProjection(part.module)) for part in self.inputs]
         return replace(self, inputs=inputs, output=ModuleProjection(self.output_module))
-
-    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Hidden states [1, T, width] to the same shape, as transformers' module of it is called."""
-        return self(hidden_states.view(-1, hidden_states.shape[-1]), None, None, None).view(hidden_states.shape)
 
     def _advanced(self, *rows: torch.Tensor) -> torch.Tensor:
         """[T, value heads * value_dim] of qkv, z, a and b [T, columns]; the states go on by T tokens."""
@@ -142,11 +144,8 @@ def read_rule(module: nn.Module) -> DeltaRule | None:
     return DeltaRule(taps, a_log.float(), dt_bias.float(), weight.contiguous(), eps, heads, dim)
 
 
-def read_gated_delta(module: nn.Module, rule: DeltaRule, pool: StatePool, index: int) -> GatedDelta:
-    """The mixer of transformers' module of it, whose projections are in their final form. Call once for a module.
-
-    index: of its state in the pool.
-    """
+def _read_inputs(module: nn.Module) -> list[InputProjection]:
+    """The GEMMs of a module's inputs."""
     inputs: list[InputProjection] = []
     plain: list[str] = []
     for name in INPUTS:
@@ -162,8 +161,7 @@ def read_gated_delta(module: nn.Module, rule: DeltaRule, pool: StatePool, index:
     if plain:
         linears = [getattr(module, name) for name in plain]
         inputs.append(InputProjection.of(_joined(linears), plain, [linear.out_features for linear in linears]))
-    output: nn.Module = module.out_proj  # type: ignore[assignment]
-    return GatedDelta(inputs, projection_of(output), output, rule, pool, *pool.of_layer(index))
+    return inputs
 
 
 def _shares(module: nn.Module, first: GroupMember) -> bool:
@@ -179,12 +177,3 @@ def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
     for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
         linear.weight.data = part
     return joined
-
-
-@dataclass(frozen=True)
-class StateLayers:
-    """The layers of a model that have states."""
-
-    pool: StatePool
-    mixers: Mapping[nn.Module, GatedDelta]
-    """By transformers' modules of them, in order."""

@@ -18,10 +18,10 @@ from server.engine.runtime.attention.rotary import RotaryEmbedding
 from server.engine.runtime.layers.attention import Attention
 from server.engine.runtime.layers.decoder import Block, DecoderLayer, FeedForward, Mixer
 from server.engine.runtime.layers.experts import Experts, read_router
-from server.engine.runtime.layers.gated_delta import StateLayers
 from server.engine.runtime.layers.mlp import GatedMlp, Mlp, read_activation
 from server.engine.runtime.layers.norm import RmsNorm, read_norm, read_rms_norm
 from server.engine.runtime.layers.projection import JoinedProjection, joined, projection_of
+from server.engine.runtime.layers.state_layers import StateLayers
 from server.engine.runtime.model.exchanged import ReducedNorm
 from server.engine.runtime.model.exchanged_experts import ReducedBlock, ReducedExperts
 
@@ -39,11 +39,13 @@ _PLACES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
     ("input_layernorm", None, "pre_feedforward_layernorm", None),
     ("attention_layernorm", None, "feedforward_layernorm", None),
     ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    ("operator_norm", None, "ffn_norm", None),
     # The one norm is in front of both parts.
     ("input_layernorm", None, None, None),
 )
-_FEED_FORWARDS = ("mlp", "block_sparse_moe")
-_OUTPUTS = ("o_proj", "dense")
+_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward")
+_OUTPUTS = ("o_proj", "dense", "out_proj")
+_HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
 _MLPS = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"))
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 _DROPOUTS = (nn.Dropout, nn.Identity)
@@ -120,7 +122,7 @@ def _read_attention(module: nn.Module, index: int, options: AttentionOptions) ->
     else:
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")
     norms_last = "query_layernorm" in children
-    names = ("query_layernorm", "key_layernorm") if norms_last else ("q_norm", "k_norm")
+    names = next((names for names in _HEAD_NORMS if names[0] in children), _HEAD_NORMS[0])
     queries, keys = (children.pop(name, None) for name in names)
     values = children.pop("v_norm", None)
     if children or (queries is None) != (keys is None):
@@ -223,6 +225,10 @@ def _read_mlp(module: nn.Module) -> FeedForward:
 def _read_dense(module: nn.Module) -> GatedMlp | Mlp:
     function: Any = next((getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None)
     children = dict(_children(module, ()))
+    if set(children) == {"w1", "w2", "w3"} and function is None:
+        # Nothing but the layer's own code says which activation it is.
+        both = joined([children["w1"], children["w3"]])
+        return GatedMlp(both.alone or both, projection_of(children["w2"]), "silu", nn.functional.silu)
     up_name, down_name = next((names for names in _MLPS if names[1] in children), _MLPS[0])
     if down_name not in children:
         raise UnknownLayerError(f"{type(module).__name__} has {', '.join(children)}")

@@ -16,10 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.checkpoint.loading import available_bytes
-from server.checkpoint.states import NARROW_INPUTS, STATE_MODULES, has_states
+from server.checkpoint.states import NARROW_INPUTS, has_states, state_modules
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import UnsupportedModelError
-from server.engine.runtime.layers.gated_delta import StateLayers, read_gated_delta, read_rule
+from server.engine.runtime.layers.gated_delta import read_rule
+from server.engine.runtime.layers.short_convolution import read_convolution
+from server.engine.runtime.layers.state_layers import StateLayers, StateRule
 from server.engine.runtime.limits import CPU_CACHE_BYTES, EngineConfigError, sequence_limit
 from server.engine.runtime.memory import RESERVED_SHARE
 from server.engine.runtime.model.decoder import decoder_layers
@@ -32,15 +34,17 @@ _KV_TOKENS = 1024
 """Tokens for which every sequence should find room in the KV cache, before more sequences get states."""
 _SNAPSHOTS_OF_ONE = 0.5
 """Snapshots for each sequence that may run."""
+_WRAPPED = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
+"""Functions of transformers' that call other kernels where these are installed."""
 _STEP_SHARE = 0.1
 """The share of the free memory that is left for a step, on CUDA, where what it takes is measured later."""
 
 
 def keep_in_16_bits(model: PreTrainedModel) -> None:
     """Expand the projections with one output for each head, if they are in NF4: kernels compute no fewer than 64 rows."""
-    for module in _mixers(model):
+    for module in state_modules(model):
         for name in NARROW_INPUTS:
-            linear = getattr(module, name)
+            linear = getattr(module, name, None)
             if isinstance(linear, Linear4bit):
                 setattr(module, name, _expanded(linear, model.dtype))
 
@@ -65,8 +69,8 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
     """
     if not has_states(model.config.get_text_config()):
         return None
-    modules = _mixers(model)
-    rules = [read_rule(module) for module in modules]
+    modules = state_modules(model)
+    rules: list[StateRule | None] = [read_rule(module) or read_convolution(module) for module in modules]
     found = [rule for rule in rules if rule is not None]
     if len(found) < len(modules):
         other = modules[rules.index(None)]
@@ -76,20 +80,13 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
     slots = _slots(sum(kind.nbytes for kind in kinds), bytes_per_block, model.device, config)
     pool = StatePool(kinds, slots.sequences, model.device, slots.snapshots)
     mixers = {
-        module: read_gated_delta(module, rule, pool, index)
-        for index, (module, rule) in enumerate(zip(modules, found, strict=True))
+        module: rule.mixer(module, pool, index) for index, (module, rule) in enumerate(zip(modules, found, strict=True))
     }
     states = StateLayers(pool, mixers)
     for module, mixer in mixers.items():
         module.forward = mixer.by_modules().forward
     _report(states, len(decoder_layers(model)))
     return states
-
-
-def _mixers(model: PreTrainedModel) -> list[nn.Module]:
-    """transformers' modules that keep a state, in the order of the layers."""
-    own = (getattr(layer, name, None) for layer in decoder_layers(model) for name in STATE_MODULES)
-    return [module for module in own if isinstance(module, nn.Module)]
 
 
 def _report(states: StateLayers, layers: int) -> None:
@@ -168,7 +165,7 @@ def own_mixers(states: StateLayers | None) -> Iterator[None]:
             del module.forward
             _choose_torch(module)
         for source in {sys.modules[type(module).__module__] for module in mixers}:
-            for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
+            for name in _WRAPPED:
                 function = getattr(source, name, None)
                 if hasattr(function, "__wrapped__"):
                     kept.callback(setattr, source, name, function)

@@ -15,10 +15,10 @@ from server.engine.runtime.attention.base import AttentionOptions
 from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.exchange import agreed, is_alone
 from server.engine.runtime.layers.decoder import DecoderLayer
-from server.engine.runtime.layers.gated_delta import StateLayers
 from server.engine.runtime.layers.outer import write_norm, write_rotary
 from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps
 from server.engine.runtime.layers.spec import UnknownLayerError, read_layer, read_state_layer
+from server.engine.runtime.layers.state_layers import StateLayers
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
 from server.engine.runtime.model.weight_order import set_weight_order
 from server.engine.runtime.paged_model import PagedModel

@@ -28,6 +28,8 @@ class StateKind:
     name: str
     """The kind in words, as the log has it."""
     tensors: tuple[StateTensor, ...]
+    has_spare: bool = False
+    """Whether there is one more slot, the last, which padding reads and writes."""
 
     @property
     def nbytes(self) -> int:
@@ -42,3 +44,8 @@ def gated_delta(channels: int, taps: int, heads: int, key_dim: int, value_dim: i
     """
     convolution = StateTensor((channels, taps - 1), dtype)
     return StateKind("gated-delta", (convolution, StateTensor((heads, key_dim, value_dim), torch.float32)))
+
+
+def short_convolution(channels: int, taps: int, dtype: torch.dtype) -> StateKind:
+    """The state of a causal convolution alone (LFM2): its latest inputs."""
+    return StateKind("convolution", (StateTensor((channels, taps - 1), dtype),), has_spare=True)

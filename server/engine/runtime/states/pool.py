@@ -6,7 +6,8 @@ A running sequence's slot is its row of the block tables, which is its own while
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,10 @@ class StateStep:
     """int32 [S + 1]: chunk i has the rows query_start_loc[i] ... query_start_loc[i + 1] - 1 of those behind the singles."""
     has_state: torch.Tensor
     """bool [S]: whether the chunk goes on. One that does not begins with a state of zeros."""
+    lengths: Sequence[int] = ()
+    """[S]: tokens of the chunks."""
+    shared: dict[object, Any] = field(default_factory=dict)
+    """What the first layer of a kind finds for all of them."""
 
 
 class StatePool:
@@ -59,7 +64,9 @@ class StatePool:
         """The slots of snapshots."""
         self._stacks = {
             kind: [
-                torch.zeros(self.kinds.count(kind), count, *tensor.shape, dtype=tensor.dtype, device=device)
+                torch.zeros(
+                    self.kinds.count(kind), count + kind.has_spare, *tensor.shape, dtype=tensor.dtype, device=device
+                )
                 for tensor in kind.tensors
             ]
             for kind in dict.fromkeys(self.kinds)
@@ -102,7 +109,8 @@ class StatePool:
         bounds = np.append(0, spans.lengths[singles:].cumsum())
         given = to_device(np.concatenate((rows, bounds, starts > 0)).astype(np.int32), self.device)
         of_rows, of_bounds, of_starts = given.split((len(rows), len(bounds), len(starts)))
-        self._step = StateStep(of_rows[:singles], of_rows[singles:], of_bounds, of_starts.bool())
+        lengths = spans.lengths[singles:].tolist()
+        self._step = StateStep(of_rows[:singles], of_rows[singles:], of_bounds, of_starts.bool(), lengths)
 
     def begin_decode_graph(self, size: int) -> None:
         """Let the layers of a decode graph of `size` sequences read the slots that plan_decode_graph() writes."""

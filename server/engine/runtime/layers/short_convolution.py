@@ -1,0 +1,130 @@
+"""A short causal convolution between two gates as the mixer of a decoder layer (LFM2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from server.engine.runtime.batch import to_device
+from server.engine.runtime.layers.norm import Norm
+from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
+from server.engine.runtime.layers.state_layers import StateMixer
+from server.engine.runtime.states.kinds import StateKind, short_convolution
+from server.engine.runtime.states.pool import StatePool, StateStep
+
+IntArray = npt.NDArray[np.int64]
+_NAMES = {"in_proj", "conv", "out_proj"}
+
+
+@dataclass(frozen=True)
+class ShortConvolution(StateMixer):
+    """output(c * convolution(b * y)), where b, c and y are thirds of the input projection's columns."""
+
+    input: Projection
+    output: Projection
+    modules: tuple[nn.Module, nn.Module]
+    """Those of the input and of the output."""
+    weight: torch.Tensor
+    """float32 [C, K]."""
+    bias: torch.Tensor | None
+    """float32 [C]."""
+    pool: StatePool
+    state: torch.Tensor
+    """[slots, C, K - 1] of the pool: the latest inputs of the convolution, the oldest first."""
+
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None, angles: object, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See StateMixer."""
+        b, c, y = self.input(x, norm).chunk(3, -1)
+        return self.output(c * self._convolved(b * y), residual=residual)
+
+    def by_modules(self) -> ShortConvolution:
+        """See StateMixer."""
+        first, last = map(ModuleProjection, self.modules)
+        return replace(self, input=first, output=last)
+
+    def _convolved(self, x: torch.Tensor) -> torch.Tensor:
+        """The convolution of x [T, C]; the states go on by T tokens."""
+        step = self.pool.step
+        singles = step.singles.shape[0]
+        parts = []
+        if singles:
+            parts.append(self._singles(x[:singles], step.singles.long()))
+        if singles < x.shape[0]:
+            parts.append(self._chunks(x[singles:], step))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _singles(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        # Padding's slot, -1, is the spare one, which is the last.
+        window = torch.cat((self.state[slots], x.unsqueeze(-1)), -1)
+        self.state[slots] = window[..., 1:]
+        return self._sum(window.float() * self.weight, x.dtype)
+
+    def _chunks(self, x: torch.Tensor, step: StateStep) -> torch.Tensor:
+        taps, slots = self.weight.shape[1], step.chunks.long()
+        if "short convolution" not in step.shared:
+            step.shared["short convolution"] = _places(step.lengths, taps, x.device)
+        of_tokens, of_states = step.shared["short convolution"]
+        history = self.state[slots] * step.has_state[:, None, None]
+        inputs = torch.cat((history.transpose(1, 2).flatten(0, 1), x))
+        self.state[slots] = inputs[of_states].transpose(1, 2)
+        return self._sum(inputs[of_tokens].transpose(1, 2).float() * self.weight, x.dtype)
+
+    def _sum(self, products: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        found = products.sum(-1)
+        return (found if self.bias is None else found + self.bias).to(dtype)
+
+
+def _places(lengths: Sequence[int], taps: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a convolution's inputs, which are K - 1 earlier ones of each chunk and then all chunks' tokens.
+
+    int64 [T, K], the rows that each token's taps read; [S, K - 1], the rows that are each chunk's earlier ones afterwards.
+    """
+    counts, kept = np.array(lengths, np.int64), taps - 1
+    firsts = len(counts) * kept + counts.cumsum() - counts
+    chunk = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(counts.sum()) - (counts.cumsum() - counts)[chunk]
+
+    def rows(of: IntArray, places: IntArray) -> torch.Tensor:
+        """The rows of chunks' places, of which negative ones lie before the chunk."""
+        return to_device(np.where(places < 0, of * kept + kept + places, firsts[of] + places), device)
+
+    of_tokens = rows(chunk[:, None], place[:, None] + np.arange(-kept, 1))
+    of_states = rows(np.arange(len(counts))[:, None], counts[:, None] + np.arange(-kept, 0))
+    return of_tokens, of_states
+
+
+@dataclass(frozen=True)
+class ConvolutionRule:
+    """How transformers' module convolves."""
+
+    convolution: nn.Conv1d
+
+    @property
+    def kind(self) -> StateKind:
+        """See StateRule."""
+        channels, _, taps = self.convolution.weight.shape
+        return short_convolution(channels, taps, self.convolution.weight.dtype)
+
+    def mixer(self, module: nn.Module, pool: StatePool, index: int) -> ShortConvolution:
+        """See StateRule."""
+        parts = dict(module.named_children())
+        modules = parts["in_proj"], parts["out_proj"]
+        weight, bias = self.convolution.weight.detach().squeeze(1).float(), self.convolution.bias
+        own = None if bias is None else bias.detach().float()
+        (state,) = pool.of_layer(index)
+        first, last = map(projection_of, modules)
+        return ShortConvolution(first, last, modules, weight, own, pool, state)
+
+
+def read_convolution(module: nn.Module) -> ConvolutionRule | None:
+    """The rule of transformers' module of a layer's mixer; None if it has other parts than LFM2's."""
+    parts = dict(module.named_children())
+    convolution = parts.get("conv")
+    return ConvolutionRule(convolution) if set(parts) == _NAMES and isinstance(convolution, nn.Conv1d) else None

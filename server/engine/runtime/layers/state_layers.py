@@ -1,0 +1,58 @@
+"""Layers that have states: what their mixers have in common, and all of a model's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import nn
+
+from server.engine.runtime.layers.norm import Norm
+from server.engine.runtime.states.kinds import StateKind
+from server.engine.runtime.states.pool import StatePool
+
+
+class StateMixer(ABC):
+    """A mixer over states in a pool: brings the tokens of each sequence together, and advances the sequences' states."""
+
+    @abstractmethod
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None, angles: object, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """residual + the output for norm(x), x [T, width], whose rows are the tokens of the pool's step."""
+
+    @abstractmethod
+    def by_modules(self) -> Self:
+        """This mixer, whose projections are calls of their modules, as transformers' own code makes them."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Hidden states [1, T, width] to the same shape, as transformers' module of it is called."""
+        return self(hidden_states.view(-1, hidden_states.shape[-1]), None, None, None).view(hidden_states.shape)
+
+
+class StateRule(Protocol):
+    """How a mixer is made of transformers' module of it."""
+
+    @property
+    def kind(self) -> StateKind:
+        """What the layer keeps of a sequence."""
+        ...
+
+    def mixer(self, module: nn.Module, pool: StatePool, index: int) -> StateMixer:
+        """The mixer of the module, whose projections are in their final form. Call once for a module.
+
+        index: of its state in the pool.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StateLayers:
+    """The layers of a model that have states."""
+
+    pool: StatePool
+    mixers: Mapping[nn.Module, StateMixer]
+    """By transformers' modules of them, in order."""
