@@ -123,6 +123,7 @@ def test_variables_of_the_kernels_are_no_fields(monkeypatch: pytest.MonkeyPatch)
     sources = Path(nf4_kernels.__file__).parent.rglob("*.py")
     read = {name for source in sources for name in re.findall(r'"(NF4_[A-Z_]+)"', source.read_text(encoding="utf-8"))}
     assert read == KERNEL_VARIABLES
+    assert all(f"`{name}`" in page() for name in read)
     for name in read:
         monkeypatch.setenv(name, "0")
     load_config(None)

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from server.config.section import Section
 
 WRITTEN_LAYERS_VARIABLE = "NF4_WRITTEN_LAYERS"
-"""0: decoder layers are compiled from transformers' code even if they could be written ones."""
+"""0: decoder layers run by transformers' own code even if they could be written ones."""
 
 KVCacheDtype = Literal["auto", "fp8_e4m3", "int8"]
 LoraExtra = Literal["dora", "head", "embedding"]

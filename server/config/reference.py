@@ -19,6 +19,21 @@ below the section's name; [config.yaml](../config.yaml) has all fields with thei
 as `2GiB`. Lists are separated by commas in a variable, and by spaces after a flag. This page is made from the code by
 `python -m server.config.reference`.
 """
+TAIL = """\
+## Variables that are no fields
+
+| variable | |
+| --- | --- |
+| `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE` | The hub's token, the folder of its models, and 1 to ask it for nothing. |
+| `XDG_CACHE_HOME` | Where caches are kept: converted checkpoints, compiled kernels; default `~/.cache`. |
+| `CUDA_VISIBLE_DEVICES` | The GPUs that the server sees. |
+| `CUDA_HOME` | A CUDA toolkit, to compile kernels with. |
+| `NF4_CPU_ISA` | An instruction set in place of the CPU's best: portable, avx2, avx512, avx512vnni or amx. |
+| `NF4_CUDA_ARCHS` | GPU targets to compile for, such as `80;90a`. |
+| `NF4_WRITTEN_LAYERS` | 0: decoder layers run by transformers' own code. |
+| `NF4_POSE_AS` | To test: the capability of an older GPU, such as 86, whose kernels are chosen. |
+| `NF4_KERNELS_VLLM` | 0: vLLM is left as it is ([clients](clients.md#vllm-and-transformers-serve)). |
+"""
 _TITLES = {
     "": ("Model, names and logs", ""),
     "http": ("http", "Where and how the API listens, and what it accepts."),
@@ -35,7 +50,7 @@ def page() -> str:
         parts += ["| field | flag | variable | default | |", "| --- | --- | --- | --- | --- |"]
         parts += [_row(section, name, field) for name, field in fields(section).items()]
         parts.append("")
-    return "\n".join(parts)
+    return "\n".join([*parts, TAIL])
 
 
 def _row(section: str, name: str, field: FieldInfo) -> str:
