@@ -107,6 +107,8 @@ function changed(conversation, message) {
 
 /** Have an answer come: begin(model) starts it. */
 async function ask(conversation, begin) {
+  // The button that asked for it goes.
+  if (at("messages").contains(document.activeElement) && !matchMedia("(pointer: coarse)").matches) at("text").focus();
   if (!chosenModel(conversation.settings)) await look();
   announce("The model is answering.", true);
   await begin(chosenModel(conversation.settings)?.id ?? "");

@@ -116,10 +116,11 @@ export function match(conversation, words) {
   const wanted = words.trim().toLowerCase();
   if (titleOf(conversation).toLowerCase().includes(wanted)) return "";
   for (const message of conversation.messages) {
-    const place = message.content.toLowerCase().indexOf(wanted);
+    const text = [message.content, ...(message.files ?? []).map((file) => file.name)].join("\n");
+    const place = text.toLowerCase().indexOf(wanted);
     if (place < 0) continue;
     const start = Math.max(0, place - 24);
-    return `${start ? "…" : ""}${message.content.slice(start, place + wanted.length + 40)}`.replace(/\s+/g, " ");
+    return `${start ? "…" : ""}${text.slice(start, place + wanted.length + 40)}`.replace(/\s+/g, " ");
   }
   return null;
 }

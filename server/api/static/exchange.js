@@ -44,8 +44,12 @@ export function importJson(text) {
 
 function conversation(given) {
   const messages = (given.messages ?? []).map(message);
-  const known = new Set(messages.map((one) => one.id));
-  if (messages.some((one) => one.parent !== null && !known.has(one.parent))) throw new Error("A message of this file belongs nowhere.");
+  const known = new Set([null]);
+  for (let before = 0; known.size > before; ) {
+    before = known.size;
+    for (const { id, parent } of messages) if (known.has(parent)) known.add(id);
+  }
+  if (messages.some((one) => !known.has(one.id))) throw new Error("A message of this file belongs nowhere.");
   return {
     id: newId(),
     title: String(given.title ?? ""),
@@ -53,7 +57,7 @@ function conversation(given) {
     updated: Number(given.updated) || Date.now(),
     settings: typeof given.settings === "object" && given.settings ? given.settings : {},
     messages,
-    leaf: known.has(given.leaf) ? given.leaf : (messages.at(-1)?.id ?? null),
+    leaf: messages.some((one) => one.id === given.leaf) ? given.leaf : (messages.at(-1)?.id ?? null),
   };
 }
 

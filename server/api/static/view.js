@@ -192,6 +192,15 @@ log.addEventListener(
   { passive: true },
 );
 
+// Before the first pixel: what is drawn in between would take it back.
+log.addEventListener(
+  "wheel",
+  (event) => {
+    if (event.deltaY < 0 && log.scrollTop > 0) following = false;
+  },
+  { passive: true },
+);
+
 function keepUp() {
   if (following) toEnd();
   else at("to-end").hidden = false;

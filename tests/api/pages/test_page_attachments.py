@@ -52,6 +52,8 @@ async def test_a_file_alone_is_a_message(page: Page, tmp_path: Path) -> None:
     assert await page.text("#title") == "notes.txt"
     assert asked(page)[-1]["messages"] == [{"role": "user", "content": "notes.txt:\n```\n# Notes\n```"}]
     assert await page.count("article.user .text") == 0
+    await page.set("#search", "notes")
+    assert await page.count(".item") == 1
     await page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     await choose(page, "notes.txt", "markdown")
     assert "## You\n\nnotes.txt:\n```\n# Notes\n```\n" in await saved(tmp_path, ".md")

@@ -163,6 +163,10 @@ async def test_export_and_import(three: Page, pages: str, tmp_path: Path) -> Non
     await ask(page, "And 8?", 2)
     await take_in(page, '{"conversations": []}')
     await page.until("document.getElementById('toast').innerText.includes('no export')")
+    # Messages that stand behind one another in a circle have no beginning to be shown from.
+    circle = [{"id": one, "parent": other, "role": "user", "content": ""} for one, other in ("ab", "ba")]
+    await take_in(page, json.dumps({"format": "nf4-chat", "conversations": [{"messages": circle}]}))
+    await page.until("document.getElementById('toast').innerText.includes('belongs nowhere')")
     assert page.troubles == []
 
 

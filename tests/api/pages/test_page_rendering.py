@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.api.pages.browser import ENDED, Page, answered, pasted, send
+from tests.api.pages.browser import ENDED, Page, answered, choose_files, paste, pasted, send
 
 MARKDOWN = """# Heading
 
@@ -151,10 +151,29 @@ CONTRAST = """(() => {
 })()"""
 
 
+async def stop_short(page: Page) -> None:
+    """Have the answer written anew: it is short, and says that it may go on."""
+    await page.click(".assistant [aria-label=Edit]")
+    await page.press("End")
+    await page.press("x", "x")
+    await page.press("Enter")
+    await page.until("document.querySelector('.assistant .resume')")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_everything_can_be_read(page: Page, pages: str, scheme: str) -> None:
     await page.scheme(scheme)
-    await answered(page, MARKDOWN, reasoning_content="Hm.")
+    await choose_files(page, ("a.py", "text/x-python", "print(1)"))
+    await page.until("document.querySelector('#attached .file')")
+    await answered(page, f"{MARKDOWN}\n\n$$\\frac{{a}}{{b}}$$", reasoning_content="Hm.")
+    await page.click("article.user .file summary")
+    await stop_short(page)
+    await paste(page, "A long text. " * 400)
+    assert await page.visible(".resume")
+    assert await page.visible("#attached .file")
+    await page.value(
+        "Object.assign(document.getElementById('context'), {hidden: false, textContent: '9', className: 'full'})"
+    )
     assert await page.value(CONTRAST) == []
     ground = await page.value("getComputedStyle(document.documentElement).backgroundColor")
     assert (ground == "rgb(255, 255, 255)") == (scheme == "light")
@@ -191,7 +210,11 @@ async def test_on_a_phone(page: Page) -> None:
 
 
 async def test_everything_has_a_name_and_can_be_reached(page: Page) -> None:
+    await choose_files(page, ("a.py", "text/x-python", "print(1)"))
+    await page.until("document.querySelector('#attached .file')")
     await answered(page, MARKDOWN)
+    await stop_short(page)
+    await paste(page, "A long text. " * 400)
     for dialog in (None, "settings", "rename"):
         if dialog:
             await page.value(f"document.getElementById('{dialog}').showModal()")
@@ -215,7 +238,18 @@ async def test_everything_has_a_name_and_can_be_reached(page: Page) -> None:
             await page.value("[document.activeElement].map((one) => one.id || one.ariaLabel || one.className)[0]")
         )
         await page.press("Tab")
-    assert {"search", "model", "text", "send", "chat-menu", "Regenerate", "quiet copy-code"} <= reached
+    assert {
+        "search",
+        "model",
+        "text",
+        "send",
+        "chat-menu",
+        "Regenerate",
+        "quiet copy-code",
+        "quiet resume",
+        "attach",
+    } <= reached
+    assert {"Put into the message", "Remove Pasted text"} <= reached
     # The menu goes with arrows and Escape, and gives the focus back.
     await page.value("document.getElementById('chat-menu').focus()")
     await page.press("Enter")
