@@ -83,7 +83,7 @@ class EngineConfig(Section):
     images: bool | None = None
     """Whether prompts may have images, for which the model's image tower is loaded. None: where that can be."""
     speculation: Literal["off", "lookup", "draft"] = "off"
-    """Guess several tokens a step and check them: lookup takes guesses from the request's own prompt and answer, draft from
+    """Draft tokens, which a step verifies together: lookup takes them from the request's own prompt and answer, draft from
     draft_model."""
     draft_model: str | None = None
     """With speculation draft: a smaller model with the same tokenizer; a folder, a hub id or the embedded model's name."""
