@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.execution import Executor
 from server.engine.grammar import GrammarError, GrammarState
+from server.engine.runtime.layers.outer import write_rotary
 from server.engine.runtime.limits import EngineConfigError
 from server.engine.runtime.preparation import states
 from server.engine.runtime.preparation.assembly import build_runner
@@ -95,6 +97,34 @@ def check_steps(family: str, runner: ModelRunner, scheduler: Scheduler, sequence
     for sequence, length, row in found:
         difference = row.log_softmax(-1) - expected[sequence.request_id][length - 1]
         assert difference.abs().max() < _TOLERANCE, (sequence, length)
+
+
+class AnglesOfAxes(nn.Module):
+    """The rotary embedding of Qwen3.5 in transformers 5.17: it takes positions with axes only, and joins these."""
+
+    rope_type, attention_scaling = "default", 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.tensor([1.0, 0.1, 0.01]))
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = (position_ids[:, :, None, :].float().transpose(2, 3) * self.inv_freq)[0].repeat(1, 1, 2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def test_rotary_angles_of_positions_with_axes() -> None:
+    own, x, positions = AnglesOfAxes(), torch.zeros(1), torch.arange(7)[None]
+    with pytest.raises(IndexError):
+        own(x, positions)
+    written = write_rotary(own, has_axes=False)
+    assert written is not None
+    axes = positions.expand(3, 1, 7)
+    for found, expected in zip(written(x, axes), own(x, axes), strict=True):
+        torch.testing.assert_close(found, expected)
+    apart = AnglesOfAxes()
+    apart.forward = lambda x, position_ids: (x, x)  # type: ignore[method-assign]
+    assert write_rotary(apart, has_axes=False) is None
 
 
 def test_layers_are_written_ones(family: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,8 +19,9 @@ from server.engine import planning
 from server.engine.planning import StartMemory, plan_start
 from server.engine.runtime.limits import EngineConfigError, MemoryTooSmallError
 from server.engine.runtime.memory import RESERVED_SHARE
-from server.engine.runtime.preparation.plan import Memory, MemoryPlan, plan_memory, savings
-from tests.engine.models import COMMON
+from server.engine.runtime.preparation.assembly import build_runner
+from server.engine.runtime.preparation.plan import Memory, MemoryPlan, plan_memory, savings, state_bytes
+from tests.engine.models import COMMON, HYBRIDS, tiny_model
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)
@@ -47,6 +48,24 @@ def planner(model: str, gib: float) -> Callable[[EngineConfig], MemoryPlan]:
     return lambda engine: plan_memory(info, config, engine, memory)
 
 
+def test_states_are_those_that_layers_keep() -> None:
+    for family, settings in HYBRIDS.items():
+        model = tiny_model(family)
+        pool = build_runner(model.to(torch.bfloat16), EngineConfig(device="cpu", kv_cache_bytes=2**20)).states
+        assert pool is not None
+        assert sum(kind.nbytes for kind in pool.kinds) == state_bytes(model.config), settings
+
+
+def test_snapshots_count_as_states() -> None:
+    plan = planner("qwen3.8-27b", 80)
+    whole, half, none = (
+        plan(EngineConfig(max_num_seqs=4, **settings)).parts["states of layers"]
+        for settings in ({}, {"state_snapshot_bytes": GIB}, {"enable_prefix_caching": False})
+    )
+    assert whole == pytest.approx(1.5 * none)
+    assert half == none + GIB
+
+
 @pytest.mark.parametrize(
     ("model", "gib", "tokens", "settings"),
     [
@@ -62,7 +81,7 @@ def test_what_fits_into_small_gpus(model: str, gib: float, tokens: int, settings
 
 
 def test_a_hybrids_parts_are_what_its_file_has() -> None:
-    plan = planner("qwen3.8-27b", 80)(EngineConfig(max_num_seqs=1))
+    plan = planner("qwen3.8-27b", 80)(EngineConfig(max_num_seqs=1, enable_prefix_caching=False))
     gb = {name: size / 1e9 for name, size in plan.parts.items()}
     assert gb["embedding"] == pytest.approx(2.54, abs=0.01)
     assert gb["output layer"] == pytest.approx(2.54, abs=0.01)

@@ -58,25 +58,27 @@ def write_rotary(module: nn.Module, has_axes: bool = True) -> Callable[..., Any]
 
     positions = torch.tensor([[0, 1, 77, 4095, 131071]], device=frequencies.device)
     example = torch.empty(0, dtype=torch.float32, device=frequencies.device)
-    try:
-        expected = own(example, positions)
-    except TypeError:  # it takes more than that
+    plain = _own_angles(own, example, positions)
+    joined = _own_angles(own, example, positions.expand(3, *positions.shape))
+    expected = joined if plain is None else plain
+    if expected is None:  # it takes more than that
         return None
     computed = forward(example, positions)
-    has_axes = has_axes or not _joins_axes(own, example, positions, expected)
+    # Others keep the axes apart, for attention to join.
+    has_axes = has_axes or joined is None or not all(a.shape == b.shape for a, b in zip(joined, computed, strict=True))
     same = all(a.shape == b.shape and torch.allclose(a, b, atol=2e-5) for a, b in zip(computed, expected, strict=True))
     return forward if same else None
 
 
-def _joins_axes(
-    own: Callable[..., Any], example: torch.Tensor, positions: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]
-) -> bool:
-    """Whether a rotary embedding gives the same for positions and for three axes that have these."""
+def _own_angles(
+    own: Callable[..., Any], example: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A rotary embedding's cos and sin for positions; None if it takes others, with axes or without."""
     try:
-        found = own(example, positions.expand(3, *positions.shape))
+        cos, sin = own(example, positions)
     except (IndexError, RuntimeError, TypeError, ValueError):
-        return False
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        return None
+    return cos, sin
 
 
 def _angles(

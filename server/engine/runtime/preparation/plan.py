@@ -20,7 +20,8 @@ from server.engine.runtime.attention.base import LayerShape
 from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
 from server.engine.runtime.limits import SEQUENCE_LIMITS, TOKEN_BUDGETS, auto_sequences, own_limit
 from server.engine.runtime.model.expanded import AUTO_SHARE, AUTO_SHARE_BESIDE_CACHE
-from server.engine.runtime.states.kinds import gated_delta
+from server.engine.runtime.preparation.states import SNAPSHOTS_OF_ONE
+from server.engine.runtime.states.kinds import gated_delta, short_convolution
 
 USEFUL_TOKENS = 4096
 """With a KV cache of fewer tokens a start warns."""
@@ -123,8 +124,13 @@ def plan_memory(
     wanted = max(engine.max_model_len or 0, min(USEFUL_TOKENS, own))
     left = memory.free - sum(parts.values())
     if state := state_bytes(config):
+        snapshots = 0
+        if engine.enable_prefix_caching and engine.state_snapshot_bytes is None:
+            state = int(state * (1 + SNAPSHOTS_OF_ONE))
+        elif engine.enable_prefix_caching:
+            snapshots = engine.state_snapshot_bytes or 0
         # Two sequences run in the check of a start.
-        parts[_STATES] = state * max(2, min(sequences, (left - wanted * token) // state))
+        parts[_STATES] = snapshots + state * max(2, min(sequences, (left - snapshots - wanted * token) // state))
         left -= parts[_STATES]
     cache = engine.kv_cache_bytes
     useful = max(wanted, min(TOKENS_BEFORE_COPIES, own)) * token if cache is None else cache
@@ -161,10 +167,13 @@ def state_bytes(config: Any) -> int:
     if not has_states(config):
         return 0
     text = config.get_text_config()
+    count = sum(kind in STATE_KINDS for kind in kinds_of_layers(config))
+    if hasattr(text, "conv_L_cache"):
+        return count * short_convolution(text.hidden_size, text.conv_L_cache, _DTYPE).nbytes
     key, value = text.linear_key_head_dim, text.linear_value_head_dim
     channels = 2 * text.linear_num_key_heads * key + text.linear_num_value_heads * value
     kind = gated_delta(channels, text.linear_conv_kernel_dim, text.linear_num_value_heads, key, value, _DTYPE)
-    return kind.nbytes * sum(kind in STATE_KINDS for kind in kinds_of_layers(config))
+    return count * kind.nbytes
 
 
 def step_bytes(text: Any, tokens: int, sequences: int) -> int:

@@ -23,7 +23,7 @@ from server.engine.runtime.layers.gated_delta import read_rule
 from server.engine.runtime.layers.short_convolution import read_convolution
 from server.engine.runtime.layers.state_layers import StateLayers, StateRule
 from server.engine.runtime.limits import CPU_CACHE_BYTES, EngineConfigError, sequence_limit
-from server.engine.runtime.memory import RESERVED_SHARE
+from server.engine.runtime.memory import reserve
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.projections import NF4Linear
 from server.engine.runtime.states.pool import StatePool
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _KV_TOKENS = 1024
 """Tokens for which every sequence should find room in the KV cache, before more sequences get states."""
-_SNAPSHOTS_OF_ONE = 0.5
+SNAPSHOTS_OF_ONE = 0.5
 """Snapshots for each sequence that may run."""
 _WRAPPED = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
 """Functions of transformers' that call other kernels where these are installed."""
@@ -116,7 +116,7 @@ def _slots(state: int, bytes_per_block: int, device: torch.device, config: Engin
     snapshots, each = 0, float(state)
     usable, cache = _usable(device, config)
     if config.enable_prefix_caching and config.state_snapshot_bytes is None:
-        each *= 1 + _SNAPSHOTS_OF_ONE
+        each *= 1 + SNAPSHOTS_OF_ONE
     elif config.enable_prefix_caching:
         snapshots = (config.state_snapshot_bytes or 0) // state
         usable -= snapshots * state
@@ -147,8 +147,8 @@ def _usable(device: torch.device, config: EngineConfig) -> tuple[int, int | None
     """Bytes for states and the KV cache, and of these the cache's, if that is fixed."""
     free = available_bytes(device)
     if device.type == "cuda":
-        reserved = torch.cuda.mem_get_info(device)[1] * RESERVED_SHARE
-        return int(free * (1 - _STEP_SHARE) - reserved), config.kv_cache_bytes
+        reserved = reserve(device, torch.cuda.mem_get_info(device)[1])
+        return int(free * (1 - _STEP_SHARE)) - reserved, config.kv_cache_bytes
     return free // 2, config.kv_cache_bytes or CPU_CACHE_BYTES
 
 
