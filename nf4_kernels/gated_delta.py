@@ -33,6 +33,7 @@ from torch import Tensor
 
 from nf4_kernels import gated_delta_torch
 from nf4_kernels.cpu import gated_delta as cpu_gated_delta
+from nf4_kernels.cuda import gated_delta as cuda_gated_delta
 from nf4_kernels.gated_delta_params import GatedDelta, Sequences
 from nf4_kernels.params import DTYPES
 
@@ -159,6 +160,8 @@ def _run(p: GatedDelta, sequences: Sequences) -> Tensor:
     out = p.z.new_empty(p.z.shape) if sequences.query_start_loc is None else p.z.new_zeros(p.z.shape)
     if cpu_gated_delta.takes(p):
         cpu_gated_delta.run(p, sequences, out)
+    elif cuda_gated_delta.takes(p, len(sequences.slots)):
+        cuda_gated_delta.run(p, sequences, out)
     else:
         out = gated_delta_torch.run(p, sequences)
     return out

@@ -8,6 +8,7 @@ import functools
 import torch
 
 from nf4_kernels.cuda.device_clock import Clocks
+from nf4_kernels.gated_delta_params import Nf4GatedDelta
 from nf4_kernels.library_files import cuda_library
 from nf4_kernels.params import Nf4Weight, size_error
 
@@ -156,8 +157,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "MoeRowsPlan": MoeRowsPlan,
     "MoeWarpsPlan": MoeWarpsPlan,
     "MoeWgmmaPlan": MoeWgmmaPlan,
+    "Nf4GatedDelta": Nf4GatedDelta,
 }
-"""What mirrors each struct of params.h."""
+"""What mirrors each struct of params.h and gated_delta.h."""
 
 
 class KernelError(RuntimeError):
@@ -236,6 +238,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         *(ctypes.c_int32,) * 6,
         ctypes.c_void_p,
     )
+    loaded.nf4_cuda_gated_delta.argtypes = (ctypes.POINTER(Nf4GatedDelta),)
     loaded.nf4_cuda_moe_rows.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeRowsPlan))
     loaded.nf4_cuda_moe_warps.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWarpsPlan))
     loaded.nf4_cuda_moe_wgmma.argtypes = (ctypes.POINTER(Moe), ctypes.POINTER(MoeWgmmaPlan))

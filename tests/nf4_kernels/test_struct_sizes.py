@@ -20,12 +20,12 @@ class LongerWeight(ctypes.Structure):
     _fields_ = (*params.Nf4Weight._fields_, ("more", ctypes.c_int64))
 
 
-def test_every_struct_of_the_header_is_mirrored_in_its_size() -> None:
+def test_every_struct_of_the_headers_is_mirrored_in_its_size() -> None:
     """The CPU library is compiled from the same header, so this needs no GPU's."""
     library = cpu.library()
     assert not isinstance(library, str), library
     assert params.size_error(library.nf4_cpu_struct_size, cuda_library.STRUCTS) is None
-    header = (build.SOURCES / "params.h").read_text()
+    header = "".join((build.SOURCES / name).read_text() for name in ("params.h", "gated_delta.h"))
     assert set(re.findall(r"^} (\w+);", header, re.MULTILINE)) == set(cuda_library.STRUCTS)
     assert library.nf4_cpu_struct_size(b"Nf4Nothing") == 0
 
