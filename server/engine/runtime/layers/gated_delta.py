@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import nf4_kernels.gated_delta  # noqa: F401 - registers torch.ops.nf4
+from nf4_kernels.gated_delta_params import GatedDelta as Tensors
+from server.engine.runtime.layers import delta_chunks, delta_layout
 from server.engine.runtime.layers.norm import Norm
 from server.engine.runtime.layers.projection import ModuleProjection, Projection, projection_of
 from server.engine.runtime.layers.state_layers import StateMixer
@@ -110,6 +112,12 @@ class GatedDelta(StateMixer):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunks(self, own: _Arguments, step: StateStep) -> torch.Tensor:
+        p = Tensors(*own, self.rule.key_heads)
+        if delta_chunks.takes(p, max(step.lengths, default=0)):
+            kind = self.rule.kind
+            if kind not in step.shared:
+                step.shared[kind] = delta_layout.layout(p, step.lengths, step.chunks, step.has_state)
+            return delta_chunks.chunks(p, step.shared[kind])
         indices = step.query_start_loc, step.chunks, step.has_state
         y: torch.Tensor = torch.ops.nf4.gated_delta_chunks(*own, *indices, self.rule.key_heads)
         return y

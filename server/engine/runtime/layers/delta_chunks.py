@@ -1,0 +1,82 @@
+"""The gated delta rule over chunks of prompts on CUDA: fla's kernels on tensor cores between launches of ours.
+
+fla (fla-core, pure Triton) tunes its kernels at their first call, for 48 s on an H100. It takes configurations from files
+instead if the environment says where: fla_configs/ has one for each kernel that chunks use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nf4_kernels.gated_delta_params import GatedDelta
+from server.engine.runtime.layers.delta_layout import Layout, Piece
+
+MIN_LENGTH = 256
+"""Tokens of the longest chunk from which on fla is used. Its launches take the host 0.8 ms, and ours is a single one."""
+_CONFIGS = Path(__file__).with_name("fla_configs")
+# fla reads these when it is imported.
+os.environ.setdefault("FLA_CACHE_MODE", "default")
+os.environ.setdefault("FLA_CONFIG_DIR", str(_CONFIGS))
+
+
+def takes(p: GatedDelta, longest: int) -> bool:
+    """Whether fla is there and quicker than nf4::gated_delta_chunks."""
+    fits = p.qkv.is_cuda and p.qkv.dtype in (torch.bfloat16, torch.float16) and max(p.key_dim, p.value_dim) <= 256
+    return fits and longest >= MIN_LENGTH and has_fla()
+
+
+@functools.cache
+def has_fla() -> bool:
+    """Whether fla-core is installed."""
+    return importlib.util.find_spec("fla") is not None
+
+
+def chunks(p: GatedDelta, at: Layout) -> torch.Tensor:
+    """The results [T, Hv dv] of nf4::gated_delta_chunks, by fla; states are updated. Rows behind the chunks are zeros."""
+    from server.engine.runtime.layers.delta_kernels import normalise
+
+    out = p.z.new_zeros(p.z.shape) if at.end < len(p.z) else p.z.new_empty(p.z.shape)
+    for piece in at.pieces:
+        rows = slice(piece.begin, piece.end)
+        part = replace(p, qkv=p.qkv[rows], z=p.z[rows], a=p.a[rows], b=p.b[rows])
+        normalise(part, _advance(part, piece), out[rows])
+    return out
+
+
+def _advance(p: GatedDelta, piece: Piece) -> torch.Tensor:
+    """The rule's outputs [T, Hv, dv] for a piece's rows."""
+    from server.engine.runtime.layers.delta_kernels import convolve, load_states, shift, store_states
+
+    given = convolve(p, piece)
+    shift(p, piece)
+    o, states = _rule()(
+        q=given.q[None],
+        k=given.k[None],
+        v=given.v[None],
+        g=given.log_decay[None],
+        beta=given.beta[None],
+        scale=p.key_dim**-0.5,
+        initial_state=load_states(p, piece),
+        output_final_state=True,
+        cu_seqlens=piece.bounds,
+        chunk_indices=piece.chunks,
+    )
+    store_states(p, piece, states)
+    found: torch.Tensor = o[0]
+    return found
+
+
+@functools.cache
+def _rule() -> Callable[..., Any]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    rule: Callable[..., Any] = chunk_gated_delta_rule
+    return rule

@@ -1,0 +1,102 @@
+"""How a step's chunks of prompts are cut into pieces for the gated delta rule, so that its tensors take bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nf4_kernels.gated_delta_params import GatedDelta
+
+CHUNK = 64
+"""Tokens that a program of the convolution takes, and a chunk of the rule has."""
+MAX_LIVE_BYTES = 200 << 20
+"""Of the tensors of a piece of a step, those of fla included."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Sequences' chunks that lie one after the other: rows begin ... end - 1 of a step."""
+
+    begin: int
+    end: int
+    bounds: torch.Tensor
+    """int64 [S + 1]: sequence i has the rows bounds[i] ... bounds[i + 1] - 1 of the piece."""
+    chunks: torch.Tensor
+    """int64 [chunks, 2]: the sequence of each CHUNK rows, and how many chunks of it come before."""
+    slots: torch.Tensor
+    """int32 [S], -1 for padding."""
+    has_state: torch.Tensor
+    """bool [S]."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the chunks of a step lie, in pieces that fla takes one after the other; the same for all layers of a step."""
+
+    pieces: Sequence[Piece]
+    longest: int
+    """Tokens of the longest chunk."""
+
+    @property
+    def end(self) -> int:
+        """Rows of all chunks."""
+        return self.pieces[-1].end if self.pieces else 0
+
+
+def layout(p: GatedDelta, lengths: Sequence[int], slots: torch.Tensor, has_state: torch.Tensor) -> Layout:
+    """The layout of chunks of these lengths, which lie one after the other; slots and has_state are on the device."""
+    pieces = [
+        _piece(begin, parts, slots, has_state) for begin, parts in _cut(lengths, max(CHUNK, max_tokens(p))) if parts
+    ]
+    return Layout(pieces, max(lengths, default=0))
+
+
+def max_tokens(p: GatedDelta) -> int:
+    """Tokens of which all tensors between qkv and the result fit into MAX_LIVE_BYTES."""
+    width = p.qkv.element_size()
+    heads, keys = p.num_value_heads, p.num_key_heads * p.key_dim
+    # q, k; v, u, the new v, o; w; the chunk's matrix; gates; a state for each chunk.
+    elements = 2 * keys + heads * (4 * p.value_dim + p.key_dim + CHUNK + p.key_dim * p.value_dim // CHUNK)
+    return int(MAX_LIVE_BYTES / (elements * width + heads * 12)) // CHUNK * CHUNK
+
+
+def _cut(lengths: Sequence[int], most: int) -> Iterator[tuple[int, list[tuple[int, int, bool]]]]:
+    """Pieces of at most `most` rows: the first row, and (sequence, tokens, whether it goes on) of each of its chunks."""
+    begin, room = 0, most
+    parts: list[tuple[int, int, bool]] = []
+    for sequence, length in enumerate(lengths):
+        done = 0
+        while done < length:
+            if not room:
+                yield begin, parts
+                begin, room, parts = begin + most, most, []
+            taken = min(room, length - done)
+            parts.append((sequence, taken, done > 0))
+            done, room = done + taken, room - taken
+    yield begin, parts
+
+
+def _piece(begin: int, parts: Sequence[tuple[int, int, bool]], slots: torch.Tensor, has_state: torch.Tensor) -> Piece:
+    tokens = [taken for _, taken, _ in parts]
+    bounds = [sum(tokens[:i]) for i in range(len(tokens) + 1)]
+    chunks_ = [(i, chunk) for i, taken in enumerate(tokens) for chunk in range(-(-taken // CHUNK))]
+    sequences = [sequence for sequence, _, _ in parts]
+    flat = torch.tensor(
+        [*bounds, *sequences, *(goes_on for *_, goes_on in parts), *(x for pair in chunks_ for x in pair)]
+    )
+    if slots.is_cuda:
+        flat = flat.pin_memory()
+    of_bounds, which, goes_on, pairs = flat.to(slots.device, non_blocking=True).split(
+        [len(bounds), len(parts), len(parts), 2 * len(chunks_)]
+    )
+    return Piece(
+        begin,
+        begin + bounds[-1],
+        # fla keeps what it derives from a tensor, by the tensor: every piece has its own.
+        of_bounds.clone(),
+        pairs.view(-1, 2).clone(),
+        slots[which].contiguous(),
+        has_state[which] | goes_on.bool(),
+    )
