@@ -8,14 +8,14 @@ from typing import Any
 from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig
 
-STATE_TYPES = frozenset(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2"))
+STATE_TYPES = frozenset(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2"))
 """Model types whose layers with states are served."""
 STATE_KINDS = ("linear_attention", "conv")
 """The names that configurations have for these layers."""
 _MODULES = ("linear_attn", "conv")
 """The names that transformers' decoder layers have for what keeps the state."""
-NARROW_INPUTS = ("in_proj_b", "in_proj_a")
-"""Projections in these modules with one output for each head. They stay in 16 bits: NF4 would save next to nothing."""
+NARROW_INPUTS = ("in_proj_b", "in_proj_a", "in_proj_ba")
+"""Projections in these modules with one or two outputs for each head. They stay in 16 bits: NF4 would save nothing."""
 
 
 def kinds_of_layers(config: Any) -> list[str]:

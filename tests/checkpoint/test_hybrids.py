@@ -61,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5": {"text_config": _QWEN3_5, **_WITH_IMAGES},
     "qwen3_5_moe_text": _QWEN3_5 | _EXPERTS,
+    "qwen3_next": _QWEN3_5 | _EXPERTS | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
     "lfm2": COMMON | HYBRIDS["lfm2"] | {"max_position_embeddings": 256},
     "qwen3_5_moe": {"text_config": _QWEN3_5 | _EXPERTS, **_WITH_IMAGES},
 }
@@ -83,14 +84,15 @@ def test_every_type_is_tested() -> None:
 def test_nf4_as_bitsandbytes_saves_it(model_type: str, tmp_path: Path) -> None:
     folder = save_nf4(made(model_type), tmp_path / "model")
     packed = inspect_checkpoint(folder).packed
-    assert any(name.endswith(("in_proj_a.weight", "conv.in_proj.weight")) for name in packed)
+    assert any(name.endswith(("in_proj_a.weight", "in_proj_ba.weight", "conv.in_proj.weight")) for name in packed)
     check_served(folder)
 
 
-def test_experts_in_nf4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_next"])
+def test_experts_in_nf4(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With the heads that predict several tokens, whose experts are no layer's."""
     folder = tmp_path / "model"
-    reference = save_moe(folder, made("qwen3_5_moe_text").float())
+    reference = save_moe(folder, made(model_type).float())
     change_tensors(folder, lambda found: found | {"mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(8, 4, 4)})
     config = CONFIG.model_copy(update={"enforce_eager": False})
     with caplog.at_level(logging.INFO):

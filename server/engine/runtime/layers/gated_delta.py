@@ -24,6 +24,8 @@ _Arguments = tuple[
 ]  # fmt: skip
 INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """transformers' names of the projections of a layer's input, as Qwen3.5 has them."""
+_FUSED = {"in_proj_qkvz": INPUTS[:2], "in_proj_ba": INPUTS[2:]}
+"""Those of Qwen3-Next, whose columns are in the order of the key heads, and what they compute."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,22 @@ class InputProjection:
     projection: Projection
     names: Sequence[str]
     sizes: Sequence[int]
+    order: torch.Tensor | None = None
+    """int64, the GEMM's columns in the order of the results; None: they are in order."""
 
     @classmethod
-    def of(cls, module: nn.Module, names: Sequence[str], sizes: Sequence[int]) -> InputProjection:
+    def of(
+        cls, module: nn.Module, names: Sequence[str], sizes: Sequence[int], order: torch.Tensor | None = None
+    ) -> InputProjection:
         """The projection that a module in its final form computes."""
-        return cls(module, projection_of(module), names, sizes)
+        return cls(module, projection_of(module), names, sizes, order)
+
+    def results(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Results [T, size] for x [T, k], by their names."""
+        columns = self.projection(x)
+        if self.order is not None:
+            columns = columns.index_select(-1, self.order)
+        return dict(zip(self.names, columns.split(self.sizes, -1), strict=True))
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ class DeltaRule:
     def mixer(self, module: nn.Module, pool: StatePool, index: int) -> GatedDelta:
         """See StateRule."""
         output: nn.Module = module.out_proj  # type: ignore[assignment]
-        return GatedDelta(_read_inputs(module), projection_of(output), output, self, pool, *pool.of_layer(index))
+        inputs = _read_fused(module, self) if hasattr(module, "in_proj_qkvz") else _read_inputs(module)
+        return GatedDelta(inputs, projection_of(output), output, self, pool, *pool.of_layer(index))
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,7 @@ class GatedDelta(StateMixer):
         x = x if norm is None else norm(x)
         found: dict[str, torch.Tensor] = {}
         for part in self.inputs:
-            found |= zip(part.names, part.projection(x).split(part.sizes, -1), strict=True)
+            found |= part.results(x)
         qkv, z, b, a = (found[name] for name in INPUTS)
         return self.output(self._advanced(qkv, z, a, b), residual=residual)
 
@@ -131,10 +145,10 @@ class GatedDelta(StateMixer):
 
 
 def read_rule(module: nn.Module) -> DeltaRule | None:
-    """The rule of transformers' module of a layer's mixer; None if it has other parts than Qwen3.5's."""
+    """The rule of transformers' module of a layer's mixer; None if it has other parts than Qwen3.5's or Qwen3-Next's."""
     parts = dict(module.named_children())
     parts.pop("act", None)
-    if set(parts) != {*INPUTS, "conv1d", "norm", "out_proj"}:
+    if set(parts) - {"conv1d", "norm", "out_proj"} not in (set(INPUTS), set(_FUSED)) or "conv1d" not in parts:
         return None
     norm, convolution = parts["norm"], parts["conv1d"]
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -169,6 +183,20 @@ def _read_inputs(module: nn.Module) -> list[InputProjection]:
     if plain:
         linears = [getattr(module, name) for name in plain]
         inputs.append(InputProjection.of(_joined(linears), plain, [linear.out_features for linear in linears]))
+    return inputs
+
+
+def _read_fused(module: nn.Module, rule: DeltaRule) -> list[InputProjection]:
+    """The GEMMs of a module's inputs whose columns have the results of one key head after another."""
+    heads, dim = rule.key_heads, rule.key_dim
+    values = rule.a_log.shape[0] // heads
+    width = values * rule.norm_weight.shape[0]
+    inputs = []
+    for name, parts in (("in_proj_qkvz", ((dim, dim, width), (width,))), ("in_proj_ba", ((values,), (values,)))):
+        own = getattr(module, name)
+        columns = torch.arange(own.out_features, device=rule.a_log.device).view(heads, -1)
+        order = torch.cat([part.flatten() for part in columns.split([size for sizes in parts for size in sizes], -1)])
+        inputs.append(InputProjection.of(own, _FUSED[name], [heads * sum(sizes) for sizes in parts], order))
     return inputs
 
 
