@@ -89,12 +89,15 @@ def _engine(found: dashboard.Dashboard) -> None:
     found.with_panel(graph("Preemptions", "short", [(total("nf4_num_preemptions_total"), "per second")]))
     found.with_panel(graph("Step time", "s", quantiles("nf4_engine_step_seconds")))
     found.with_panel(heat("Sequences in a step", "nf4_engine_step_batch_size", "short"))
-    drafted, right = "nf4_spec_decode_num_draft_tokens_total", "nf4_spec_decode_num_accepted_tokens_total"
-    guesses = [(total(drafted), "checked"), (total(right), "right")]
-    found.with_panel(graph("Guesses", "short", guesses, "Speculation: guessed tokens per second."))
-    found.with_panel(graph("Guesses that were right", "percentunit", [(f"{total(right)} / {total(drafted)}", "share")]))
-    gained = [(f"1 + {total(right)} / {total('nf4_spec_decode_num_drafts_total')}", "tokens")]
-    found.with_panel(graph("Tokens by a guess", "short", gained, "Mean of a sequence's tokens in a step with guesses."))
+    drafted, accepted = "nf4_spec_decode_num_draft_tokens_total", "nf4_spec_decode_num_accepted_tokens_total"
+    drafts = [(total(drafted), "verified"), (total(accepted), "accepted")]
+    found.with_panel(graph("Draft tokens", "short", drafts, "Speculation: draft tokens per second."))
+    share = [(f"{total(accepted)} / {total(drafted)}", "share")]
+    found.with_panel(graph("Accepted draft tokens", "percentunit", share))
+    gained = [(f"1 + {total(accepted)} / {total('nf4_spec_decode_num_drafts_total')}", "tokens")]
+    found.with_panel(
+        graph("Tokens per verified step", "short", gained, "A sequence's mean in a step with draft tokens.")
+    )
     _images(found)
     memory = [
         ('sum(nf4_device_memory_used_bytes{model_name=~"$model"})', "used"),

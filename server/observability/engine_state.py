@@ -68,11 +68,11 @@ class EngineCollector(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
             ("state_snapshot_hits", "Sequences that began with a snapshot of states.", stats.state_snapshot_hits),
-            ("spec_decode_num_drafts", "Times that a sequence had guesses checked in a step.", stats.drafts),
-            ("spec_decode_num_draft_tokens", "Guesses that were checked.", stats.draft_tokens),
+            ("spec_decode_num_drafts", "Times that a step verified draft tokens of a sequence.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens that were verified.", stats.draft_tokens),
             (
                 "spec_decode_num_accepted_tokens",
-                "Guesses that were checked and right.",
+                "Draft tokens that were accepted.",
                 sum(stats.accepted_by_place),
             ),
             ("images_computed", "Images that the model's tower has computed.", stats.images_computed),
@@ -158,7 +158,7 @@ class EngineCollector(Collector):
     def _accepted(self, by_place: list[int]) -> Metric:
         family = CounterMetricFamily(
             "nf4_spec_decode_num_accepted_tokens_per_pos",
-            "Guesses that were checked and right, by their place among a sequence's guesses of a step, from 0 on.",
+            "Draft tokens that were accepted, by their place among a sequence's draft tokens of a step, from 0 on.",
             labels=["model_name", "position"],
         )
         for place, count in enumerate(by_place):

@@ -66,7 +66,7 @@ class Turn:
         self.generation = generation
 
     def usage(self) -> Usage:
-        """Tokens so far, how many of them were thoughts, and how guesses fared if any were checked."""
+        """Tokens so far, how many of them were thoughts, and how draft tokens fared if any were verified."""
         usage = self.generation.usage()
         usage.completion_tokens_details = details = CompletionTokensDetails(
             sum(run.reasoning_tokens for run in self.generation.runs)

@@ -21,9 +21,9 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
     """Tokens of thoughts and of the marks around them."""
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Guesses that were checked and right (speculation); they are among the completion's tokens. Set if any was."""
+    """Draft tokens that were accepted (speculation); they are among the completion's tokens. Set if any was verified."""
     rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Guesses that were checked and wrong; they are not among the completion's tokens."""
+    """Draft tokens that were rejected; they are not among the completion's tokens."""
 
 
 class Usage(msgspec.Struct):
@@ -69,7 +69,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
 class Timings(msgspec.Struct):
     """Where the time of one answer went, in seconds; dequant and linear are its share of the NF4 layers' time.
 
-    draft_tokens and accepted_tokens are no times: guesses that were checked, and those that were right.
+    draft_tokens and accepted_tokens are no times: draft tokens that were verified, and those that were accepted.
     """
 
     queue: float
