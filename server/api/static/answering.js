@@ -64,7 +64,10 @@ async function run(conversation, message, asked, changed) {
     const body = { ...asked, ...samplingOptions(conversation.settings) };
     for await (const part of streamWhenReady(body, controller.signal, (step) => changed(conversation, Object.assign(message, { waiting: step })))) {
       // Another tab has gone on with it, as this one was thought to be gone.
-      if (message.turn !== turn) break;
+      if (message.turn !== turn) {
+        controller.abort();
+        break;
+      }
       take(begun, part, (performance.now() - started) / 1000);
       if (performance.now() - saved > SAVE_EVERY_MS) {
         saved = performance.now();
