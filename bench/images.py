@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen2.5-vl-7b", choices=list(SHAPES))
     parser.add_argument("--side", type=int, default=1024, help="pixels")
     parser.add_argument("--text-layers", type=int, default=None, help="default: 8, or all of a tiny model's")
-    parser.add_argument("--compiled", action="store_true", help="with compiled layers and CUDA graphs")
+    parser.add_argument("--compiled", action="store_true", help="with written layers and CUDA graphs")
     parser.add_argument("--towers", nargs="*", default=["16bit", "nf4"], choices=["16bit", "nf4"])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path, help="default: bench/results/images-<device>.json")

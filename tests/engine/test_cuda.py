@@ -1,4 +1,4 @@
-"""The engine on a GPU: FlashInfer, CUDA graphs over compiled layers, async scheduling, against transformers' forward."""
+"""The engine on a GPU: FlashInfer, CUDA graphs over written layers, async scheduling, against transformers' forward."""
 
 from __future__ import annotations
 

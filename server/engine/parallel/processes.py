@@ -48,7 +48,7 @@ def kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def _devices(rank: int, count: int) -> dict[str, str]:
-    """An environment in which the rank's GPU is the first one; so it has the same name in the compiled code of all ranks."""
+    """An environment in which the rank's GPU is the first one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
     # Where there are too few, the engine's process says so.

@@ -14,7 +14,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# The reserve is for CUDA graphs, compiled code, and memory between tensors of different sizes that the allocator cannot
+# The reserve is for CUDA graphs, code of kernels, and memory between tensors of different sizes that the allocator cannot
 # use.
 RESERVED_SHARE = 0.03
 # Windows that are opened later take more than the screen had when the server started.

@@ -187,7 +187,7 @@ def test_16_bit_models_attend_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(outs[0], outs[1].to(dtype))
 
 
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("eager", [True, False])
 def test_a_model_in_bfloat16_runs_on_it(eager: bool, caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(device="cpu", kv_cache_bytes=2**20, max_num_batched_tokens=16, enforce_eager=eager)
     model = tiny_model("llama").bfloat16()

@@ -40,7 +40,7 @@ def expected(model: Any, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("config", [EAGER, pytest.param(CONFIG, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("config", [EAGER, CONFIG], ids=["eager", "written"])
 def test_states_are_those_of_transformers_beside_sequences_that_generate(family: str, config: EngineConfig) -> None:
     model = tiny_model(family)
     engine = Engine(build_runner(copy.deepcopy(model), config), config)

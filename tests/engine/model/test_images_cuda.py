@@ -1,4 +1,4 @@
-"""On a GPU: prompts with images in bfloat16, over FlashInfer, compiled layers and decode graphs, against transformers."""
+"""On a GPU: prompts with images in bfloat16, over FlashInfer, written layers and decode graphs, against transformers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a loaded model to a runner that is ready: its projections, its cache, its compiled layers, its CUDA graphs."""
+"""From a loaded model to a runner that is ready: its projections, its cache, its layers, its CUDA graphs."""
