@@ -68,7 +68,7 @@ class DecodeColumns:
         self.tokens = tokens
         """[S]: the lists of their tokens, which grow."""
         self._numbers = numbers
-        self.rows, self.prompts, self.most, self.raw_from = numbers
+        self.rows, self.prompts, self.max_lengths, self.raw_from = numbers
         """[S] each: their rows of the block tables, tokens of their prompts, the most tokens that each may have, and with
         how many tokens min_tokens changes the logits no more."""
         self.stop_ids = stop_ids
@@ -83,7 +83,7 @@ class DecodeColumns:
         """Those of sequences that run."""
         minimum = SamplingNeeds.MIN_TOKENS
         numbers = [
-            (s.row, s.num_prompt, s.most_tokens, s.num_prompt + s.sampling.min_tokens if s.needs & minimum else 0)
+            (s.row, s.num_prompt, s.max_length, s.num_prompt + s.sampling.min_tokens if s.needs & minimum else 0)
             for s in sequences
         ]
         return cls(
@@ -221,7 +221,7 @@ class Decoding:
         for tokens, token in zip(columns.tokens, newest, strict=True):
             tokens[-1] = token
         noted = set(columns.constrained)
-        noted.update(np.flatnonzero(self.starts + 2 >= columns.most).tolist())
+        noted.update(np.flatnonzero(self.starts + 2 >= columns.max_lengths).tolist())
         if not columns.stop_ids.isdisjoint(newest):
             sequences = columns.sequences
             noted.update(place for place, token in enumerate(newest) if token in sequences[place].stop_ids)

@@ -100,7 +100,7 @@ class RunningSequences:
             columns = columns.with_others(joining)
         counts = np.fromiter(map(len, columns.tokens), np.int64, len(columns))
         starts = np.array([sequence.num_computed for sequence in columns.sequences], np.int64)
-        fits = (counts == starts + 1) & (starts >= columns.prompts) & (counts < columns.most)
+        fits = (counts == starts + 1) & (starts >= columns.prompts) & (counts < columns.max_lengths)
         if not fits.all():
             self._others += compress(columns.sequences, (~fits).tolist())
             columns, starts = columns.where(fits.tolist()), starts[fits]
@@ -111,4 +111,4 @@ class RunningSequences:
 def _decodes(sequence: Sequence) -> bool:
     """Whether a sequence has one token to compute, which it has generated, and another one follows it."""
     count = len(sequence.tokens)
-    return sequence.num_prompt <= sequence.num_computed == count - 1 < sequence.most_tokens - 1
+    return sequence.num_prompt <= sequence.num_computed == count - 1 < sequence.max_length - 1

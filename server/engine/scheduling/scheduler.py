@@ -101,7 +101,7 @@ class Scheduler:
             raise ValueError(f"request id {sequence.request_id!r} is in use")
         if not 0 < sequence.num_prompt < self._max_model_len:
             raise ValueError(f"a prompt of {sequence.num_prompt} tokens does not fit into {self._max_model_len}")
-        sequence.most_tokens = min(sequence.most_tokens, self._max_model_len)
+        sequence.max_length = min(sequence.max_length, self._max_model_len)
         self._by_id[sequence.request_id] = sequence
         self._waiting.append(sequence)
 
@@ -255,7 +255,7 @@ class Scheduler:
                 count > computed
                 and sequence.phase is running
                 # Behind a token that is not known yet there is another one unless that is the last.
-                and (tokens[-1] != PLACEHOLDER or count < sequence.most_tokens)
+                and (tokens[-1] != PLACEHOLDER or count < sequence.max_length)
                 and (count <= len(sequence.blocks) * block_size or self._make_room(sequence, step))
             ):
                 chunks.append(Chunk(sequence, computed, 1, True))

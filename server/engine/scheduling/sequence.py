@@ -180,7 +180,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         sampling = request.sampling
-        self.most_tokens = self.num_prompt + sampling.max_tokens
+        self.max_length = self.num_prompt + sampling.max_tokens
         """The prompt's tokens and all that may be generated, at most the scheduler's longest length."""
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.needs = SamplingNeeds.of(sampling, bool(self.stop_ids))
@@ -276,16 +276,16 @@ class Sequence:
         extend_keys(self._keys, self.tokens, block_size, count, self.cache_salt, images)
         return self._keys[first:count]
 
-    def most_new_tokens(self, max_model_len: int) -> int:
+    def max_new_tokens(self, max_model_len: int) -> int:
         """How many tokens may follow the present last one."""
-        return min(self.most_tokens, max_model_len) - len(self.tokens)
+        return min(self.max_length, max_model_len) - len(self.tokens)
 
     def resolve(self, token: int) -> None:
         """Put the sampled token in the place of the placeholder, with append()'s effects."""
         tokens = self.tokens
         tokens[-1] = token
         # Most of a thousand sequences need no call.
-        if len(tokens) >= self.most_tokens or token in self.stop_ids or self.constraint is not None:
+        if len(tokens) >= self.max_length or token in self.stop_ids or self.constraint is not None:
             self._note_newest(token)
 
     def append(self, token: int) -> None:
@@ -301,5 +301,5 @@ class Sequence:
             self.stop_token_id = token
         elif self.constraint is not None and self.constraint.done:
             self.finish_reason = "stop"
-        elif len(self.tokens) >= self.most_tokens:
+        elif len(self.tokens) >= self.max_length:
             self.finish_reason = "length"

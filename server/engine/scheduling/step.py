@@ -11,7 +11,7 @@ import msgspec
 from server.engine.scheduling.columns import Decoding
 from server.engine.scheduling.sequence import Phase, SamplingNeeds, Sequence
 
-MOST_SCORED = 256
+MAX_SCORED = 256
 """Prompt tokens in one step whose logits are kept: each is a row as wide as the vocabulary."""
 
 
@@ -112,7 +112,7 @@ class Step:
         """Put a chunk of a sequence's pending tokens behind the others; how many, 0 where it has to wait."""
         length = min(sequence.num_pending, budget)
         if sequence.sampling.prompt_logprobs is not None:
-            length = min(length, max(1, MOST_SCORED - sum(len(chunk.scored) for chunk in self._others)))
+            length = min(length, max(1, MAX_SCORED - sum(len(chunk.scored) for chunk in self._others)))
         if sequence.images is not None:
             alone = all(chunk.length == 1 for chunk in self._others)
             length = sequence.images.chunk_length(sequence.num_computed, length, alone)

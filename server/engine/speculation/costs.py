@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
-MOST_GUESSES = 15
+MAX_GUESSES = 15
 """Guesses for one sequence in one step at most."""
 _LEARNING_RATE = 1 / 16
 # How fast the cost of checking, while nothing is checked, falls back to what it is without the delays seen lately.
@@ -97,7 +97,7 @@ class StepCosts:
         return f"StepCosts(without guesses: {self._plain}; with: {self._checking}{drafting})"
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """The most tokens that a step with guesses may have."""
         return self._checking.sizes[-1]
 
@@ -169,7 +169,7 @@ class StepCosts:
             min(size, sequences * (1 + steps)) > least * (seconds + checking.extra + self.drafting(sequences, steps))
             for size, seconds in zip(checking.sizes, checking.seconds, strict=True)
             if size > sequences
-            for steps in {min(MOST_GUESSES, own - 1) for own in (size // sequences, -(-size // sequences))}
+            for steps in {min(MAX_GUESSES, own - 1) for own in (size // sequences, -(-size // sequences))}
         )
 
     @property

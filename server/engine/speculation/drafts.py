@@ -12,7 +12,7 @@ from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts, gains_of
 from server.engine.speculation.speculator import Speculator
 
-MOST_DRAFTED = 8
+MAX_DRAFTED = 8
 """Guesses for one sequence in one step at most: each takes a step of the draft model."""
 SHORT_LAG = 32
 """Tokens that the draft model may lack when it begins to guess; where it lacks more, it computes these first."""
@@ -99,11 +99,11 @@ class DraftSpeculator(Speculator):
     def _rates(self, step: Step) -> list[tuple[float, int, Sequence]]:
         """How likely a guess is right, and the most guesses, of each sequence of a step that may have some."""
         chunks = step.chunks
-        reach = min(MOST_DRAFTED, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
+        reach = min(MAX_DRAFTED, 3 * (self.costs.max_tokens - len(chunks)) // len(chunks) + 1)
         found: list[tuple[float, int, Sequence]] = []
         for chunk in chunks:
             sequence = chunk.sequence
-            most = min(reach, sequence.most_new_tokens(self._max_model_len) - 1)
+            most = min(reach, sequence.max_new_tokens(self._max_model_len) - 1)
             if most >= 1 and sequence.sampling.speculation:
                 found.append((self._rate if sequence.acceptance is None else sequence.acceptance, most, sequence))
         return found
@@ -122,7 +122,7 @@ class DraftSpeculator(Speculator):
                 (own[place], sequence) for own, (_, _, sequence) in zip(gains, rates, strict=True) if len(own) > place
             ]
             found.sort(key=lambda pair: -pair[0])
-            room = found[: self.costs.most_tokens - sequences]
+            room = found[: self.costs.max_tokens - sequences]
             drafted = self.costs.drafting(len(rates), place + 1)
             count, speed = self.costs.fastest(sequences, [gain for gain, _ in room], drafted)
             if count and speed > highest:
@@ -201,7 +201,7 @@ class DraftSpeculator(Speculator):
         super().note_time(step, seconds)
 
     def _may_go_on(self, sequence: Sequence) -> bool:
-        return sequence.sampling.speculation and sequence.most_new_tokens(self._max_model_len) > 1
+        return sequence.sampling.speculation and sequence.max_new_tokens(self._max_model_len) > 1
 
     def _name(self, before: dict[Sequence, int]) -> None:
         """Let later sequences know which full KV blocks the draft model has computed, too."""

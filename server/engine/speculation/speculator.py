@@ -6,7 +6,7 @@ from heapq import nlargest
 
 from server.engine.scheduling.sequence import GuessSource, Sequence
 from server.engine.scheduling.step import Step
-from server.engine.speculation.costs import MOST_GUESSES, StepCosts, gains_of
+from server.engine.speculation.costs import MAX_GUESSES, StepCosts, gains_of
 from server.engine.speculation.guesser import Guesser
 
 FOLLOWED_PER_STEP = 1024
@@ -23,7 +23,7 @@ class Speculator:
         """Times that a sequence had guesses checked."""
         self.draft_tokens = 0
         """Guesses that were checked."""
-        self.accepted = [0] * MOST_GUESSES
+        self.accepted = [0] * MAX_GUESSES
         """How many guesses were accepted, by their place among their sequence's guesses of a step."""
 
     def plan(self, step: Step) -> bool:
@@ -44,7 +44,7 @@ class Speculator:
             for sequence, guesser, count, unknown in candidates
             for gain in gains_of(guesser.survival(count + unknown)[unknown:])
         ]
-        found = nlargest(self.costs.most_tokens - len(chunks), found, key=lambda pair: pair[0])
+        found = nlargest(self.costs.max_tokens - len(chunks), found, key=lambda pair: pair[0])
         best, _ = self.costs.fastest(len(chunks), [gain for gain, _ in found])
         counts: dict[Sequence, int] = {}
         for _, sequence in found[:best]:
@@ -68,7 +68,7 @@ class Speculator:
         candidates: list[tuple[Sequence, GuessSource, int, int]] = []
         chunks = step.chunks
         # Not every sequence can get the largest number of guesses.
-        reach = min(MOST_GUESSES, 3 * (self.costs.most_tokens - len(chunks)) // len(chunks) + 1)
+        reach = min(MAX_GUESSES, 3 * (self.costs.max_tokens - len(chunks)) // len(chunks) + 1)
         for chunk in chunks:
             sequence = chunk.sequence
             if not sequence.sampling.speculation:
@@ -81,7 +81,7 @@ class Speculator:
             if guesser.known < known:
                 budget -= guesser.follow(sequence.tokens, known, budget)
             if guesser.known == known:
-                count = min(sequence.most_new_tokens(self._max_model_len) - 1, reach)
+                count = min(sequence.max_new_tokens(self._max_model_len) - 1, reach)
                 promised += guesser.promise(unknown, count)
                 candidates.append((sequence, guesser, count, unknown))
         return promised, candidates
@@ -90,7 +90,7 @@ class Speculator:
         """Whether the step decodes only, with few enough sequences for right guesses to pay."""
         chunks = step.chunks
         return (
-            0 < len(chunks) < self.costs.most_tokens
+            0 < len(chunks) < self.costs.max_tokens
             and all(chunk.samples and chunk.is_decode for chunk in chunks)
             and self.costs.may_pay(len(chunks))
         )

@@ -23,7 +23,7 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.sequence import Sequence
 from server.engine.speculation.costs import StepCosts
-from server.engine.speculation.drafts import MOST_DRAFTED, SHORT_LAG, DraftSpeculator
+from server.engine.speculation.drafts import MAX_DRAFTED, SHORT_LAG, DraftSpeculator
 from tests.engine.factories import make_request, run_together, tokens
 from tests.engine.models import VOCABULARY, tiny_model
 from tests.engine.speculation.test_speculator import started
@@ -81,7 +81,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(family: str) -> None:
     stats = engine.stats()
     # Rounding differs with a step's size, and so may a guess at a near tie.
     assert 60 < sum(stats.accepted_by_place) >= 0.97 * stats.draft_tokens
-    assert stats.accepted_by_place[MOST_DRAFTED - 1] > 0
+    assert stats.accepted_by_place[MAX_DRAFTED - 1] > 0
 
 
 def test_a_draft_model_of_another_shape_and_vocabulary(model: Any) -> None:
@@ -185,7 +185,7 @@ def test_more_guesses_where_more_are_right_and_fewer_sequences_run(model: Any) -
     _, speculator = make_engine(model, model, costs)
 
     def count(rate: float, sequences: int) -> float:
-        chosen = speculator._chosen(sequences, [(rate, MOST_DRAFTED, make_sequence()) for _ in range(sequences)])
+        chosen = speculator._chosen(sequences, [(rate, MAX_DRAFTED, make_sequence()) for _ in range(sequences)])
         return len(chosen) / sequences
 
     def make_sequence() -> Sequence:

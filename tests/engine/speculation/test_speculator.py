@@ -14,7 +14,7 @@ from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import Step
 from server.engine.speculation.costs import StepCosts, gains_of
 from server.engine.speculation.guesser import Guesser
-from server.engine.speculation.speculator import MOST_GUESSES, Speculator
+from server.engine.speculation.speculator import MAX_GUESSES, Speculator
 from tests.engine.factories import make_sequence
 
 FLAT = {1: 1.0, 2: 1.01, 4: 1.02, 8: 1.05, 16: 1.1}
@@ -81,7 +81,7 @@ def test_what_guesses_promise_is_the_sum_of_how_likely_they_are(unknown: int) ->
     guesser, tokens = Guesser(3), [1, 2, 3, 1, 2, 4, 1, 2, 3, 1]
     for known in range(1, len(tokens) + 1):
         guesser.follow(tokens, known, 100)
-        for count in (0, 1, 4, MOST_GUESSES):
+        for count in (0, 1, 4, MAX_GUESSES):
             likely = guesser.survival(count + unknown)[unknown:]
             assert sum(likely) - 0.01 * len(likely) <= guesser.promise(unknown, count) <= sum(likely) + 1e-9
 
@@ -221,7 +221,7 @@ def test_accepted_guesses_are_counted_by_place() -> None:
     for checked, accepted in ((3, 2), (1, 0), (2, 2)):
         speculator.note_guesses(sequence, checked, accepted)
     assert (speculator.drafts, speculator.draft_tokens) == (3, 6)
-    assert speculator.accepted == [2, 2, *[0] * (MOST_GUESSES - 2)]
+    assert speculator.accepted == [2, 2, *[0] * (MAX_GUESSES - 2)]
 
 
 def test_a_draft_model_and_its_method_belong_together() -> None:

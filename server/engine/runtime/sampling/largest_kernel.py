@@ -10,7 +10,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 _WIDTH = 8192
 # A row is divided among thread blocks as long as there are no more of them: one alone takes 9 us for 128256 logits.
-_BLOCKS, _MOST_PARTS = 256, 16
+_BLOCKS, _MAX_PARTS = 256, 16
 
 
 def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,12 +24,12 @@ def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     tiles = triton.cdiv(vocabulary, _WIDTH)
     # Tiles of a part, and as many parts as that takes.
-    own_tiles = triton.cdiv(tiles, max(1, min(_BLOCKS // max(1, rows), _MOST_PARTS, tiles)))
+    own_tiles = triton.cdiv(tiles, max(1, min(_BLOCKS // max(1, rows), _MAX_PARTS, tiles)))
     parts = triton.cdiv(tiles, own_tiles)
     partials = torch.empty(rows, parts, 2, dtype=torch.float32, device=logits.device)
     arrived = _arrivals(logits.device)
     _largest[(rows, parts)](
-        logits, logits.stride(0), vocabulary, best, tokens, partials, arrived, parts, own_tiles, _WIDTH, _MOST_PARTS,
+        logits, logits.stride(0), vocabulary, best, tokens, partials, arrived, parts, own_tiles, _WIDTH, _MAX_PARTS,
         num_warps=16,
     )  # fmt: skip
     return best, tokens
@@ -55,7 +55,7 @@ def _largest(  # type: ignore[no-untyped-def]
     parts,
     own_tiles,
     width: tl.constexpr,
-    most_parts: tl.constexpr,
+    max_parts: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     # A multiple of the width, as the compiler sees: loads have 16 bytes.
@@ -84,7 +84,7 @@ def _largest(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived + row, 0)
-            each = tl.arange(0, most_parts)
+            each = tl.arange(0, max_parts)
             there = each < parts
             values = tl.load(own + each * 2, mask=there, other=-float("inf"))
             firsts = tl.load(own + each * 2 + 1, mask=there, other=float("inf"))

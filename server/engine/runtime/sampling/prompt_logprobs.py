@@ -27,13 +27,13 @@ def score_prompts(step: Step, logits: torch.Tensor) -> None:
 
 
 def _score(sequence: Sequence, positions: range, logits: torch.Tensor) -> None:
-    most = sequence.sampling.prompt_logprobs or 0
+    max_logprobs = sequence.sampling.prompt_logprobs or 0
     values = logits.float().log_softmax(-1)
     targets = sequence.tokens[positions.start + 1 : positions.stop + 1]
     chosen = values.gather(1, torch.tensor(targets, device=values.device).unsqueeze(1))
     ranks = ((values > chosen).sum(-1) + 1).tolist()
     own = chosen.squeeze(1).tolist()
-    top = values.topk(most, dim=-1)
+    top = values.topk(max_logprobs, dim=-1)
     top_values, top_ids = top.values.tolist(), top.indices.tolist()
     for i, position in enumerate(positions):
         alternatives = list(zip(top_ids[i], top_values[i], strict=True))
