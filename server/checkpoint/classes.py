@@ -87,6 +87,11 @@ def loading_of(info: CheckpointInfo) -> Loading:
     images = info.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     if not causal and not images:
         raise CheckpointError(f"{info.folder}: {info.architecture} ({info.model_type}) is not a causal language model")
+    text = config.get_text_config()
+    if info.model_type.startswith("gemma4") and text is not config and text.pad_token_id is None:
+        raise CheckpointError(
+            f"{info.folder / 'config.json'}: text_config has no pad_token_id, which {info.architecture} needs: set it to 0"
+        )
     text_only = info.architecture.endswith("ForCausalLM")
     mapping = (
         MODEL_FOR_CAUSAL_LM_MAPPING if causal and (text_only or not images) else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

@@ -14,8 +14,11 @@ from server.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 IMAGE_TYPES = frozenset(
-    ("gemma3", "idefics3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
-)
+    (
+        "aya_vision", "gemma3", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next", "mistral3",
+        "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+    )
+)  # fmt: skip
 """Model types whose images are served."""
 WHOLE_IMAGES = frozenset(("gemma3",))
 """The types among them in which an image's tokens attend to one another in both directions."""

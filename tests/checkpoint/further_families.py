@@ -9,7 +9,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from tests.checkpoint.families import COMMON
-from tests.checkpoint.multimodal import VISION
+from tests.checkpoint.multimodal import CLASSES, VISION
 
 Settings = dict[str, Any]
 
@@ -110,6 +110,11 @@ SERVED: dict[str, Settings] = {
     "flex_olmo": {},
     "flint": {},
     "fuyu": {},
+    "gemma4_unified": {
+        "text_config": {"use_bidirectional_attention": "vision", "layer_types": _KINDS, "sliding_window": 12,
+                        "num_kv_shared_layers": 0, "per_layer_config": {"1": {"head_dim": 32}}},
+        "audio_config": None, "vision_config": None,
+    },
     "gemma4_unified_text": {},
     "glm46v": _axes(2, 3, 3),
     "glm4_moe_lite": {},
@@ -213,6 +218,7 @@ SERVED: dict[str, Settings] = {
 }  # fmt: skip
 """Served, those of several parts with text only: what differs from tiny_settings()."""
 WRITTEN = frozenset((
+    "gemma4_unified", "gemma4_unified_text", "granitemoe_swa", "granitemoeshared",
     "apertus1p5", "apertus1p5_text", "aria", "aria_text", "cohere2_vision", "cohere_compass", "cohere_compass_text",
     "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "dots1", "emu3",
     "ernie4_5_moe", "exaone", "exaone4_5", "exaone_moe", "flex_olmo", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
@@ -239,7 +245,9 @@ FURTHER = SERVED | WRONG_POSITIONS | NEEDS_IMAGES
 
 
 def settings_of(family: str) -> Settings:
-    """A tiny configuration of a family of FURTHER."""
+    """A tiny configuration of a family of FURTHER, or of a multimodal class."""
+    if family in CLASSES:
+        return CLASSES[family]
     return _merged(_tiny(family), FURTHER[family])
 
 

@@ -54,6 +54,8 @@ def tables() -> dict[str, dict[str, str]]:
 def _answer(family: str, settings: Mapping[str, object]) -> str:
     if settings.get("is_decoder"):
         return "works with is_decoder"
+    if family in IMAGE_TYPES:
+        return "works"
     return "text only" if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else "works"
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import keep_within_tables
 from server.checkpoint.loading import load_model
 from server.engine.core import Engine
@@ -129,6 +130,13 @@ def test_a_16_bit_checkpoint_is_quantized_while_loading(tmp_path: Path) -> None:
     loaded = load_model(tmp_path, CPU, torch.float32, silent)
     layer = loaded.get_decoder().layers[1]
     assert layer.mlp.up_proj.weight.dtype == layer.self_attn.q_proj.weight.dtype == torch.uint8
+
+
+def test_gemma_4_without_a_token_for_padding_is_named(tmp_path: Path) -> None:
+    folder = save_nf4(random_model(config_of("gemma4", **CLASSES["gemma4"])), tmp_path / "model")
+    change_json(folder, lambda config: config["text_config"].update(pad_token_id=None))
+    with pytest.raises(CheckpointError, match="text_config has no pad_token_id"):
+        load_model(folder, CPU, torch.float32, silent)
 
 
 def test_contexts_of_llama_4_are_of_one_chunk(tmp_path: Path) -> None:

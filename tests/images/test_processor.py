@@ -22,7 +22,9 @@ from tests.checkpoint.layouts import CPU, silent
 from tests.engine.model.image_prompts import Picture, Prompt
 
 SIZES = [(40, 30), (28, 28), (100, 20), (15, 90), (200, 170)]
-NEED_PACKAGES = {"mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+NEED_PACKAGES = {
+    "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "glm4v", "glm46v", "glm4v_moe", "internvl",
+}  # fmt: skip
 """Those whose processor classes transformers does not load without torchvision or num2words."""
 
 
@@ -65,7 +67,7 @@ def test_an_images_tensors_and_tokens_fit_the_tower(named: tuple[str, Path]) -> 
 def test_it_is_what_transformers_own_processor_makes(named: tuple[str, Path]) -> None:
     name, folder = named
     if name in NEED_PACKAGES:
-        with pytest.raises(ImportError):
+        with pytest.raises((ImportError, ValueError)):
             AutoProcessor.from_pretrained(folder, backend="pil")
         return
     own = AutoProcessor.from_pretrained(folder, backend="pil")

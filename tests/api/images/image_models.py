@@ -17,8 +17,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from tests.checkpoint.further_families import settings_of
 from tests.checkpoint.layouts import change_json, config_of, random_model, save_nf4
-from tests.checkpoint.multimodal import CLASSES
 
 PARTS = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -48,6 +48,13 @@ class Kind:
     """processor_config.json."""
     config: dict[str, Any] = field(default_factory=dict)
     """More of config.json."""
+    mark: str = ""
+    """What the processor puts an image's tokens in the place of; empty: boi_token or image_token."""
+
+    @property
+    def replaced(self) -> str:
+        """See mark."""
+        return self.mark or self.tokens.get("boi_token") or self.tokens["image_token"]
 
 
 _CLIP = {
@@ -79,6 +86,22 @@ _IDEFICS = Kind(
         "max_image_size": {"longest_edge": 28}, "do_image_splitting": True,
     },
 )  # fmt: skip
+_GLM = Kind(
+    {
+        "image_token": "<|image|>", "video_token": "<|video|>", "image_start_token": "<|begin_of_image|>",
+        "image_end_token": "<|end_of_image|>", "video_start_token": "<|begin_of_video|>",
+        "video_end_token": "<|end_of_video|>",
+    },
+    "<|begin_of_image|><|image|><|end_of_image|>",
+    {
+        "image_processor_type": "Glm4vImageProcessor",
+        "size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 2 * 20},
+    },
+)  # fmt: skip
+_TILES: dict[str, Any] = {
+    "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 28, "width": 28}, "crop_to_patches": True,
+    "min_patches": 1, "max_patches": 3,
+}  # fmt: skip
 KINDS: dict[str, Kind] = {
     "llava": Kind(
         {"image_token": "<image>"},
@@ -118,7 +141,34 @@ KINDS: dict[str, Kind] = {
     "qwen2_vl": replace(_QWEN, settings={"processor_class": "Qwen2VLProcessor"}),
     "qwen2_5_vl": replace(_QWEN, settings={"processor_class": "Qwen2_5_VLProcessor"}),
     "qwen3_vl": replace(_QWEN, settings={"processor_class": "Qwen3VLProcessor"}),
-}
+    "qwen3_vl_moe": replace(_QWEN, settings={"processor_class": "Qwen3VLProcessor"}),
+    "glm4v": replace(_GLM, settings={"processor_class": "Glm4vProcessor"}),
+    "glm4v_moe": replace(_GLM, settings={"processor_class": "Glm4vProcessor"}),
+    "glm46v": replace(
+        _GLM,
+        processor={**_GLM.processor, "image_processor_type": "Glm46VImageProcessor"},
+        settings={"processor_class": "Glm46VProcessor"},
+    ),
+    "internvl": Kind(
+        {
+            "image_token": "<IMG_CONTEXT>", "context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>",
+            "end_image_token": "</img>", "video_token": "<video>",
+        },
+        "<IMG_CONTEXT>\n",
+        _TILES,
+        {"processor_class": "InternVLProcessor", "image_seq_length": 1},
+    ),
+    "aya_vision": Kind(
+        {
+            "image_token": "<|IMG_PATCH|>", "start": "<|START_OF_IMG|>", "end": "<|END_OF_IMG|>",
+            "tile": "TILE", "whole": "TILE_GLOBAL", **{f"tile_{i}": f"TILE_{i}" for i in range(1, 5)},
+        },
+        "<image>",
+        _TILES,
+        {"processor_class": "AyaVisionProcessor", "img_size": 28, "patch_size": 14, "downsample_factor": 2},
+        mark="<image>",
+    ),
+}  # fmt: skip
 
 
 def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) -> Path:
@@ -127,15 +177,15 @@ def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) 
     tokenizer = _tokenizer(list(kind.tokens.values()))
     tokenizer.chat_template = template.replace("IMAGE", kind.shown.replace("\n", "\\n"))
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in kind.tokens.items()}
-    settings = json.loads(json.dumps(CLASSES[name])) | kind.config
+    settings = json.loads(json.dumps(settings_of(name))) | kind.config
     settings["text_config"] |= {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "eos_token_id": 2}
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "glm")):
         settings |= {f"{key}_id": found for key, found in ids.items()}
     else:
-        settings["image_token_id" if kind.shown == "<image>" else "image_token_index"] = ids["image_token"]
+        settings["image_token_id" if "image_token_id" in settings else "image_token_index"] = ids["image_token"]
     save_nf4(random_model(config_of(name, **settings)), folder)
     tokenizer.save_pretrained(folder)
-    add = {"extra_special_tokens": kind.tokens} if "boi_token" in kind.tokens else {}
+    add = {"extra_special_tokens": kind.tokens} if {"boi_token", "start_image_token"} & set(kind.tokens) else {}
     change_json(folder, lambda found: found.update(add), "tokenizer_config.json")
     (folder / "preprocessor_config.json").write_text(json.dumps(kind.processor))
     (folder / "processor_config.json").write_text(json.dumps(kind.settings))

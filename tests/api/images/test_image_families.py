@@ -57,7 +57,7 @@ class Served:
         parts = [{"type": "text", "text": c} if isinstance(c, str) else {"type": "image"} for c in content]
         message = [{"role": "user", "content": parts}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        mark = self.kind.tokens.get("boi_token") or self.kind.tokens["image_token"]
+        mark = self.kind.replaced
         pieces = [tokenizer.encode(piece, add_special_tokens=False) for piece in text.split(mark)]
         found: list[list[int] | Picture] = [pieces[0]]
         images = [part for part in content if isinstance(part, Image.Image)]
@@ -71,10 +71,9 @@ class Served:
     def prepared(self, image: Image.Image) -> tuple[dict[str, torch.Tensor], str]:
         """(the tensors of an image, what stands for it in a prompt): the documented layouts of the families."""
         token = self.kind.tokens["image_token"]
-        if self.name in ("gemma3", "llava_next"):  # their processors are loaded without torchvision
+        if self.name in ("aya_vision", "gemma3", "llava_next"):  # their processors are loaded without torchvision
             own = AutoProcessor.from_pretrained(self.folder, backend="pil")
-            mark = self.kind.tokens.get("boi_token", token)
-            both = own(images=[image], text=mark, return_tensors="pt", add_special_tokens=False)
+            both = own(images=[image], text=self.kind.replaced, return_tensors="pt", add_special_tokens=False)
             names = ("pixel_values", "image_sizes")
             return {n: both[n] for n in names if n in both}, own.tokenizer.decode(both["input_ids"][0])
         own = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
@@ -92,6 +91,8 @@ class Served:
             rows = [token * width] * height
             return dict(tensors), "[IMG_BREAK]".join(rows) + "[IMG_END]"
         tensors = own(images=[image], return_tensors="pt")
+        if self.name == "internvl":
+            return {"pixel_values": tensors["pixel_values"]}, f"<img>{token * int(tensors['num_patches'][0])}</img>"
         return dict(tensors), token * (int(tensors["image_grid_thw"].prod()) // 4)
 
 

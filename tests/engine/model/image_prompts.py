@@ -101,7 +101,7 @@ def given_to_transformers(model: PreTrainedModel, prompt: Prompt, more: int = 0)
         kinds[0, image.start : image.end] = (span == span[0]).long()
     if model.config.model_type == "gemma3":
         given["token_type_ids"] = kinds
-    elif model.config.model_type.startswith("qwen") and prompt.pictures:
+    elif model.config.model_type.startswith(("qwen", "glm")) and prompt.pictures:
         given["mm_token_type_ids"] = kinds
     return given
 

@@ -16,8 +16,8 @@ from server.config import EngineConfig
 from server.engine.core import Engine
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
+from tests.checkpoint.further_families import settings_of
 from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
-from tests.checkpoint.multimodal import CLASSES
 from tests.engine.model.image_prompts import Picture, Prompt, answers, expected
 
 CONFIG = EngineConfig(device="cpu", kv_cache_bytes=2**22, enforce_eager=True, block_size=4, max_num_batched_tokens=32)
@@ -66,6 +66,12 @@ def idefics3(seed: int) -> Picture:
     return Picture(tensors, rows, TOKEN)
 
 
+def tiles(seed: int) -> Picture:
+    """An image in two or three tiles of one token each."""
+    count = 3 if seed % 2 else 2
+    return Picture({"pixel_values": pixels(seed, count, 3, 28, 28)}, [123] + [TOKEN] * count + [124])
+
+
 PICTURES: dict[str, Callable[[int], Picture]] = {
     "llava": llava,
     "llava_next": llava_next,
@@ -76,12 +82,21 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "qwen2_vl": qwen,
     "qwen2_5_vl": qwen,
     "qwen3_vl": qwen,
+    "qwen3_vl_moe": qwen,
+    "glm4v": qwen,
+    "glm46v": qwen,
+    "glm4v_moe": qwen,
+    "internvl": tiles,
+    "aya_vision": tiles,
 }
 SETTINGS: dict[str, dict[str, object]] = {
     "llava": {"image_token_index": TOKEN},
     "llava_next": {"image_token_index": TOKEN, "image_grid_pinpoints": [[56, 28], [28, 56]]},
     "mistral3": {"image_token_index": TOKEN},
     "gemma3": {"image_token_index": TOKEN},
+    # With all experts of four, or rounding would choose others.
+    "qwen3_vl_moe": {"text_config": {**settings_of("qwen3_vl_moe")["text_config"], "num_experts_per_tok": 4}},
+    "glm4v_moe": {"text_config": {**settings_of("glm4v_moe")["text_config"], "num_experts_per_tok": 4}},
 }
 
 
@@ -110,7 +125,7 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     name = request.param
     folder = tmp_path_factory.mktemp(name)
-    config = config_of(name, **{**CLASSES[name], **SETTINGS.get(name, {})})
+    config = config_of(name, **{**settings_of(name), **SETTINGS.get(name, {})})
     save_nf4(random_model(config), folder / "model")
     model = load_model(folder / "model", CPU, torch.float32, silent, towers=True)
     return Served(name, build_runner(model, CONFIG), reference_model(folder / "model", folder / "reference"))

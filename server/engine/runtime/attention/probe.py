@@ -103,7 +103,7 @@ def probe_layers(model: PreTrainedModel) -> Probed:
     probe = _Probe(own_limit(config) or FARTHEST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
-        with attending(probe), _without_states(model), torch.inference_mode():
+        with attending(probe), _without_states(model), _masks_of_text(config), torch.inference_mode():
             model(input_ids=token, position_ids=token, use_cache=False)
     except (TypeError, ValueError, AttributeError, LookupError) as e:
         reason = f"{name} cannot be served: its forward fails on a prompt of text alone ({summary(e)})"
@@ -117,6 +117,19 @@ def probe_layers(model: PreTrainedModel) -> Probed:
         _number(model, expected)
     sinks = {expected.index(layer): sinks for layer, sinks in probe.seen_sinks.items()}
     return [probe.shapes[i] for i in expected], [probe.options[i] for i in expected], sinks
+
+
+@contextmanager
+def _masks_of_text(config: Any) -> Iterator[None]:
+    """While entered, masks say nothing of images: Gemma 4's would look up each token's image, of the probe's one token."""
+    given = getattr(config, "use_bidirectional_attention", None)
+    if given == "vision":
+        config.use_bidirectional_attention = None
+    try:
+        yield
+    finally:
+        if given == "vision":
+            config.use_bidirectional_attention = given
 
 
 @contextmanager
