@@ -17,7 +17,7 @@ from server.checkpoint.parts import described_by
 from server.config import EngineConfig
 from server.config.engine import KVCacheDtype
 from server.engine.runtime.limits import SEQUENCE_LIMITS, TOKEN_BUDGETS
-from server.engine.runtime.preparation.plan import step_bytes, token_bytes
+from server.engine.runtime.preparation.estimates import step_bytes, token_bytes
 
 MODELS = Path(__file__).resolve().parent / "models"
 RESULT = Path(__file__).resolve().parent / "results" / "fits.json"

@@ -50,6 +50,14 @@ def test_flags_win_over_variables_win_over_the_file(tmp_path: Path, monkeypatch:
     assert (config.model, config.http.port, config.http.host, config.log_level) == ("c", 2, "h", "error")
 
 
+def test_off_needs_no_quotation_marks_in_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("engine: {speculation: off, quantize_output_layer: off, expanded_weights: off, images: off}")
+    engine = load_config(path).engine
+    assert (engine.speculation, engine.quantize_output_layer, engine.expanded_weights) == ("off", "off", "off")
+    assert engine.images is False
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -20,6 +20,7 @@ from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import read_config
 from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
+from server.checkpoint.late import NO_ECONOMIES, Economies, check_untied
 from server.checkpoint.sharding.experts import ExpertsPart
 from server.checkpoint.sharding.plan import empty_shard
 from server.checkpoint.sharding.sharded import ShardedModel
@@ -35,12 +36,18 @@ SAMPLED_AT_ONCE = 1 << 26
 
 
 def dummy_model(
-    folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, seed: int
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    seed: int,
+    economies: Economies = NO_ECONOMIES,
 ) -> PreTrainedModel:
     """A model of folder's config.json with random weights that seed decides, in eval mode.
 
-    NF4 (blocks of 64, double quantization) in experts and in every linear layer but lm_head, dtype elsewhere. Nothing that
-    ends in NF4 is ever held in 16 bit. Raises CheckpointError when config.json does not describe a causal language model.
+    NF4 (blocks of 64, double quantization) in experts and in every linear layer but lm_head and those of the
+    configuration's own skip list, dtype elsewhere; economies: what of these is in NF4, too. Nothing that ends in NF4 is ever
+    held in 16 bit. Raises CheckpointError when config.json does not describe a causal language model.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -51,8 +58,14 @@ def dummy_model(
         raise CheckpointError(f"{folder}: no model can be made of its config.json: {e}") from e
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        skipped = _skipped(config)
-        fill_randomly(model, device, dtype, progress, lambda name: skipped.isdisjoint(name.split(".")))
+        skipped = set(NARROW_INPUTS) if economies.skipped else _skipped(config)
+        if economies.output_layer:
+            check_untied(folder, model)
+            skipped -= {"lm_head"}
+        fill_randomly(
+            model, device, dtype, progress, lambda name: skipped.isdisjoint(name.split(".")),
+            output_layer=economies.output_layer,
+        )  # fmt: skip
     model.tie_weights()
     progress("making random weights", 1.0)
     return model.eval().requires_grad_(False)
@@ -95,11 +108,13 @@ def fill_randomly(
     progress: Progress,
     in_nf4: Callable[[str], bool] = lambda name: True,
     experts: Mapping[str, ExpertsPart] | None = None,
+    output_layer: bool = False,
 ) -> None:
     """Give a model on the meta device random weights on device: experts and linear layers but the head in NF4, the rest in
     dtype.
 
     in_nf4: of linear layers' names, those that are in NF4. experts: of a shard, what it has of each module of experts.
+    output_layer: whether the head is in NF4, too.
     """
     for layout in list(experts_layouts(model)):
         if layout.activation is not None:
@@ -107,10 +122,11 @@ def fill_randomly(
             part = (experts or {}).get(layout.name)
             replace_experts(model, layout, _random_experts(layout, device, dtype, biased, part))
     modules = list(model.named_modules())
+    head = None if output_layer else model.get_output_embeddings()
     for done, (name, module) in enumerate(modules):
         if isinstance(module, NF4Experts | StackedWeight):
             continue
-        if type(module) is nn.Linear and module is not model.get_output_embeddings() and in_nf4(name):
+        if type(module) is nn.Linear and module is not head and in_nf4(name):
             model.set_submodule(name, _random_linear(module, device, dtype))
         elif isinstance(module, Linear4bit):
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,32 +19,46 @@ from server.checkpoint.embedding import MODULES
 from server.checkpoint.experts.loading import ExpertsLoader
 from server.checkpoint.experts.tensors import CheckpointTensors
 from server.checkpoint.inspection import CheckpointInfo, inspect_checkpoint
+from server.checkpoint.late import NO_ECONOMIES, Economies, LateLoader
 from server.checkpoint.names import is_ignored
 from server.checkpoint.packed import keeps_fp4
+from server.checkpoint.parts import weight_parts
 from server.checkpoint.quantizer import TensorRefused, by_file
 
 logger = logging.getLogger(__name__)
 
 
 def load_model(
-    folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress, towers: bool = False
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    towers: bool = False,
+    economies: Economies = NO_ECONOMIES,
 ) -> PreTrainedModel:
     """The model in folder, in eval mode on device: NF4 linear layers, everything else in dtype.
 
-    towers: whether the parts that only images go through are loaded.
+    towers: whether the parts that only images go through are loaded. economies: what else becomes NF4.
 
     A 16 or 32 bit checkpoint is quantized to NF4 (blocks of 64, double quantization) while loading, one tensor at a
     time. Raises CheckpointError for a checkpoint that is damaged, incomplete, unsupported or too large for the memory.
     """
     info = inspect_checkpoint(folder)
     chosen = loading_of(info)
-    check_memory(folder, device, whole_bytes(info, device, dtype, chosen, towers))
+    check_memory(folder, device, whole_bytes(info, device, dtype, chosen, towers, economies))
     options = _quantization_options(info, chosen.config, dtype)
-    experts = ExpertsLoader(CheckpointTensors(folder, info.files), device, dtype, info.quantization == "none")
+    tensors = CheckpointTensors(folder, info.files)
+    experts = ExpertsLoader(tensors, device, dtype, info.quantization == "none")
+    late = LateLoader(info, tensors, device, dtype, economies)
+
+    def take_over(model: PreTrainedModel, names: Mapping[str, str]) -> None:
+        late.take_over(model, names)
+        experts.take_over(model)
+
     fp4 = keeps_fp4(device)
     stage = "loading weights" if info.quantization == "nf4" else "loading and quantizing weights"
     try:
-        with _reported(progress, stage), by_file(info, chosen.key_mapping, experts.take_over, towers, fp4), _quiet():
+        with _reported(progress, stage), by_file(info, chosen.key_mapping, take_over, towers, fp4), _quiet():
             model, report = chosen.auto.from_pretrained(
                 folder,
                 config=chosen.config,
@@ -66,6 +80,7 @@ def load_model(
         raise CheckpointError(f"{folder}: cannot be loaded: {_reason(e, info)}") from e
     _check_complete(folder, _without_head(folder, model, report), chosen.config)
     experts.fill(model, progress)
+    late.fill(model, progress)
     _set_dtype(model, dtype)
     logger.info("%s: %s", folder.name, linear_layers(model))
     keep_within_tables(model)
@@ -117,10 +132,18 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def whole_bytes(info: CheckpointInfo, device: torch.device, dtype: torch.dtype, chosen: Loading, towers: bool) -> int:
+def whole_bytes(
+    info: CheckpointInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    chosen: Loading,
+    towers: bool,
+    economies: Economies = NO_ECONOMIES,
+) -> int:
     """Bytes that load_model() takes on device; chosen: what loading_of() says."""
     loaded = info.without(is_ignored if towers else lambda name: is_left_out(name, chosen.config))
-    return loaded.loaded_bytes(dtype.itemsize, keeps_fp4(device))
+    parts = weight_parts(loaded, dtype.itemsize, keeps_fp4(device))
+    return sum(economies.applied(parts, dtype.itemsize).values())
 
 
 def check_memory(folder: Path, device: torch.device, needed: int, shards: int = 1) -> None:

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 _REGISTERED = "bitsandbytes_4bit"
 
 
+TakeOver = Callable[[PreTrainedModel, Mapping[str, str]], None]
+
+
 class TensorRefused(BaseException):
     """A tensor cannot be used; the message is CheckpointError's without the folder."""
 
@@ -45,13 +48,13 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         self,
         info: CheckpointInfo,
         key_mapping: Mapping[str, str] | None,
-        take_over: Callable[[PreTrainedModel], None],
+        take_over: TakeOver,
         towers: bool,
         keeps_fp4: bool,
         quantization_config: BitsAndBytesConfig,
         **options: Any,
     ) -> None:
-        """take_over: takes out of a model, before it is loaded, what transformers is not to load.
+        """take_over: takes out of a model, before it is loaded, what transformers is not to load, with names_in_model().
 
         towers: whether the parts that images go through are loaded. keeps_fp4: whether linear layers in FP4 stay so.
         """
@@ -87,7 +90,7 @@ class FileQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
             if self.pre_quantized and table in self._kept and module_name:
                 storage = _storage_of(self._info.tensors[name][0])
                 _make_packed(model, module_name, table, self.quantization_config, storage)
-        self._take_over(model)
+        self._take_over(model, names)
 
     def get_load_operations(self) -> dict[str, Any]:
         """What makes a parameter of a packed tensor and its companions."""
@@ -138,7 +141,7 @@ class _Unpacked(Bnb4bitDeserialize):  # type: ignore[misc]
 def by_file(
     info: CheckpointInfo,
     key_mapping: Mapping[str, str] | None,
-    take_over: Callable[[PreTrainedModel], None],
+    take_over: TakeOver,
     towers: bool,
     keeps_fp4: bool,
 ) -> Iterator[None]:

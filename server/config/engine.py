@@ -70,6 +70,14 @@ class EngineConfig(Section):
     auto: up to a quarter of the memory that the weights leave free; with kv_cache_bytes, up to half of what the weights and
     the cache leave.
     """
+    quantize_output_layer: Literal["auto", "off", "nf4"] = "auto"
+    """Whether an output layer in 16 bit becomes NF4 while loading: a quarter of its bytes, and other log-probabilities.
+
+    auto: on CUDA, if the KV cache would be too small otherwise, which the log says.
+    """
+    quantize_skipped: bool = False
+    """Whether projections that an NF4 checkpoint has in 16 bit become NF4 while loading; a quarter of their bytes, and other
+    answers."""
     enable_prefix_caching: bool = True
     """Whether the beginnings of prompts that the KV cache already holds are not computed again."""
     threads: int | None = Field(default=None, ge=1)

@@ -22,10 +22,12 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _sizes(cls, data: Any) -> Any:
-        """Bytes as 2GiB, 512 MiB or 1.5G (powers of 1024)."""
+        """Bytes as 2GiB, 512 MiB or 1.5G (powers of 1024), and YAML's off, which is a boolean."""
         if not isinstance(data, dict):
             return data
-        return {name: _bytes(value) if name.endswith("_bytes") else value for name, value in data.items()}
+        fields = {name: repr(field.annotation) for name, field in cls.model_fields.items()}
+        off = {name: "off" for name, value in data.items() if value is False and "'off'" in fields.get(name, "")}
+        return {name: _bytes(value) if name.endswith("_bytes") else value for name, value in data.items()} | off
 
 
 def _bytes(value: Any) -> Any:

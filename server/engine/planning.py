@@ -29,6 +29,8 @@ class StartMemory:
     """What a start knows of its memory before it loads; without a plan on a CPU, and for configurations it cannot read."""
 
     device: torch.device
+    config: EngineConfig
+    """The configuration, without an auto that the plan decides."""
     plan: MemoryPlan | None = None
     savings: dict[str, int] = field(default_factory=dict)
     """Options that would free memory, each with its bytes."""
@@ -80,8 +82,10 @@ def plan_start(
 
     Raises CheckpointError for a checkpoint that cannot be read.
     """
+    auto = config.quantize_output_layer == "auto"
+    decided = config.model_copy(update={"quantize_output_layer": "off"}) if auto else config
     if device.type != "cuda":
-        return StartMemory(device)
+        return StartMemory(device, decided)
     free, total = torch.cuda.mem_get_info(device)
     memory = Memory(free, total, reserve(device, total))
     drafts = config.speculation == "draft" and config.draft_model is not None
@@ -93,11 +97,17 @@ def plan_start(
             loaded = info if towers and engine.images is not False else info.without(is_of_tower)
             return plan_memory(loaded, model, engine, memory, draft=draft, ranks=ranks)
 
-        return StartMemory(device, plan(config), savings(config, plan, torch.cuda.device_count()))
+        if auto and ranks == 1 and not plan(decided).fits:
+            smaller = decided.model_copy(update={"quantize_output_layer": "nf4"})
+            saved = plan(decided).needed - plan(smaller).needed
+            if saved > 0:
+                decided = smaller
+                logger.info("engine.quantize_output_layer auto: nf4, which frees %.2f GiB", saved / 2**30)
+        return StartMemory(device, decided, plan(decided), savings(decided, plan, torch.cuda.device_count()))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         # An estimate refuses no model.
         logger.warning("%s: no memory plan: %s", folder.name, first_line(e))
-        return StartMemory(device)
+        return StartMemory(device, decided)
 
 
 def _described(folder: Path, config: EngineConfig) -> tuple[CheckpointInfo, object]:

@@ -12,6 +12,7 @@ from server.checkpoint.base import Progress
 from server.checkpoint.classes import read_config
 from server.checkpoint.dummy import dummy_model, dummy_shard
 from server.checkpoint.images import without_images
+from server.checkpoint.late import Economies
 from server.checkpoint.loading import load_model
 from server.checkpoint.sharding.sharded import ShardedModel, load_shard
 from server.checkpoint.sharding.shards import Shard
@@ -51,6 +52,7 @@ def load_runner(
     towers = config.load_format != "dummy" and without_images(folder, config) is None and rank == 0
     memory = plan_start(folder, config, device, towers, ranks)
     memory.check(folder, logs=rank == 0)
+    config = memory.config
     with memory.explained():
         model = _load(folder, config, device, dtype, progress, membership, towers)
         draft = _load_draft(folder, config, device, dtype, progress) if config.speculation == "draft" else None
@@ -79,11 +81,11 @@ def _load(
     towers: bool,
 ) -> PreTrainedModel | ShardedModel:
     """The model in folder, or this rank's shard of it."""
-    dummy = config.load_format == "dummy"
+    dummy, economies = config.load_format == "dummy", Economies.of(config)
     if membership is None and dummy:
-        return dummy_model(folder, device, dtype, progress, seed=0)
+        return dummy_model(folder, device, dtype, progress, seed=0, economies=economies)
     if membership is None:
-        return load_model(folder, device, dtype, progress, towers)
+        return load_model(folder, device, dtype, progress, towers, economies)
     shard = Shard(membership.rank, membership.count)
     if dummy:
         model = dummy_shard(folder, device, dtype, progress, shard)

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from nf4_kernels import reference
 from nf4_kernels.format import Weight
 from server.checkpoint.classes import add_image_outputs
+from server.checkpoint.late import NO_ECONOMIES, Economies
 from server.checkpoint.loading import load_model
 from server.config import EngineConfig
 from server.engine.core import Engine
@@ -142,9 +143,9 @@ def check_greedy(model: PreTrainedModel, prompt: list[int], found: list[int]) ->
     assert (behind <= NEAR_TIE * logits.std(-1)).all(), (found, behind.tolist())
 
 
-def served(folder: Path, config: EngineConfig = CONFIG) -> list[list[int]]:
+def served(folder: Path, config: EngineConfig = CONFIG, economies: Economies = NO_ECONOMIES) -> list[list[int]]:
     """What the engine answers to PROMPTS, all at once."""
-    runner = build_runner(load_model(folder, CPU, torch.float32, silent), config)
+    runner = build_runner(load_model(folder, CPU, torch.float32, silent, economies=economies), config)
     requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     outputs = run_together(Engine(runner, config), *requests)
     return [tokens(outputs[request.request_id]) for request in requests]

@@ -20,7 +20,8 @@ from server.engine.planning import StartMemory, plan_start
 from server.engine.runtime.limits import EngineConfigError, MemoryTooSmallError
 from server.engine.runtime.memory import RESERVED_SHARE
 from server.engine.runtime.preparation.assembly import build_runner
-from server.engine.runtime.preparation.plan import Memory, MemoryPlan, plan_memory, savings, state_bytes
+from server.engine.runtime.preparation.estimates import state_bytes
+from server.engine.runtime.preparation.plan import Memory, MemoryPlan, plan_memory, savings
 from tests.engine.models import COMMON, HYBRIDS, tiny_model
 
 GIB = 2**30
@@ -63,7 +64,7 @@ def test_snapshots_count_as_states() -> None:
         for settings in ({}, {"state_snapshot_bytes": GIB}, {"enable_prefix_caching": False})
     )
     assert whole == pytest.approx(1.5 * none)
-    assert half == none + GIB
+    assert half == none + GIB // (none // 4) * (none // 4)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,9 @@ def test_snapshots_count_as_states() -> None:
         ("qwen3-32b", 23, 8192, {}),
         ("qwen3-14b", 15, 16384, {}),
         ("gpt-oss-20b", 15, 16384, {}),
+        ("qwen3.8-27b", 23, 32768, {"quantize_output_layer": "nf4", "max_num_seqs": 1}),
+        ("qwen3.8-27b", 23, 32768, {"quantize_output_layer": "nf4"}),
+        ("qwen3.8-27b", 23, 32768, {"quantize_skipped": True}),
     ],
 )
 def test_what_fits_into_small_gpus(model: str, gib: float, tokens: int, settings: dict[str, Any]) -> None:
@@ -113,6 +117,23 @@ def test_options_are_named_with_the_bytes_that_they_free() -> None:
             assert plan(engine).needed - plan(changed).needed == size
 
 
+@pytest.mark.parametrize(("gib", "tokens", "chosen"), [(80, None, "off"), (23, None, "off"), (23, 32768, "nf4")])
+def test_the_output_layer_becomes_nf4_where_the_cache_would_be_too_small(
+    gib: int, tokens: int | None, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gib * GIB, gib * GIB))
+    config = CONFIG_MAPPING["qwen3_5_text"](**QWEN38_27B)
+    config.save_pretrained(tmp_path)
+    memory = plan_start(tmp_path, EngineConfig(load_format="dummy", max_model_len=tokens), CUDA)
+    assert memory.config.quantize_output_layer == chosen
+    assert memory.plan is not None
+    assert memory.plan.fits
+    off = plan_start(tmp_path, EngineConfig(load_format="dummy", quantize_output_layer="off"), CUDA)
+    assert off.config.quantize_output_layer == "off"
+    assert off.savings["engine.quantize_output_layer nf4"] / 1e9 == pytest.approx(2.54 - 0.66, abs=0.01)
+    assert off.savings["engine.quantize_skipped true"] / 1e9 == pytest.approx(5.03 - 1.30, abs=0.02)
+
+
 @pytest.fixture
 def small_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a model of which a GPU holds the weights and little more."""
@@ -148,7 +169,7 @@ def test_a_lack_of_memory_names_the_options(error: Exception, small_gpu: Path) -
 
 
 def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match=r"^something else$"), StartMemory(CUDA).explained():
+    with pytest.raises(RuntimeError, match=r"^something else$"), StartMemory(CUDA, EngineConfig()).explained():
         raise RuntimeError("something else")
 
 
@@ -157,7 +178,8 @@ def test_an_estimate_refuses_no_model(small_gpu: Path, monkeypatch: pytest.Monke
         raise AttributeError("no num_attention_heads")
 
     monkeypatch.setattr(planning, "plan_memory", unknown)
-    assert plan_start(small_gpu, EngineConfig(load_format="dummy"), CUDA) == StartMemory(CUDA)
+    memory = plan_start(small_gpu, EngineConfig(load_format="dummy"), CUDA)
+    assert (memory.plan, memory.kept, memory.savings) == (None, 0, {})
 
 
 def test_a_cpu_has_no_plan(tmp_path: Path) -> None:

@@ -22,22 +22,23 @@ from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.layers.gated_delta import read_rule
 from server.engine.runtime.layers.short_convolution import read_convolution
 from server.engine.runtime.layers.state_layers import StateLayers, StateRule
-from server.engine.runtime.limits import CPU_CACHE_BYTES, EngineConfigError, sequence_limit
+from server.engine.runtime.limits import CPU_CACHE_BYTES, MemoryTooSmallError, sequence_limit, token_budget
 from server.engine.runtime.memory import reserve
 from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.model.projections import NF4Linear
+from server.engine.runtime.preparation.estimates import step_bytes
 from server.engine.runtime.states.pool import StatePool
 
 logger = logging.getLogger(__name__)
 
 _KV_TOKENS = 1024
 """Tokens for which every sequence should find room in the KV cache, before more sequences get states."""
-SNAPSHOTS_OF_ONE = 0.5
+_SNAPSHOTS_OF_ONE = 0.5
 """Snapshots for each sequence that may run."""
 _WRAPPED = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
 """Functions of transformers' that call other kernels where these are installed."""
-_STEP_SHARE = 0.1
-"""The share of the free memory that is left for a step, on CUDA, where what it takes is measured later."""
+_CERTAIN = 0.9
+"""The share of the memory for states and the KV cache that states of several sequences count with: a step is an estimate."""
 
 
 def keep_in_16_bits(model: PreTrainedModel) -> None:
@@ -65,7 +66,7 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
     """The layers of a model that have states, which these compute from here on; None: there are none.
 
     The model's projections are in their final form. bytes_per_block: of the KV cache. Raises UnsupportedModelError, and
-    EngineConfigError where the memory holds no state.
+    MemoryTooSmallError where the memory holds no state.
     """
     if not has_states(model.config.get_text_config()):
         return None
@@ -77,7 +78,7 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
         names = ", ".join(name for name, _ in other.named_children())
         raise UnsupportedModelError(f"{type(other).__name__} has {names}, which no rule describes")
     kinds = [rule.kind for rule in found]
-    slots = _slots(sum(kind.nbytes for kind in kinds), bytes_per_block, model.device, config)
+    slots = _slots(sum(kind.nbytes for kind in kinds), bytes_per_block, model, config)
     pool = StatePool(kinds, slots.sequences, model.device, slots.snapshots)
     mixers = {
         module: rule.mixer(module, pool, index) for index, (module, rule) in enumerate(zip(modules, found, strict=True))
@@ -100,55 +101,66 @@ def _report(states: StateLayers, layers: int) -> None:
     )  # fmt: skip
 
 
-class _Slots(NamedTuple):
+class StateSlots(NamedTuple):
     """How many states there is memory for."""
 
     sequences: int
     snapshots: int
 
 
-def _slots(state: int, bytes_per_block: int, device: torch.device, config: EngineConfig) -> _Slots:
-    """How many sequences run at a time, of which each takes `state` bytes beside its KV blocks, and snapshots of states.
+def state_slots(
+    state: int, token: float, usable: int, cache: int | None, config: EngineConfig, wanted: int
+) -> StateSlots:
+    """How many of `wanted` sequences run at a time, of which each takes `state` bytes beside its KV blocks, and snapshots.
 
-    Fewer sequences than configured if states would leave them less than _KV_TOKENS each. Raises EngineConfigError.
+    token: bytes of a token in the KV cache. usable: bytes for states and the KV cache; cache: of these the cache's, if that
+    is fixed. Fewer sequences than wanted, down to 0, if states would leave them less than _KV_TOKENS each.
     """
-    wanted = sequence_limit(config, device)
     snapshots, each = 0, float(state)
-    usable, cache = _usable(device, config)
     if config.enable_prefix_caching and config.state_snapshot_bytes is None:
-        each *= 1 + SNAPSHOTS_OF_ONE
+        each *= 1 + _SNAPSHOTS_OF_ONE
     elif config.enable_prefix_caching:
         snapshots = (config.state_snapshot_bytes or 0) // state
         usable -= snapshots * state
     if cache is None:
-        per_token = bytes_per_block / config.block_size
         # The longest sequence has to fit, too.
-        longest = (config.max_model_len or _KV_TOKENS) * per_token
-        possible = int(min(usable / (each + _KV_TOKENS * per_token), (usable - longest) / each))
+        longest = (config.max_model_len or _KV_TOKENS) * token
+        several = min(usable / (each + _KV_TOKENS * token), (usable * _CERTAIN - longest) / each)
+        possible = int(max(several, min(1, (usable - longest) / state)))
     else:
         possible = int((usable - cache) / each)
-    if possible < 1:
-        raise EngineConfigError(
+    count = min(wanted, max(0, possible))
+    return StateSlots(count, max(snapshots, int(count * (each / state - 1))))
+
+
+def _slots(state: int, bytes_per_block: int, model: PreTrainedModel, config: EngineConfig) -> StateSlots:
+    """The slots of a model whose weights are loaded. Raises MemoryTooSmallError."""
+    device, wanted = model.device, sequence_limit(config, model.device)
+    usable, cache = _usable(model, config)
+    slots = state_slots(state, bytes_per_block / config.block_size, usable, cache, config, wanted)
+    if slots.sequences < 1:
+        raise MemoryTooSmallError(
             f"a sequence's states take {state / 2**20:.0f} MiB, and with the weights, the KV cache and snapshots there is no"
             f" memory for them on {device}"
         )
-    if possible < wanted:
+    if slots.sequences < wanted:
         logger.warning(
             "engine.max_num_seqs is %d instead of %d: a sequence's states take %.0f MiB",
-            possible,
+            slots.sequences,
             wanted,
             state / 2**20,
         )
-    count = min(wanted, possible)
-    return _Slots(count, max(snapshots, int(count * (each / state - 1))))
+    return slots
 
 
-def _usable(device: torch.device, config: EngineConfig) -> tuple[int, int | None]:
+def _usable(model: PreTrainedModel, config: EngineConfig) -> tuple[int, int | None]:
     """Bytes for states and the KV cache, and of these the cache's, if that is fixed."""
+    device = model.device
     free = available_bytes(device)
     if device.type == "cuda":
-        reserved = reserve(device, torch.cuda.mem_get_info(device)[1])
-        return int(free * (1 - _STEP_SHARE)) - reserved, config.kv_cache_bytes
+        text = model.config.get_text_config()
+        step = step_bytes(text, token_budget(config, device), sequence_limit(config, device))
+        return free - step - reserve(device, torch.cuda.mem_get_info(device)[1]), config.kv_cache_bytes
     return free // 2, config.kv_cache_bytes or CPU_CACHE_BYTES
 
 

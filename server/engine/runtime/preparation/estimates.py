@@ -1,0 +1,74 @@
+"""Estimates from a model's configuration: bytes of a token in the KV cache, of states, of a step, of adapters, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from server.checkpoint.states import STATE_KINDS, has_states, kinds_of_layers
+from server.config import EngineConfig
+from server.engine.runtime.attention.base import LayerShape
+from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
+from server.engine.runtime.states.kinds import gated_delta, short_convolution
+
+DTYPE = torch.bfloat16
+"""Of weights that are not in NF4, and of activations."""
+CHUNK_BYTES = 200 * 2**20
+"""What a chunk over states holds at most, which bounds it."""
+
+
+def token_bytes(text: Any, engine: EngineConfig) -> int:
+    """Bytes of one token in the KV cache on a GPU, all layers together. text: the configuration of the text's model."""
+    dtype, kinds = stored_dtype(engine.kv_cache_dtype, DTYPE), kinds_of_layers(text) or [""] * text.num_hidden_layers
+    return sum(bytes_per_token(_shape(text, kind), dtype) for kind in kinds if kind not in STATE_KINDS)
+
+
+def _shape(text: Any, kind: str) -> LayerShape:
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if getattr(text, "kv_lora_rank", None):
+        return LayerShape(heads, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim, heads)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if kind == "full_attention":  # Gemma 4's differ from those with a window
+        width = getattr(text, "global_head_dim", None) or width
+        kv_heads = getattr(text, "num_global_key_value_heads", None) or kv_heads
+    return LayerShape(kv_heads, width, width, heads)
+
+
+def state_bytes(config: Any) -> int:
+    """Bytes of the states of one sequence, all layers together; 0: the model has none."""
+    if not has_states(config):
+        return 0
+    text = config.get_text_config()
+    count = sum(kind in STATE_KINDS for kind in kinds_of_layers(config))
+    if hasattr(text, "conv_L_cache"):
+        return count * short_convolution(text.hidden_size, text.conv_L_cache, DTYPE).nbytes
+    key, value = text.linear_key_head_dim, text.linear_value_head_dim
+    channels = 2 * text.linear_num_key_heads * key + text.linear_num_value_heads * value
+    kind = gated_delta(channels, text.linear_conv_kernel_dim, text.linear_num_value_heads, key, value, DTYPE)
+    return count * kind.nbytes
+
+
+def step_bytes(text: Any, tokens: int, sequences: int) -> int:
+    """About what a largest step holds: activations of a layer, one weight in 16 bits, logits in 32."""
+    dense = getattr(text, "intermediate_size", None) or 0
+    inner = dense
+    if experts := getattr(text, "num_experts_per_tok", None):
+        inner = experts * (getattr(text, "moe_intermediate_size", None) or inner)
+    heads = text.num_attention_heads
+    width = max(heads * (getattr(text, "head_dim", None) or text.hidden_size // heads), 0 if experts else dense)
+    chunk = CHUNK_BYTES if "linear_attention" in kinds_of_layers(text) else 0
+    activations = max(tokens, sequences) * (3 * inner + 6 * text.hidden_size) * DTYPE.itemsize
+    return int(chunk + activations + DTYPE.itemsize * width * text.hidden_size + 12 * sequences * text.vocab_size)
+
+
+def adapter_bytes(text: Any, engine: EngineConfig) -> int:
+    """About what the slots of adapters take: factors of all projections, and tables of the vocabulary."""
+    rank, hidden = engine.max_lora_rank or 16, text.hidden_size
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    shape = _shape(text, "")
+    queries, keys = shape.heads * shape.key_dim, shape.kv_heads * shape.key_dim
+    factors = text.num_hidden_layers * rank * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner))
+    tables = sum(kind in engine.lora_extra for kind in ("head", "embedding")) * text.vocab_size * hidden
+    return int(engine.lora_slots * (factors + tables) * DTYPE.itemsize)
