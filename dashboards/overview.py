@@ -86,6 +86,12 @@ def _engine(found: dashboard.Dashboard) -> None:
     found.with_panel(
         graph("KV cache", "percentunit", cache, "KV blocks in use; share of prompt tokens found in the prefix cache.")
     )
+    states = [
+        ('sum(nf4_state_slots_used{model_name=~"$model"})', "sequences"),
+        ('sum(nf4_state_snapshots{model_name=~"$model"})', "snapshots"),
+        (total("nf4_state_snapshot_hits_total"), "hits per second"),
+    ]
+    found.with_panel(graph("States", "short", states, "Hybrid models: sequences and snapshots that hold states."))
     found.with_panel(graph("Preemptions", "short", [(total("nf4_num_preemptions_total"), "per second")]))
     found.with_panel(graph("Step time", "s", quantiles("nf4_engine_step_seconds")))
     found.with_panel(heat("Sequences in a step", "nf4_engine_step_batch_size", "short"))

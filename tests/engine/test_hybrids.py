@@ -80,6 +80,7 @@ def answers(engine: Engine, *requests: GenerateRequest) -> list[list[int]]:
 
 def check_steps(family: str, runner: ModelRunner, scheduler: Scheduler, sequences: list[Sequence]) -> None:
     """Run sequences through a scheduler; the log-probabilities of every token are transformers'."""
+    assert scheduler._blocks.num_blocks <= runner.limits.num_blocks
     found: list[tuple[Sequence, int, torch.Tensor]] = []
     rng = random.Random(1)
     driver = SchedulerDriver(scheduler, lambda _: rng.randrange(3, VOCABULARY))
@@ -148,8 +149,9 @@ def test_prompts_in_chunks_give_transformers_logits(family: str, chunk: int, eag
 
 @pytest.mark.slow
 def test_a_prompt_of_a_long_chunk_gives_transformers_logits(family: str) -> None:
+    runner = runner_of(family, kv_cache_bytes=2**22)
     scheduler = Scheduler(BlockManager(1100, CONFIG.block_size), 1, 4095, 4200)
-    check_steps(family, runner_of(family), scheduler, [make_sequence(prompt_of(4097), max_tokens=2)])
+    check_steps(family, runner, scheduler, [make_sequence(prompt_of(4097), max_tokens=2)])
 
 
 def test_mixed_steps_and_preempted_sequences_give_transformers_logits(family: str) -> None:
