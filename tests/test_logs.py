@@ -92,6 +92,7 @@ def test_warnings_and_what_nobody_caught_are_lines_too(capsys: pytest.CaptureFix
     assert third["exception"] == "ValueError: bad"
 
 
+@pytest.mark.rest
 def test_every_line_of_a_server_is_json(embedded_folder: Path, tmp_path: Path) -> None:
     """Loading, requests, an engine that dies, the next one, the end."""
     config = write_random_model(tmp_path / "model", embedded_folder)

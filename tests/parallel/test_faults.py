@@ -90,6 +90,7 @@ def test_the_engine_ends_and_comes_back_as_a_whole(server: RunningServer, number
     assert not any(_lives(pid) for pid in before)
 
 
+@pytest.mark.rest
 def test_memory_is_told_by_rank(server: RunningServer) -> None:
     assert _text(server)
     until = time.monotonic() + 60

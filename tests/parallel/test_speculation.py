@@ -83,7 +83,10 @@ def expected(folder: Path, adapter: LoraModule) -> dict[str, RequestOutput]:
     return answers(folder, adapter, RANKS, "off")[0]
 
 
-@pytest.mark.parametrize("speculation", ["lookup", pytest.param("draft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "speculation",
+    [pytest.param("lookup", marks=pytest.mark.rest), pytest.param("draft", marks=pytest.mark.slow)],
+)
 def test_answers_are_those_without_speculation(
     speculation: str, folder: Path, adapter: LoraModule, expected: dict[str, RequestOutput]
 ) -> None:

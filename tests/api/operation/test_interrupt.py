@@ -122,8 +122,22 @@ MOMENTS: dict[str, Callable[[Interrupted], bool]] = {
 }
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-@pytest.mark.parametrize("moment", MOMENTS)
+FIRST = ("the first imports", "the model's loading")
+"""Those of one process that make test interrupts."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "processes"),
+    [
+        *((moment, "1") for moment in FIRST),
+        *(
+            pytest.param(moment, processes, marks=pytest.mark.rest)
+            for moment in MOMENTS
+            for processes in ("1", "2")
+            if processes == "2" or moment not in FIRST
+        ),
+    ],
+)
 def test_a_start_ends_without_a_traceback(moment: str, processes: str, embedded_folder: Path, tmp_path: Path) -> None:
     with running(tmp_path, NF4_HTTP__API_PROCESSES=processes) as server:
         server.until(lambda: MOMENTS[moment](server))
@@ -153,6 +167,7 @@ def test_a_download_ends_without_a_word(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.rest
 def test_other_processes_leave_sigint_to_the_first(server: Interrupted) -> None:
     """A service manager may signal all processes of a service."""
     engine = server.engine()

@@ -15,6 +15,8 @@ from tests.api.conftest import MODEL, chat_body, user
 from tests.clients.random_model import write_random_model
 from tests.conftest import start_server
 
+pytestmark = pytest.mark.rest
+
 ROWS = 49152
 PAD, NEW = ROWS, ROWS + 1
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

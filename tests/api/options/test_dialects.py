@@ -14,6 +14,8 @@ from tests.api.conftest import MODEL, chat_body, user
 from tests.clients.random_model import write_random_model
 from tests.conftest import start_server
 
+pytestmark = pytest.mark.rest
+
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
