@@ -79,19 +79,15 @@ def _engine(found: dashboard.Dashboard) -> None:
     sequences = [
         ('sum(nf4_num_requests_running{model_name=~"$model"})', "running"),
         ('sum(nf4_num_requests_waiting{model_name=~"$model"})', "waiting"),
+        ('sum(nf4_state_slots{model_name=~"$model"})', "states for"),
+        ('sum(nf4_state_snapshots{model_name=~"$model"})', "snapshots of states"),
     ]
-    found.with_panel(graph("Sequences", "short", sequences))
+    found.with_panel(graph("Sequences", "short", sequences, "States: of hybrid models, 0 with others."))
     hits = f"{total('nf4_prefix_cache_hits_total')} / {total('nf4_prefix_cache_queries_total')}"
     cache = [('max(nf4_kv_cache_usage_perc{model_name=~"$model"})', "blocks in use"), (hits, "prefix hits")]
     found.with_panel(
         graph("KV cache", "percentunit", cache, "KV blocks in use; share of prompt tokens found in the prefix cache.")
     )
-    states = [
-        ('sum(nf4_state_slots_used{model_name=~"$model"})', "sequences"),
-        ('sum(nf4_state_snapshots{model_name=~"$model"})', "snapshots"),
-        (total("nf4_state_snapshot_hits_total"), "hits per second"),
-    ]
-    found.with_panel(graph("States", "short", states, "Hybrid models: sequences and snapshots that hold states."))
     found.with_panel(graph("Preemptions", "short", [(total("nf4_num_preemptions_total"), "per second")]))
     found.with_panel(graph("Step time", "s", quantiles("nf4_engine_step_seconds")))
     found.with_panel(heat("Sequences in a step", "nf4_engine_step_batch_size", "short"))
