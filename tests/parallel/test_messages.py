@@ -18,6 +18,7 @@ from server.engine.runtime.step_input import step_input
 from server.engine.scheduling.blocks import BlockManager
 from server.engine.scheduling.prompt_images import PromptImage, PromptImages
 from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.snapshots import Snapshots
 from server.engine.scheduling.step import Step
 from tests.engine.factories import SchedulerDriver, make_sequence
 
@@ -127,6 +128,22 @@ def test_steps_of_text_say_nothing_of_images() -> None:
     scheduler.add(make_sequence(3))
     message = StepWriter().write(step_input(scheduler.schedule()), None)
     assert (message.offsets, message.images) == (None, None)
+
+
+def test_states_to_copy_arrive() -> None:
+    snapshots = Snapshots(range(SEQUENCES, SEQUENCES + 2), BLOCK_SIZE, BLOCK_SIZE)
+    scheduler = Scheduler(BlockManager(64, BLOCK_SIZE), SEQUENCES, 32, LONGEST, True, snapshots=snapshots)
+    writer, reader = StepWriter(), StepReader(SEQUENCES, LONGEST // BLOCK_SIZE)
+    copies = []
+    for _ in range(2):
+        scheduler.add(make_sequence(BLOCK_SIZE + 6, max_tokens=1))
+        while scheduler.has_work:
+            step = scheduler.schedule()
+            given, _ = reader.read(_through_bytes(writer.write(step_input(step), None)))
+            copies.append((list(map(tuple, given.restored)), list(map(tuple, given.saved))))
+            scheduler.advance(step)
+            scheduler.resolve(step, [5] * step.num_sampled)
+    assert copies == [([], [(0, SEQUENCES + 1)]), ([], []), ([(SEQUENCES + 1, 0)], [])]
 
 
 def test_a_step_with_guesses_says_so() -> None:

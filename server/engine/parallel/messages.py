@@ -95,6 +95,10 @@ class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """Whether final hidden states are computed in the place of logits."""
     guessed: bool = False
     """Whether the step checks guesses, for which there are graphs of their own."""
+    restored: list[tuple[int, int]] = []
+    """Slots of states to copy before the step: from, to."""
+    saved: list[tuple[int, int]] = []
+    """Slots of states to copy after the step."""
 
 
 class WriteAdapter(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
@@ -171,6 +175,8 @@ class StepWriter:
             None if given.images is None else StepImages.of(given.images),
             given.hidden,
             given.guessed,
+            list(given.restored),
+            list(given.saved),
         )
 
 
@@ -198,7 +204,8 @@ class StepReader:
         offsets = None if message.offsets is None else _numbers(message.offsets)
         images = None if message.images is None else message.images.read()
         columns = rows, starts, lengths, ids, wanted, adapters, offsets
-        return StepInput(tables, *columns, images, message.hidden, message.guessed), launch
+        copies = message.restored, message.saved
+        return StepInput(tables, *columns, images, message.hidden, message.guessed, *copies), launch
 
 
 def _bytes(numbers: npt.NDArray[np.int64]) -> bytes:
