@@ -81,3 +81,7 @@ def test_keys_and_values_that_are_swapped(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(PagedCpuBackend, "attend", swapped)
     refused(tiny_model("llama"), "logits of a first chunk")
+
+
+def test_a_vocabulary_of_fewer_tokens_than_the_check_has() -> None:
+    build_runner(tiny_model("gemma3_text", vocab_size=12, pad_token_id=0, bos_token_id=1, eos_token_id=2), CONFIG)

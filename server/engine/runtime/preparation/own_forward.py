@@ -152,4 +152,4 @@ def _plain_tokens(model: PreTrainedModel, first: int, count: int) -> torch.Tenso
     special = {value for name, value in fields if "token_i" in name and isinstance(value, int)}
     size = config.get_text_config().vocab_size
     plain = (token for token in ((first + 17 * i) % size for i in range(size)) if token not in special)
-    return torch.tensor([*itertools.islice(plain, count)])
+    return torch.tensor([*itertools.islice(itertools.cycle(plain), count)])
