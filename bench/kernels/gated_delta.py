@@ -50,6 +50,7 @@ class Row:
     token_by_token_us: float | None = None
     launched_us: float | None = None
     live_mib: float | None = None
+    """Of the tensors beside arguments and result."""
 
 
 def layer(heads: tuple[int, int], tokens: int, slots: int, state_dtype: torch.dtype = torch.float32) -> GatedDelta:
@@ -161,7 +162,7 @@ def prompt_row(model: str, sequences: int, tokens: int) -> Row:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     by_fla()
-    live = (torch.cuda.max_memory_allocated() - before) / 2**20
+    live = (torch.cuda.max_memory_allocated() - before - p.z.numel() * p.z.element_size()) / 2**20
     return Row(
         model,
         sequences,
