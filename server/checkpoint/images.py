@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from pathlib import Path
+from typing import Any, Literal
 
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.inspection import inspect_checkpoint, read_json
@@ -15,15 +16,29 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TYPES = frozenset(
     (
-        "aya_vision", "gemma3", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next", "mistral3",
-        "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+        "aya_vision", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next",
+        "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
     )
 )  # fmt: skip
 """Model types whose images are served."""
-WHOLE_IMAGES = frozenset(("gemma3",))
-"""The types among them in which an image's tokens attend to one another in both directions."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files in which a checkpoint may say how its images are prepared."""
+
+
+def whole_images(config: Any) -> Literal["windows", "all"] | None:
+    """The layers in which an image's tokens attend to one another in both directions; windows: those with a window.
+
+    config: config.json's content, or transformers' configuration.
+    """
+    model_type = _field(config, "model_type")
+    if model_type == "gemma3":
+        return "all"
+    given = _field(_field(config, "text_config"), "use_bidirectional_attention")
+    return "windows" if model_type == "gemma4" and given == "vision" else None
+
+
+def _field(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 
 def without_images(folder: Path, config: EngineConfig) -> str | None:
@@ -48,7 +63,7 @@ def _reason(folder: Path, config: EngineConfig) -> str | None:
         return f"{architecture} ({model_type}) is served with text only"
     if config.batch_invariant:
         return "engine.batch_invariant is on, which prompts with images do not keep to"
-    if model_type in WHOLE_IMAGES and config.kv_cache_dtype != "auto":
+    if whole_images(settings) is not None and config.kv_cache_dtype != "auto":
         return f"images of {model_type} need engine.kv_cache_dtype auto, not {config.kv_cache_dtype}"
     if config.load_format == "dummy":
         return "engine.load_format is dummy, which makes no weights of image towers"

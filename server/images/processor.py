@@ -16,7 +16,7 @@ from server.checkpoint.inspection import read_json
 from server.checkpoint.tokenizer_files import load_tokenizer
 from server.images.decoding import ImageError
 
-TENSORS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
+TENSORS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "image_position_ids")
 """What image towers take, of all that image processors give."""
 
 Tensors = dict[str, npt.NDArray[Any]]

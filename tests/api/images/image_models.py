@@ -132,6 +132,17 @@ KINDS: dict[str, Kind] = {
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
     ),
+    "gemma4": Kind(
+        {
+            "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+            "boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>",
+        },
+        "<|image|>",
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "max_soft_tokens": 70},
+        {"processor_class": "Gemma4Processor"},
+        {"image_token_id": 0, "video_token_id": 4, "audio_token_id": 5},
+        mark="<|image|>",
+    ),
     "idefics3": replace(_IDEFICS, settings={"processor_class": "Idefics3Processor", "image_seq_len": 1}),
     "smolvlm": replace(
         _IDEFICS,
@@ -179,6 +190,8 @@ def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) 
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in kind.tokens.items()}
     settings = json.loads(json.dumps(settings_of(name))) | kind.config
     settings["text_config"] |= {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "eos_token_id": 2}
+    if "vocab_size_per_layer_input" in settings["text_config"]:
+        settings["text_config"]["vocab_size_per_layer_input"] = len(tokenizer)
     if name.startswith(("qwen", "glm")):
         settings |= {f"{key}_id": found for key, found in ids.items()}
     else:

@@ -91,6 +91,9 @@ class Served:
             rows = [token * width] * height
             return dict(tensors), "[IMG_BREAK]".join(rows) + "[IMG_END]"
         tensors = own(images=[image], return_tensors="pt")
+        if self.name == "gemma4":
+            count = int(tensors.pop("num_soft_tokens_per_image")[0])
+            return dict(tensors), f"<|image>{token * count}<image|>"
         if self.name == "internvl":
             return {"pixel_values": tensors["pixel_values"]}, f"<img>{token * int(tensors['num_patches'][0])}</img>"
         return dict(tensors), token * (int(tensors["image_grid_thw"].prod()) // 4)

@@ -72,11 +72,24 @@ def tiles(seed: int) -> Picture:
     return Picture({"pixel_values": pixels(seed, count, 3, 28, 28)}, [123] + [TOKEN] * count + [124])
 
 
+def gemma4(seed: int) -> Picture:
+    """An image of 6 x 3 or 3 x 9 patches, of which each 3 x 3 are a token, and patches of padding up to four tokens."""
+    width, height = (6, 3) if seed % 2 else (3, 9)
+    count = width * height
+    places = torch.full((1, 36, 2), -1)
+    places[0, :count] = torch.tensor([[i % width, i // width] for i in range(count)])
+    patches = pixels(seed, 1, 36, 3 * 14 * 14).sigmoid()
+    patches[0, count:] = 0
+    return Picture({"pixel_values": patches, "image_position_ids": places}, [123] + [TOKEN] * (count // 9) + [124])
+
+
 PICTURES: dict[str, Callable[[int], Picture]] = {
     "llava": llava,
     "llava_next": llava_next,
     "mistral3": mistral3,
     "gemma3": gemma3,
+    "gemma4": gemma4,
+    "gemma4, whole": gemma4,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "qwen2_vl": qwen,
@@ -89,11 +102,26 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "internvl": tiles,
     "aya_vision": tiles,
 }
+GEMMA_4: dict[str, object] = {"image_token_id": TOKEN, "video_token_id": 125, "audio_token_id": 126}
 SETTINGS: dict[str, dict[str, object]] = {
     "llava": {"image_token_index": TOKEN},
     "llava_next": {"image_token_index": TOKEN, "image_grid_pinpoints": [[56, 28], [28, 56]]},
     "mistral3": {"image_token_index": TOKEN},
     "gemma3": {"image_token_index": TOKEN},
+    # The small ones have inputs for each layer, the large ones images whose tokens see one another.
+    "gemma4": {
+        **GEMMA_4,
+        "text_config": {**settings_of("gemma4")["text_config"], "vocab_size_per_layer_input": 128},
+    },
+    "gemma4, whole": {
+        **GEMMA_4,
+        "text_config": {
+            **settings_of("gemma4")["text_config"],
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        },
+    },
     # With all experts of four, or rounding would choose others.
     "qwen3_vl_moe": {"text_config": {**settings_of("qwen3_vl_moe")["text_config"], "num_experts_per_tok": 4}},
     "glm4v_moe": {"text_config": {**settings_of("glm4v_moe")["text_config"], "num_experts_per_tok": 4}},
@@ -125,7 +153,8 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     name = request.param
     folder = tmp_path_factory.mktemp(name)
-    config = config_of(name, **{**settings_of(name), **SETTINGS.get(name, {})})
+    model_type = name.partition(",")[0]
+    config = config_of(model_type, **{**settings_of(model_type), **SETTINGS.get(name, {})})
     save_nf4(random_model(config), folder / "model")
     model = load_model(folder / "model", CPU, torch.float32, silent, towers=True)
     return Served(name, build_runner(model, CONFIG), reference_model(folder / "model", folder / "reference"))

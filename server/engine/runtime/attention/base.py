@@ -55,6 +55,9 @@ class AttentionBackend(ABC):
     windows: Mapping[int, int | None] = MappingProxyType({})
     """The windows that layers' masks would have had, by layer; a layer that is not here has the one it is called with."""
 
+    windowed_images = False
+    """Whether an image's tokens see one another in layers with a window only."""
+
     def load_long_chunks(self) -> None:  # noqa: B027 - most have none
         """Load what is faster for long chunks but takes long to load, while steps run. Call behind all captures."""
 

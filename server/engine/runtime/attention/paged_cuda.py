@@ -223,7 +223,8 @@ class CudaBackend(GraphBackend):
         elif launches.chunks:
             numbers, items = launches.chunks[self._tokens_per_item[kind]]
             self._attend_chunks(cache, query, out, numbers, items, decode.tables.blocks, options, sinks)
-        if self._image_queries and cache.scales is None:
+        causal = self.windowed_images and options.window is None
+        if self._image_queries and cache.scales is None and not causal:
             own = None if sinks is None else sinks.unsqueeze(-1)
             pages = cache.data
             attend_again(

@@ -74,7 +74,7 @@ class SdpaBackend(AttentionBackend):
 
     def _attend_again(self, layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> None:
         """Overwrite the rows of out that see more than causal attention gives them."""
-        if self._image_queries:
+        if self._image_queries and not (self.windowed_images and options.window is None):
             keys, values, sinks = self._keys[layer], self._values[layer], self._sinks(layer, options)
             attend_again(self._image_queries, lambda blocks: (keys[blocks], values[blocks]), query, out, options, sinks)
 

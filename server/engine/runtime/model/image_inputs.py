@@ -24,8 +24,9 @@ def image_inputs(model: PreTrainedModel, ids: torch.Tensor, images: ImageRows) -
     # The embedding may have no row for a placeholder's id.
     table = model.get_input_embeddings()
     embeddings = table(ids.clamp(max=model.config.get_text_config().vocab_size - 1))
+    extra = _per_layer(model, ids, images, embeddings)
     if not len(images.rows):
-        yield {"inputs_embeds": embeddings[None]}
+        yield {"inputs_embeds": embeddings[None], **extra}
         return
     features = images.features
     if features is None:
@@ -34,20 +35,31 @@ def image_inputs(model: PreTrainedModel, ids: torch.Tensor, images: ImageRows) -
     rows = to_device(images.rows, ids.device)
     embeddings = embeddings.index_copy(0, rows, features[0])
     if not images.layers:
-        yield {"inputs_embeds": embeddings[None]}
+        yield {"inputs_embeds": embeddings[None], **extra}
         return
     mask = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     mask[rows] = True
-    extra = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": list(features[1:])}
+    deep = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": list(features[1:])}
 
     def add(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | extra
+        return args, kwargs | deep
 
     hook = model.get_decoder().register_forward_pre_hook(add, with_kwargs=True)
     try:
         yield {"inputs_embeds": embeddings[None]}
     finally:
         hook.remove()
+
+
+def _per_layer(
+    model: PreTrainedModel, ids: torch.Tensor, images: ImageRows, embeddings: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The inputs of each layer, if the decoder has a table of such (Gemma 4): image tokens have those of padding."""
+    decoder: Any = model.get_decoder()
+    if not getattr(decoder, "hidden_size_per_layer_input", 0):
+        return {}
+    plain = ids.index_fill(0, to_device(images.rows, ids.device), model.config.get_text_config().pad_token_id)
+    return {"per_layer_inputs": decoder.get_per_layer_inputs(plain[None], embeddings[None])}
 
 
 def positions_by_axis(batch: Batch, images: ImageRows) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from server.checkpoint.images import WHOLE_IMAGES
+from server.checkpoint.images import whole_images
 from server.checkpoint.names import TOWERS
 from server.engine.runtime.image_rows import ImageRows
 from server.engine.runtime.trials import first_line
@@ -63,7 +63,7 @@ class ImageTower:
         """The placeholder's token."""
         # Where positions have three axes, the model's class says how an image's tokens are numbered.
         self._numbering = getattr(model.base_model, "get_rope_index", None)
-        self.whole = config.model_type in WHOLE_IMAGES
+        self.whole = whole_images(config) is not None
         """Whether an image's tokens see one another in both directions."""
 
     def layout(self, tokens: Sequence[int], images: Sequence[ImageInput]) -> PromptImages:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from server.checkpoint.images import whole_images
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import AttentionBackend, AttentionOptions, LayerShape
 from server.engine.runtime.attention.factory import auto_cache_dtype, check_cache_dtype, create_backend
@@ -40,6 +41,8 @@ class CacheSpec:
     device: torch.device
     cache_dtype: torch.dtype
     """The dtype in which the cache keeps keys and values."""
+    windowed_images: bool = False
+    """See AttentionBackend."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: EngineConfig) -> CacheSpec:
@@ -53,6 +56,7 @@ class CacheSpec:
             sinks,
             *own,
             stored_dtype(config.kv_cache_dtype, auto_cache_dtype(model.dtype, model.device)),
+            whole_images(model.config) == "windows",
         )
 
     @property
@@ -65,6 +69,7 @@ class CacheSpec:
         own = self.block_size, self.dtype, self.device, self.cache_dtype
         backend = create_backend(self.shapes, self.options, num_blocks, *own)
         backend.sinks = self.sinks
+        backend.windowed_images = self.windowed_images
         backend.windows = {layer: options.window for layer, options in enumerate(self.options)}
         return backend
 
