@@ -215,7 +215,7 @@ def test_many_mixed_requests_get_the_answers_that_they_get_alone(family: str, ki
     rng = random.Random(kind)
     common = prompt_of(50)
     requests, expected = [], {}
-    for index in range(60):
+    for index in range(75):
         prompt = common[: rng.choice((0, 0, 11, 32, 50))] + prompt_of(rng.choice((1, 2, 5, 16, 33, 64, 70)), index)
         sampling = {"temperature": rng.choice((0.0, 1.0)), "seed": index, "ignore_eos": True}
         request = make_request(prompt, max_tokens=rng.choice((1, 3, 20, 60)), **sampling)
