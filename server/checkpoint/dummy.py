@@ -20,6 +20,7 @@ from server.checkpoint.base import CheckpointError, Progress
 from server.checkpoint.classes import read_config
 from server.checkpoint.experts.layout import ExpertsLayout, experts_layouts, replace_experts
 from server.checkpoint.experts.module import NF4Experts, StackedWeight
+from server.checkpoint.host_embedding import move_embedding
 from server.checkpoint.late import NO_ECONOMIES, Economies, check_untied
 from server.checkpoint.sharding.experts import ExpertsPart
 from server.checkpoint.sharding.plan import empty_shard
@@ -67,6 +68,8 @@ def dummy_model(
             output_layer=economies.output_layer,
         )  # fmt: skip
     model.tie_weights()
+    if economies.host_embedding:
+        move_embedding(folder, model)
     progress("making random weights", 1.0)
     return model.eval().requires_grad_(False)
 

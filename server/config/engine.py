@@ -78,6 +78,9 @@ class EngineConfig(Section):
     quantize_skipped: bool = False
     """Whether projections that an NF4 checkpoint has in 16 bit become NF4 while loading; a quarter of their bytes, and other
     answers."""
+    embedding_device: Literal["auto", "cpu"] = "auto"
+    """cpu: the embedding stays in pinned host memory, from which a GPU reads a row for each token. auto: it is where the
+    model is."""
     enable_prefix_caching: bool = True
     """Whether the beginnings of prompts that the KV cache already holds are not computed again."""
     threads: int | None = Field(default=None, ge=1)

@@ -81,7 +81,7 @@ def _load(
     towers: bool,
 ) -> PreTrainedModel | ShardedModel:
     """The model in folder, or this rank's shard of it."""
-    dummy, economies = config.load_format == "dummy", Economies.of(config)
+    dummy, economies = config.load_format == "dummy", Economies.of(config, device.type)
     if membership is None and dummy:
         return dummy_model(folder, device, dtype, progress, seed=0, economies=economies)
     if membership is None:

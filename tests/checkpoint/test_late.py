@@ -14,15 +14,19 @@ from transformers import PreTrainedModel
 from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import loading_of
 from server.checkpoint.dummy import dummy_model
+from server.checkpoint.host_embedding import HostEmbedding
 from server.checkpoint.inspection import inspect_checkpoint
 from server.checkpoint.late import Economies
 from server.checkpoint.loading import load_model, whole_bytes
 from server.config import EngineConfig
+from server.engine.core import Engine
 from server.engine.parallel.auto import check_config
 from server.engine.runtime.limits import EngineConfigError
+from server.engine.runtime.preparation.assembly import build_runner
 from tests.checkpoint.layouts import (
     CPU,
     PROMPTS,
+    change_tensors,
     check_greedy,
     config_of,
     random_model,
@@ -32,8 +36,10 @@ from tests.checkpoint.layouts import (
     silent,
 )
 from tests.checkpoint.test_layouts import LLAMA, llama
+from tests.engine.factories import make_request, run_together, tokens
+from tests.engine.interpreted import run_interpreted
 
-ALL = Economies(output_layer=True, skipped=True)
+ALL = Economies(output_layer=True, skipped=True, host_embedding=True)
 
 
 def loaded(folder: Path, economies: Economies) -> PreTrainedModel:
@@ -88,8 +94,55 @@ def test_the_bytes_that_are_counted(folders: tuple[Path, Path]) -> None:
     info = inspect_checkpoint(folders[0])
     chosen = loading_of(info)
     plain, small = (whole_bytes(info, CPU, torch.bfloat16, chosen, False, kind) for kind in (Economies(), ALL))
-    quantized = 128 * 64 + 2 * (64 * 96 + 64 * 32)
-    assert plain - small == pytest.approx(quantized * (2 - 0.516), rel=0.01)
+    quantized, embedding = 128 * 64 + 2 * (64 * 96 + 64 * 32), 128 * 64 * 2
+    assert plain - small == pytest.approx(quantized * (2 - 0.516) + embedding, rel=0.01)
+
+
+def test_an_embedding_in_host_memory_answers_the_same(folders: tuple[Path, Path]) -> None:
+    on_host = Economies(host_embedding=True)
+    model = loaded(folders[1], on_host)
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, HostEmbedding)
+    assert torch.equal(embedding.weight, loaded(folders[1], Economies()).get_input_embeddings().weight)
+    assert not any(parameter is embedding.weight for parameter in model.parameters())
+    assert served(folders[1], economies=on_host) == served(folders[1])
+
+
+def fill_a_row(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.embed_tokens.weight"][5] = torch.nan
+
+
+def test_an_embedding_with_values_that_are_not_finite_is_refused(folders: tuple[Path, Path]) -> None:
+    change_tensors(folders[1], fill_a_row)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight has values that are not finite"):
+        loaded(folders[1], Economies(host_embedding=True))
+
+
+def test_a_launch_reads_rows_of_the_host() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(
+        "import torch\n"
+        "from server.engine.runtime.model.host_rows import rows_of\n"
+        "table = torch.randn(50, 1500)\n"
+        "ids = torch.tensor([[0, 49], [7, 7]])\n"
+        "assert torch.equal(rows_of(table, ids), table[ids])\n"
+        "assert torch.equal(rows_of(table, torch.tensor([-1, 90])), table[torch.tensor([0, 49])])\n"
+        "assert rows_of(table, ids[:0]).shape == (0, 2, 1500)\n"
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_reads_an_embedding_in_host_memory(tmp_path: Path) -> None:
+    """In eager steps and in graphs, with async scheduling."""
+    config_of("llama", **LLAMA | {"hidden_size": 256, "num_attention_heads": 4}).save_pretrained(tmp_path)
+    engine = EngineConfig(device="cuda", kv_cache_bytes=2**24, max_num_batched_tokens=64, max_num_seqs=8)
+    answers = []
+    for economies in (Economies(), Economies(host_embedding=True)):
+        model = dummy_model(tmp_path, torch.device("cuda", 0), torch.bfloat16, silent, seed=0, economies=economies)
+        requests = [make_request(prompt, max_tokens=8, ignore_eos=True) for prompt in PROMPTS]
+        outputs = run_together(Engine(build_runner(model, engine), engine), *requests)
+        answers.append([tokens(outputs[request.request_id]) for request in requests])
+    assert answers[0] == answers[1]
 
 
 def test_random_weights_do_the_same(tmp_path: Path) -> None:
@@ -98,18 +151,23 @@ def test_random_weights_do_the_same(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     model = dummy_model(tmp_path, CPU, torch.float32, silent, seed=0, economies=ALL)
     assert {"lm_head", "down_proj"} <= in_nf4(model)
+    assert isinstance(model.get_input_embeddings(), HostEmbedding)
     assert not {"lm_head", "down_proj"} & in_nf4(dummy_model(tmp_path, CPU, torch.float32, silent, seed=0))
 
 
 def test_an_output_layer_that_is_the_embedding_is_refused(tmp_path: Path) -> None:
     folder = save_nf4(llama(tie_word_embeddings=True), tmp_path / "tied")
+    with pytest.raises(CheckpointError, match=r"engine\.quantize_output_layer is nf4, but the output layer is the em"):
+        loaded(folder, Economies(output_layer=True))
     with pytest.raises(
-        CheckpointError, match=r"engine\.quantize_output_layer is nf4, but the output layer is the embed"
+        CheckpointError, match=r"engine\.embedding_device is cpu, but the embedding is the output layer"
     ):
-        loaded(folder, ALL)
+        loaded(folder, Economies(host_embedding=True))
 
 
-@pytest.mark.parametrize("settings", [{"quantize_output_layer": "nf4"}, {"quantize_skipped": True}])
+@pytest.mark.parametrize(
+    "settings", [{"quantize_output_layer": "nf4"}, {"quantize_skipped": True}, {"embedding_device": "cpu"}]
+)
 def test_several_gpus_are_refused_by_name(settings: dict[str, object]) -> None:
     with pytest.raises(EngineConfigError, match=f"engine.{next(iter(settings))}.* engine.tensor_parallel_size 2"):
         check_config(EngineConfig(**settings), 2)

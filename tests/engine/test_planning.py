@@ -76,6 +76,7 @@ def test_snapshots_count_as_states() -> None:
         ("qwen3.8-27b", 23, 32768, {"quantize_output_layer": "nf4", "max_num_seqs": 1}),
         ("qwen3.8-27b", 23, 32768, {"quantize_output_layer": "nf4"}),
         ("qwen3.8-27b", 23, 32768, {"quantize_skipped": True}),
+        ("qwen3.8-27b", 23, 32768, {"embedding_device": "cpu"}),
     ],
 )
 def test_what_fits_into_small_gpus(model: str, gib: float, tokens: int, settings: dict[str, Any]) -> None:
@@ -131,6 +132,7 @@ def test_the_output_layer_becomes_nf4_where_the_cache_would_be_too_small(
     off = plan_start(tmp_path, EngineConfig(load_format="dummy", quantize_output_layer="off"), CUDA)
     assert off.config.quantize_output_layer == "off"
     assert off.savings["engine.quantize_output_layer nf4"] / 1e9 == pytest.approx(2.54 - 0.66, abs=0.01)
+    assert off.savings["engine.embedding_device cpu"] / 1e9 == pytest.approx(2.54, abs=0.01)
     assert off.savings["engine.quantize_skipped true"] / 1e9 == pytest.approx(5.03 - 1.30, abs=0.02)
 
 

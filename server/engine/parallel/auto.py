@@ -32,9 +32,14 @@ def check_config(config: EngineConfig, count: int) -> None:
             f"engine.batch_invariant does not work with engine.tensor_parallel_size {count}:"
             " NCCL does not promise in which order it adds"
         )
-    if config.quantize_output_layer == "nf4" or config.quantize_skipped:
-        name = "quantize_skipped" if config.quantize_skipped else "quantize_output_layer nf4"
-        raise EngineConfigError(f"engine.{name} does not work with engine.tensor_parallel_size {count}")
+    asked = {
+        "quantize_output_layer nf4": config.quantize_output_layer == "nf4",
+        "quantize_skipped": config.quantize_skipped,
+        "embedding_device cpu": config.embedding_device == "cpu",
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise EngineConfigError(f"engine.{name} does not work with engine.tensor_parallel_size {count}")
 
 
 def fewest(

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from server.checkpoint.base import CheckpointError
+from server.checkpoint.host_embedding import HostEmbedding
 from server.checkpoint.lora import VocabularyChange
 from server.engine.runtime.model.lora import bias_of, dequantized, slots_of_rows
 from server.engine.runtime.model.lora_names import AdapterNames
@@ -82,6 +83,10 @@ class VocabularyTables:
         self.embedding: AdaptedEmbedding | None = None
         self.output_layer: AdaptedOutputLayer | None = None
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        if isinstance(embedding, HostEmbedding) and not {names.embedding, names.output_layer}.isdisjoint(targets):
+            raise CheckpointError(
+                "engine.embedding_device is cpu, which does not work with adapters that change the embedding or output layer"
+            )
         self._dtype, self._shape = embedding.weight.dtype, tuple(embedding.weight.shape)
         if names.embedding in targets:
             self.embedding = AdaptedEmbedding(embedding, slots)

@@ -22,6 +22,7 @@ from server.engine.runtime.model.class_forward import adapt_forward
 from server.engine.runtime.model.cpu_linear import use_cpu_kernels
 from server.engine.runtime.model.exchanged import exchange_outputs
 from server.engine.runtime.model.expanded import expand_weights
+from server.engine.runtime.model.host_embedding import read_from_host
 from server.engine.runtime.model.image_tower import ImageTower, has_tower
 from server.engine.runtime.model.lora_registry import install_adapters
 from server.engine.runtime.model.projections import replace_projections
@@ -68,6 +69,7 @@ def build_runner(
     device = model.device
     if config.batch_invariant and (config.enforce_eager or device.type != "cuda"):
         raise EngineConfigError("engine.batch_invariant needs CUDA, and engine.enforce_eager off")
+    read_from_host(model)
     keep_in_16_bits(model)
     replace_projections(model)
     expand_weights(model, least(expansion_budget(device, config, kept_bytes)))

@@ -7,7 +7,7 @@ graphs take is estimated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from server.checkpoint.inspection import CheckpointInfo
@@ -106,9 +106,11 @@ def plan_memory(
     """
     text = config.get_text_config()
     weights = weight_parts(info, DTYPE.itemsize, keeps_fp4=False)
+    wanted_forms = Economies.of(engine, "cuda")
     if getattr(text, "tie_word_embeddings", False):
         weights.pop(OUTPUT_LAYER, None)
-    weights = Economies.of(engine).applied(weights, DTYPE.itemsize)
+        wanted_forms = replace(wanted_forms, host_embedding=False)
+    weights = wanted_forms.applied(weights, DTYPE.itemsize)
     parts = {name: weights.get(name, 0) // (1 if name in (TOWER, OTHERS) else ranks) for name in _WEIGHTS}
     token = token_bytes(text, engine) // ranks
     if draft is not None:
@@ -170,5 +172,6 @@ _ECONOMIES = {
     "kv_cache_dtype": "int8",
     "quantize_output_layer": "nf4",
     "quantize_skipped": True,
+    "embedding_device": "cpu",
 }
 """Options with the values that take less memory."""
