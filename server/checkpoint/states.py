@@ -8,7 +8,9 @@ from typing import Any
 from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig
 
-STATE_TYPES = frozenset(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2"))
+STATE_TYPES = frozenset(
+    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe")
+)
 """Model types whose layers with states are served."""
 STATE_KINDS = ("linear_attention", "conv")
 """The names that configurations have for these layers."""

@@ -62,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": _QWEN3_5, **_WITH_IMAGES},
     "qwen3_5_moe_text": _QWEN3_5 | _EXPERTS,
     "qwen3_next": _QWEN3_5 | _EXPERTS | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+    "lfm2_moe": COMMON | HYBRIDS["lfm2"] | _EXPERTS | {"num_dense_layers": 1, "max_position_embeddings": 256},
     "lfm2": COMMON | HYBRIDS["lfm2"] | {"max_position_embeddings": 256},
     "qwen3_5_moe": {"text_config": _QWEN3_5 | _EXPERTS, **_WITH_IMAGES},
 }
@@ -73,6 +74,9 @@ def made(model_type: str) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if "norm" in name and parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) / 8)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.add_(torch.randn_like(buffer) / 4)
     return model
 
 
@@ -88,7 +92,7 @@ def test_nf4_as_bitsandbytes_saves_it(model_type: str, tmp_path: Path) -> None:
     check_served(folder)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_next", "lfm2_moe"])
 def test_experts_in_nf4(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With the heads that predict several tokens, whose experts are no layer's."""
     folder = tmp_path / "model"

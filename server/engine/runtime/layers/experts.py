@@ -93,18 +93,25 @@ class LogitsRouter:
 class ModuleRouter:
     """A router by transformers' own code."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *others: torch.Tensor) -> None:
+        """others: what the module takes after x."""
         self._module = module
+        self._others = others
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Router."""
-        _, weights, experts = self._module(x)
+        _, weights, experts = self._module(x, *self._others)
         return weights, experts
 
 
 @torch.inference_mode()
-def read_router(module: nn.Module) -> Router:
-    """The router that a module is, found by what it gives for random input; else its own code."""
+def read_router(module: nn.Module, expert_bias: torch.Tensor | None = None) -> Router:
+    """The router that a module is, found by what it gives for random input; else its own code.
+
+    expert_bias: what it takes after x, if that is not a part of it.
+    """
+    if expert_bias is not None:
+        return ModuleRouter(module, expert_bias)
     weight, bias, top_k = (getattr(module, name, None) for name in ("weight", "bias", "top_k"))
     own = ModuleRouter(module)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(top_k, int) or top_k < 2:

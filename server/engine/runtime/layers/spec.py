@@ -260,4 +260,5 @@ def _read_experts(module: nn.Module, is_partial: bool) -> Experts:
     if isinstance(experts, ReducedExperts) and dense is None:
         # The launch that sums the ranks' results adds the residual, too.
         experts, is_partial = experts.experts, True
-    return Experts(read_router(router), experts, dense, gate, is_partial)
+    bias: torch.Tensor | None = getattr(module, "expert_bias", None)
+    return Experts(read_router(router, bias), experts, dense, gate, is_partial)
