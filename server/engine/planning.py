@@ -69,8 +69,8 @@ class StartMemory:
             yield
         except MemoryTooSmallError as e:
             raise EngineConfigError(f"{e}; {self.advice}" if self.plan else str(e)) from e
-        except RuntimeError as e:
-            if not is_out_of_memory(e):
+        except (CheckpointError, RuntimeError) as e:
+            if not is_out_of_memory(e) and not is_out_of_memory(e.__cause__):
                 raise
             raise EngineConfigError(f"out of memory on {self.device}: {first_line(e)}; {self.advice}") from e
 

@@ -170,6 +170,15 @@ def test_a_lack_of_memory_names_the_options(error: Exception, small_gpu: Path) -
         raise error
 
 
+def test_a_lack_of_memory_within_another_error_is_named_too(small_gpu: Path) -> None:
+    memory = plan_start(small_gpu, EngineConfig(load_format="dummy"), CUDA)
+    with (
+        pytest.raises(EngineConfigError, match=r"cannot be loaded.*engine\.max_num_batched_tokens"),
+        memory.explained(),
+    ):
+        raise CheckpointError("model: cannot be loaded") from RuntimeError("CUDA error: out of memory")
+
+
 def test_other_errors_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match=r"^something else$"), StartMemory(CUDA, EngineConfig()).explained():
         raise RuntimeError("something else")

@@ -11,6 +11,7 @@ from server.checkpoint.base import CheckpointError
 from server.checkpoint.classes import is_left_out, loading_of
 from server.checkpoint.images import without_images
 from server.checkpoint.inspection import inspect_checkpoint
+from server.checkpoint.late import Economies
 from server.checkpoint.loading import whole_bytes
 from server.checkpoint.lora import check_divisible, read_adapter
 from server.checkpoint.sharding.plan import plan_shard
@@ -56,7 +57,7 @@ def fewest(
         # Every GPU has the draft model whole.
         draft = inspect_checkpoint(Path(config.draft_model))
         free -= whole_bytes(draft, device, dtype, loading_of(draft), towers=False)
-    needed = whole_bytes(info, device, dtype, chosen, towers)
+    needed = whole_bytes(info, device, dtype, chosen, towers, Economies.of(config, device.type))
     if needed <= free * AUTO_SHARE or devices == 1:
         return 1
     blocksize, _ = largest_blocks(info.without(lambda name: is_left_out(name, chosen.config)), chosen.config)

@@ -46,7 +46,7 @@ def share_for_cache(free: int, reserved: int, step: int) -> int:
     return max(0, free - step - reserved)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether a device had no memory left; libraries and the driver say so in plain RuntimeErrors."""
     said = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or (

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from server.config import EngineConfig
 from server.engine.runtime.batch import Batch
-from server.engine.runtime.memory import share_for_cache
+from server.engine.runtime.memory import SCREEN_BYTES, drives_screen, reserve, share_for_cache
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec, cache_budget, run_largest_step
 from tests.engine.models import tiny_model
@@ -18,6 +22,23 @@ GIB = 2**30
 def test_the_cache_gets_what_a_step_and_a_reserve_leave() -> None:
     assert share_for_cache(free=80 * GIB, reserved=3 * GIB, step=7 * GIB) == 70 * GIB
     assert share_for_cache(free=5 * GIB, reserved=3 * GIB, step=7 * GIB) == 0
+
+
+@pytest.mark.parametrize(("screen", "expected"), [(0, 3 * GIB), (1, 3 * GIB + SCREEN_BYTES)])
+def test_a_gpu_that_drives_a_screen_keeps_more_free(
+    screen: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(found: Any, attribute: int, _: Any) -> int:
+        found._obj.value = screen if attribute == 17 else 5
+        return 0
+
+    driver = SimpleNamespace(cuDeviceGet=lambda *_: 0, cuDeviceGetAttribute=read)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
+    drives_screen.cache_clear()
+    try:
+        assert reserve(torch.device("cuda", 0), 100 * GIB) == expected
+    finally:
+        drives_screen.cache_clear()
 
 
 @pytest.mark.parametrize(("tokens", "seqs", "blocks"), [(100, 8, 25), (300, 8, 75), (512, 4, 128), (16, 20, 5)])
