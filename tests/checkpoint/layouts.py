@@ -39,7 +39,7 @@ def silent(stage: str, fraction: float) -> None:
     assert 0.0 <= fraction <= 1.0, stage
 
 
-def _auto(model_type: str) -> Any:
+def auto_class(model_type: str) -> Any:
     """transformers' class that makes models of a type."""
     return AutoModelForImageTextToText if model_type in WITH_IMAGES else AutoModelForCausalLM
 
@@ -47,7 +47,7 @@ def _auto(model_type: str) -> Any:
 def random_model(config: Any, seed: int = 0, size: float = 0.15) -> PreTrainedModel:
     """A random float32 model of a configuration; weights large enough that every part of it matters."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = _auto(config.model_type).from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto_class(config.model_type).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -63,7 +63,7 @@ def save_nf4(model: PreTrainedModel, folder: Path, **quantization: Any) -> Path:
         **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **quantization}
     )
     # Not by the model's own class: some types have another type's, which would write its own type into config.json.
-    packed = _auto(model.config.model_type).from_pretrained(
+    packed = auto_class(model.config.model_type).from_pretrained(
         plain, quantization_config=settings, dtype=torch.bfloat16, device_map={"": "cpu"}
     )
     packed.save_pretrained(folder)
@@ -122,7 +122,9 @@ def reference_model(folder: Path, target: Path) -> PreTrainedModel:
     if settings["model_type"] == "gpt2":  # its class has weights the other way round than bitsandbytes packs them
         tensors |= {name: t.T for name, t in tensors.items() if f"{name}.quant_map" in stored}
     save_file({name: t.contiguous() for name, t in tensors.items()}, target / "model.safetensors", {"format": "pt"})
-    model, report = _auto(settings["model_type"]).from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    model, report = auto_class(settings["model_type"]).from_pretrained(
+        target, dtype=torch.float32, output_loading_info=True
+    )
     assert not report["missing_keys"], report
     add_image_outputs(model)
     return model.eval()

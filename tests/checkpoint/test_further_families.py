@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from bitsandbytes.nn import Linear4bit
 from transformers import CONFIG_MAPPING
 
+from nf4_kernels.format import Weight
+from nf4_kernels.reference import dequantize
 from server.checkpoint.loading import load_model
 from server.engine.core import Engine
 from server.engine.runtime.attention.base import UnsupportedModelError
@@ -21,6 +24,7 @@ from tests.checkpoint.layouts import (
     CPU,
     NEW_TOKENS,
     PROMPTS,
+    auto_class,
     check_greedy,
     config_of,
     random_model,
@@ -73,3 +77,18 @@ def test_classes_that_need_an_image(family: str, tmp_path: Path) -> None:
     saved(family, tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match=r"cannot be served: its forward fails on a prompt of text alone"):
         build_runner(load_model(tmp_path / "model", CPU, torch.float32, silent), CONFIG)
+
+
+@pytest.mark.parametrize("family", ["aria_text", "ernie4_5_vl_moe", "step3p7"])
+def test_experts_in_16_bit_whose_names_only_transformers_knows(family: str, tmp_path: Path) -> None:
+    random_model(config_of(family, **settings_of(family))).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model(tmp_path, CPU, torch.float32, silent)
+    own = auto_class(family).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for name, module in model.named_modules():
+        if isinstance(module, Linear4bit):
+            weight = Weight.from_quant_state(module.weight, module.weight.quant_state)
+            own.get_submodule(name).weight.data = dequantize(weight, torch.float32)
+    requests = [make_request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    outputs = run_together(Engine(build_runner(model, CONFIG), CONFIG), *requests)
+    for prompt, request in zip(PROMPTS, requests, strict=True):
+        check_greedy(own, prompt, tokens(outputs[request.request_id]))

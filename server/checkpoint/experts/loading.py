@@ -61,8 +61,16 @@ class ExpertsLoader:
 
     def take_over(self, model: PreTrainedModel) -> None:
         """Remove from model everything that fill() will load. Raises CheckpointError for NF4 experts of an unknown kind."""
-        for layout in list(experts_layouts(model)):
+        layouts = list(experts_layouts(model))
+        modules = Counter(layout.layer for layout in layouts)
+        for layout in layouts:
             names = self._names.get(layout.layer, Names())
+            if self._is_unknown(layout, names, modules[layout.layer]):
+                logger.warning(
+                    "%s: the files' names for its experts are not known: they stay in 16 bit, in 4 times the memory",
+                    layout.name,
+                )
+                continue
             self._take_router(model, layout, names)
             saved = next((name for name in names.weights.values() if is_packed(name, self._tensors)), None)
             # Llama 4's own code runs every expert on every token, so its experts are ours even where they are in 16 bit.
@@ -79,6 +87,13 @@ class ExpertsLoader:
         if self._layouts or self._routers:
             ignored = model._keys_to_ignore_on_load_unexpected or ()
             model._keys_to_ignore_on_load_unexpected = {*ignored, *TAKEN}
+
+    def _is_unknown(self, layout: ExpertsLayout, names: Names, modules: int) -> bool:
+        """Whether only transformers knows which tensors are a module's: files in 16 bit with other names, or with one set of
+        numbers for several modules of a layer."""
+        if not self._quantizes or layout.kind == Llama4TextExperts.__name__:
+            return False
+        return not names.weights or modules > 1
 
     def _take_router(self, model: nn.Module, layout: ExpertsLayout, names: Names) -> None:
         """Take a router that is in NF4, or a linear layer in a module of its own, where the model has just a parameter."""
