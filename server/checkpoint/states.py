@@ -9,7 +9,7 @@ from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig
 
 STATE_TYPES = frozenset(
-    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe")
+    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm2_vl")
 )
 """Model types whose layers with states are served."""
 STATE_KINDS = ("linear_attention", "conv")

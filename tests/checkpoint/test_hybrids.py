@@ -64,6 +64,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": _QWEN3_5 | _EXPERTS | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
     "lfm2_moe": COMMON | HYBRIDS["lfm2"] | _EXPERTS | {"num_dense_layers": 1, "max_position_embeddings": 256},
     "lfm2": COMMON | HYBRIDS["lfm2"] | {"max_position_embeddings": 256},
+    "lfm2_vl": {
+        "text_config": COMMON | HYBRIDS["lfm2"] | {"model_type": "lfm2", "max_position_embeddings": 256},
+        "vision_config": {
+            "model_type": "siglip2_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 14,
+            "num_patches": 16,
+        },
+        "image_token_id": 120,
+        "projector_hidden_size": 32,
+    },
     "qwen3_5_moe": {"text_config": _QWEN3_5 | _EXPERTS, **_WITH_IMAGES},
 }
 
