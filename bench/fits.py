@@ -1,4 +1,4 @@
-"""What models take of a GPU's memory, counted as a start counts it: python -m bench.fits writes bench/results/fits.json.
+"""What models take of a GPU's memory, by the memory plan of a start: python -m bench.fits writes bench/results/fits.json.
 
 All is counted by the server's own functions, from the shapes of bench/models/. A largest step is an estimate, which a start
 measures.
@@ -13,34 +13,48 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from server.checkpoint.inspection import CheckpointInfo
 from server.checkpoint.parts import described_by
 from server.config import EngineConfig
-from server.config.engine import KVCacheDtype
-from server.engine.runtime.limits import SEQUENCE_LIMITS, TOKEN_BUDGETS
-from server.engine.runtime.preparation.estimates import step_bytes, token_bytes
+from server.engine.runtime.memory import RESERVED_SHARE
+from server.engine.runtime.preparation.plan import Memory, MemoryPlan, decide, plan_memory
 
 MODELS = Path(__file__).resolve().parent / "models"
 RESULT = Path(__file__).resolve().parent / "results" / "fits.json"
 
 
+SIZES = (8, 12, 16, 24, 32, 48, 80)
+"""Memory of GPUs, in GiB."""
+OTHER_BYTES = int(0.8 * 2**30)
+"""About what CUDA, torch and the kernels hold on a GPU."""
+LEAST_TOKENS = 2048
+"""With a KV cache of fewer tokens a model counts as too large."""
+
+
 def footprint(name: str) -> dict[str, Any]:
-    """Bytes of a model of bench/models/ on a GPU: weights, of one token in the KV cache by its dtype, of a largest step.
+    """A model of bench/models/: bytes of its weights, and tokens in the KV cache by the memory of a GPU in GiB.
 
     weights_cpu: the weights on a CPU, where what is not in NF4 is in 32 bits.
     """
     config = AutoConfig.from_pretrained(MODELS / name, local_files_only=True)
-    info, text = described_by(MODELS / name, config), config.get_text_config()
+    info = described_by(MODELS / name, config)
     return {
         "model": name,
         "weights": info.loaded_bytes(2),
         "weights_cpu": info.loaded_bytes(4),
-        "token": {dtype: token_bytes(text, EngineConfig(kv_cache_dtype=dtype)) for dtype in _CACHES},
-        "step": step_bytes(text, TOKEN_BUDGETS["cuda"], SEQUENCE_LIMITS["cuda"]),
-        "context": text.max_position_embeddings,
+        "tokens": {str(size): cached_tokens(info, config, size * 2**30, EngineConfig()) for size in SIZES},
     }
 
 
-_CACHES: tuple[KVCacheDtype, ...] = ("auto", "int8")
+def cached_tokens(info: CheckpointInfo, config: Any, total: int, engine: EngineConfig) -> int:
+    """Tokens that the KV cache holds on a GPU of `total` bytes that nobody else uses; 0: too few."""
+    memory = Memory(total - OTHER_BYTES, total, int(total * RESERVED_SHARE))
+
+    def plan(chosen: EngineConfig) -> MemoryPlan:
+        return plan_memory(info, config, chosen, memory)
+
+    tokens = plan(decide(engine, plan)).tokens
+    return tokens if tokens >= LEAST_TOKENS else 0
 
 
 def main() -> int:
@@ -48,7 +62,7 @@ def main() -> int:
     rows = [footprint(path.name) for path in sorted(MODELS.iterdir())]
     RESULT.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     for row in rows:
-        print(row["model"], *(f"{row[key] / 2**30:.2f}" for key in ("weights", "weights_cpu", "step")), row["token"])
+        print(row["model"], f"{row['weights'] / 2**30:.2f}", f"{row['weights_cpu'] / 2**30:.2f}", row["tokens"])
     return 0
 
 

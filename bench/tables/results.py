@@ -20,6 +20,8 @@ NAMES = {
     "llama-3.1-8b": "Llama-3.1-8B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "gpt-oss-20b": "gpt-oss-20b",
+    "qwen3.5-9b": "Qwen3.5-9B",
+    "qwen3.5-27b": "Qwen3.5-27B",
 }
 Result = dict[str, Any]
 

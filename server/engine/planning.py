@@ -19,7 +19,7 @@ from server.checkpoint.parts import described_by
 from server.config import EngineConfig
 from server.engine.runtime.limits import EngineConfigError, MemoryTooSmallError
 from server.engine.runtime.memory import is_out_of_memory, reserve
-from server.engine.runtime.preparation.plan import Memory, MemoryPlan, plan_memory, savings
+from server.engine.runtime.preparation.plan import Memory, MemoryPlan, decide, plan_memory, savings
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def plan_start(
     Raises CheckpointError for a checkpoint that cannot be read.
     """
     auto = config.quantize_output_layer == "auto"
-    decided = config.model_copy(update={"quantize_output_layer": "off"}) if auto else config
+    decided = off = config.model_copy(update={"quantize_output_layer": "off"}) if auto else config
     if device.type != "cuda":
         return StartMemory(device, decided)
     free, total = torch.cuda.mem_get_info(device)
@@ -97,11 +97,10 @@ def plan_start(
             loaded = info if towers and engine.images is not False else info.without(is_of_tower)
             return plan_memory(loaded, model, engine, memory, draft=draft, ranks=ranks)
 
-        if auto and ranks == 1 and not plan(decided).fits:
-            smaller = decided.model_copy(update={"quantize_output_layer": "nf4"})
-            saved = plan(decided).needed - plan(smaller).needed
-            if saved > 0:
-                decided = smaller
+        if auto and ranks == 1:
+            decided = decide(config, plan)
+            if decided.quantize_output_layer == "nf4":
+                saved = plan(off).weights - plan(decided).weights
                 logger.info("engine.quantize_output_layer auto: nf4, which frees %.2f GiB", saved / 2**30)
         return StartMemory(device, decided, plan(decided), savings(decided, plan, torch.cuda.device_count()))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
-from bench.fits import footprint
-from bench.tables.fits import GIB, cached_tokens
+from bench.fits import MODELS, cached_tokens, footprint
+from bench.tables.fits import GIB
 from bench.tables.results import load
+from server.checkpoint.parts import described_by
+from server.config import EngineConfig
 
 ROWS = {row["model"]: row for row in load("fits.json")["rows"]}
 
@@ -25,6 +28,9 @@ def test_weights_take_what_was_measured(model: str, gib: float) -> None:
 
 
 def test_less_memory_holds_fewer_tokens_and_eight_bits_hold_more() -> None:
-    row = ROWS["qwen3-8b"]
-    assert 0 == cached_tokens(row, 4 * GIB) < cached_tokens(row, 12 * GIB) < cached_tokens(row, 24 * GIB)
-    assert cached_tokens(row, 24 * GIB, "int8") > 1.9 * cached_tokens(row, 24 * GIB)
+    config = AutoConfig.from_pretrained(MODELS / "qwen3-8b", local_files_only=True)
+    info = described_by(MODELS / "qwen3-8b", config)
+    plain, small = EngineConfig(), EngineConfig(kv_cache_dtype="int8")
+    found = [cached_tokens(info, config, size * GIB, plain) for size in (4, 12, 24)]
+    assert found[0] == 0 < found[1] < found[2]
+    assert cached_tokens(info, config, 24 * GIB, small) > 1.6 * found[2]

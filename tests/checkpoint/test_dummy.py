@@ -38,7 +38,8 @@ def test_every_benchmarked_family_runs_on_random_weights(name: str, tmp_path: Pa
     experts = [m for m in model.modules() if isinstance(m, NF4Experts)]
     # Layers with a state have five projections; the two narrow ones stay in 16 bits, as do those of a skip list.
     skipped = settings.get("quantization_config", {}).get("llm_int8_skip_modules", [])
-    fewer = layer_types.get("layer_types", []).count("linear_attention") * (1 + ("in_proj_qkv" in skipped))
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    fewer = kinds.count("linear_attention") * (1 + ("in_proj_qkv" in skipped))
     assert len(layers) == 7 * (4 if experts else 7) - fewer
     assert len(experts) in (0, 7)
     for stacked in (weight for module in experts for weight in (module.gate_up, module.down)):

@@ -147,6 +147,15 @@ def _sequences(engine: EngineConfig, memory: Memory) -> int:
     return engine.max_num_seqs or SEQUENCE_LIMITS["cuda"]
 
 
+def decide(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan]) -> EngineConfig:
+    """A configuration in which engine.quantize_output_layer is not auto. plan: the plan of a start with a configuration."""
+    if engine.quantize_output_layer != "auto":
+        return engine
+    off, small = (engine.model_copy(update={"quantize_output_layer": value}) for value in ("off", "nf4"))
+    helps = not plan(off).fits and plan(small).weights < plan(off).weights
+    return small if helps else off
+
+
 def savings(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan], devices: int) -> dict[str, int]:
     """Options that would free memory, each with its bytes, most first.
 
