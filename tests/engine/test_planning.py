@@ -21,7 +21,7 @@ from server.engine.runtime.limits import EngineConfigError, MemoryTooSmallError
 from server.engine.runtime.memory import RESERVED_SHARE
 from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.preparation.estimates import state_bytes
-from server.engine.runtime.preparation.plan import Memory, MemoryPlan, plan_memory, savings
+from server.engine.runtime.preparation.plan import Memory, MemoryPlan, decide, plan_memory, savings
 from tests.engine.models import COMMON, HYBRIDS, tiny_model
 
 GIB = 2**30
@@ -102,6 +102,14 @@ def test_copies_come_after_a_useful_cache() -> None:
     assert large.parts["16-bit copies, at most"] > 10 * GIB
     assert large.tokens > 32768
     assert planner("qwen3-0.6b", 80)(EngineConfig()).parts["16-bit copies, at most"] < 2**30
+
+
+def test_a_cache_of_configured_bytes_fits_where_these_are_left() -> None:
+    plan = planner("qwen3-14b", 15)
+    small = plan(EngineConfig(kv_cache_bytes=2**24))
+    assert (small.fits, small.cache, small.tokens) == (True, 2**24, 2**24 // small.token)
+    assert decide(EngineConfig(kv_cache_bytes=2**24), plan).quantize_output_layer == "off"
+    assert not plan(EngineConfig(kv_cache_bytes=8 * GIB)).fits
 
 
 def test_options_are_named_with_the_bytes_that_they_free() -> None:

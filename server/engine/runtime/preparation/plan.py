@@ -56,15 +56,19 @@ class MemoryPlan:
     """engine.kv_cache_bytes."""
 
     @property
+    def left(self) -> int:
+        """Bytes that all but the KV cache leave; less than 0: it does not fit."""
+        return self.memory.free - sum(self.parts.values())
+
+    @property
     def cache(self) -> int:
-        """Bytes for the KV cache; less than 0: all else does not fit."""
-        left = self.memory.free - sum(self.parts.values())
-        return left if self.fixed_cache is None else min(left, self.fixed_cache)
+        """Bytes for the KV cache."""
+        return max(0, self.left if self.fixed_cache is None else min(self.left, self.fixed_cache))
 
     @property
     def tokens(self) -> int:
         """Tokens that the KV cache holds."""
-        return max(0, self.cache) // self.token
+        return self.cache // self.token
 
     @property
     def weights(self) -> int:
@@ -73,18 +77,19 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the KV cache holds as many tokens as it should."""
-        return self.tokens >= self.wanted
+        """Whether the KV cache holds as many tokens as it should, or gets the bytes that are configured."""
+        return self.tokens >= self.wanted if self.fixed_cache is None else self.left >= self.fixed_cache
 
     @property
     def needed(self) -> int:
-        """Bytes with which the KV cache holds as many tokens as it should."""
-        return sum(self.parts.values()) + self.token * self.wanted
+        """Bytes with which the plan fits."""
+        cache = self.token * self.wanted if self.fixed_cache is None else self.fixed_cache
+        return sum(self.parts.values()) + cache
 
     def table(self) -> str:
         """A line for each part."""
         rows = [(name, size) for name, size in self.parts.items() if size >= _MIB]
-        rows.append((f"KV cache of {self.tokens} tokens", max(0, self.cache)))
+        rows.append((f"KV cache of {self.tokens} tokens", self.cache))
         lines = [f"  {name:<32}{size / 2**30:8.2f} GiB" for name, size in rows]
         free, total = self.memory.free / 2**30, self.memory.total / 2**30
         return "\n".join([f"memory, of {free:.2f} GiB free of {total:.2f}:", *lines])
