@@ -172,7 +172,7 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     if _wants_gradient(x, bias):
-        result: Tensor = _Linear.apply(x, bias, weight)  # type: ignore[no-untyped-call]
+        result: Tensor = _Linear.apply(x, bias, weight)  # type: ignore[no-untyped-call, unused-ignore]
     else:
         result = _call(x, bias, weight)
     _keep_call(self, weight)
