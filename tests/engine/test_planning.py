@@ -112,6 +112,14 @@ def test_a_cache_of_configured_bytes_fits_where_these_are_left() -> None:
     assert not plan(EngineConfig(kv_cache_bytes=8 * GIB)).fits
 
 
+def test_the_output_layer_stays_as_it_is_where_that_would_not_be_enough() -> None:
+    plan = planner("qwen3-32b", 23)
+    enough, more = EngineConfig(max_model_len=15000), EngineConfig(max_model_len=20000)
+    assert decide(enough, plan).quantize_output_layer == "nf4"
+    assert decide(more, plan).quantize_output_layer == "off"
+    assert "engine.quantize_output_layer nf4" in savings(decide(more, plan), plan, devices=1)
+
+
 def test_options_are_named_with_the_bytes_that_they_free() -> None:
     plan, engine = planner("qwen3-32b", 23), EngineConfig(max_model_len=32768, max_num_seqs=64)
     found = savings(engine, plan, devices=2)

@@ -157,8 +157,7 @@ def decide(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan]) -> 
     if engine.quantize_output_layer != "auto":
         return engine
     off, small = (engine.model_copy(update={"quantize_output_layer": value}) for value in ("off", "nf4"))
-    helps = not plan(off).fits and plan(small).weights < plan(off).weights
-    return small if helps else off
+    return small if not plan(off).fits and plan(small).fits else off
 
 
 def savings(engine: EngineConfig, plan: Callable[[EngineConfig], MemoryPlan], devices: int) -> dict[str, int]:
