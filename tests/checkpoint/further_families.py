@@ -47,9 +47,9 @@ _BART: Settings = {
 }  # fmt: skip
 
 
-def _axes(*sections: int, **others: float) -> Settings:
+def _axes(*sections: int) -> Settings:
     """A text part whose rotary embedding has positions of several axes."""
-    return {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [*sections], **others}}}
+    return {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [*sections]}}}
 
 
 SERVED: dict[str, Settings] = {
@@ -119,7 +119,11 @@ SERVED: dict[str, Settings] = {
     "glm46v": _axes(2, 3, 3),
     "glm4_moe_lite": {},
     "glm4v": _axes(2, 3, 3),
-    "glm4v_moe": _axes(1, 1, 2, partial_rotary_factor=0.5),
+    # With all experts of four: rounding would choose others.
+    "glm4v_moe": {
+        "text_config": {"num_experts_per_tok": 4, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2],
+                                                                      "partial_rotary_factor": 0.5}},
+    },
     "glm_ocr": _axes(2, 3, 3),
     "glmga": _axes(2, 3, 3),
     "got_ocr2": {},

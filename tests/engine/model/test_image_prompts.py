@@ -124,7 +124,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     # With all experts of four, or rounding would choose others.
     "qwen3_vl_moe": {"text_config": {**settings_of("qwen3_vl_moe")["text_config"], "num_experts_per_tok": 4}},
-    "glm4v_moe": {"text_config": {**settings_of("glm4v_moe")["text_config"], "num_experts_per_tok": 4}},
 }
 
 
