@@ -85,3 +85,18 @@ def test_keys_and_values_that_are_swapped(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_vocabulary_of_fewer_tokens_than_the_check_has() -> None:
     build_runner(tiny_model("gemma3_text", vocab_size=12, pad_token_id=0, bos_token_id=1, eos_token_id=2), CONFIG)
+
+
+def test_logits_of_its_own_that_overflow_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As eager attention may in float16."""
+    model = tiny_model("llama")
+    forward = type(model).forward
+
+    def overflowing(self: Any, *given: Any, **options: Any) -> Any:
+        output = forward(self, *given, **options)
+        if self.config._attn_implementation == "eager":
+            output.logits[0, 3] = float("nan")
+        return output
+
+    monkeypatch.setattr(type(model), "forward", overflowing)
+    build_runner(model, CONFIG)

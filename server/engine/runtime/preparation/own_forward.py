@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -17,10 +16,10 @@ from server.engine.runtime.batch import Batch, Span, Spans
 from server.engine.runtime.exchange import agreed
 from server.engine.runtime.limits import ModelLimits
 from server.engine.runtime.model.class_forward import takes
-from server.engine.runtime.model.decoder import decoder_layers
 from server.engine.runtime.paged_model import PagedModel
 from server.engine.runtime.preparation.cache import CacheSpec, PagedWith
 from server.engine.runtime.preparation.states import own_mixers
+from server.engine.runtime.preparation.trial_steps import growth
 from server.engine.runtime.trials import failure
 
 logger = logging.getLogger(__name__)
@@ -33,8 +32,6 @@ tokens by rounding.
 """
 _EIGHT_BITS = 0.5
 """The same for a cache in 8 bits."""
-_TOLERATED_LAYERS = 32
-"""The roundings of so many layers are tolerated; those of more layers add up like random numbers."""
 _LONGEST_WINDOW = 64
 """Windows up to this many tokens are exceeded. Longer ones are what their masks say (attention/masks.py)."""
 
@@ -75,7 +72,7 @@ def check_own_forward(paged_with: PagedWith, spec: CacheSpec, limits: ModelLimit
 
 
 def _tolerance(paged: PagedModel, cache_dtype: torch.dtype) -> float:
-    own = _TOLERANCES[paged.dtype] * math.sqrt(max(1.0, len(decoder_layers(paged.model)) / _TOLERATED_LAYERS))
+    own = _TOLERANCES[paged.dtype] * growth(paged)
     return max(own, _EIGHT_BITS) if cache_dtype.itemsize == 1 else own
 
 
@@ -84,6 +81,10 @@ def _differences(paged: PagedModel, lengths: tuple[int, int], tolerance: float) 
     sequences = [_plain_tokens(paged.model, first, length) for first, length in zip((101, 211), lengths, strict=True)]
     with own_mixers(paged.states):
         expected = [_own_logits(paged.model, ids.to(paged.device)) for ids in sequences]
+    if not all(bool(logits.isfinite().all()) for logits in expected):
+        # Eager attention may overflow in float16 where kernels, which sum in float32, do not.
+        logger.warning("the class's own logits are not finite in %s, so nothing is compared with them", paged.dtype)
+        return []
     errors = defaultdict(list)
     for chunks in _steps(lengths):
         # In another order than the tokens', for classes that give all tokens' rows whatever they are asked for.
