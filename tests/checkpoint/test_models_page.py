@@ -6,6 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import transformers
+from transformers import CONFIG_MAPPING
+
 from server.checkpoint.images import IMAGE_TYPES
 from tests.checkpoint import (
     models_page,
@@ -17,6 +21,7 @@ from tests.checkpoint import (
     test_source,
 )
 from tests.checkpoint import test_tokenizer_files as tokenizers
+from tests.checkpoint.further_families import FURTHER
 from tests.checkpoint.test_classes import HYBRIDS
 from tests.checkpoint.test_hybrids import MODELS
 from tests.engine.model import test_image_prompts, test_lora, test_lora_kinds, test_moe
@@ -122,6 +127,8 @@ def rows(title: str) -> dict[str, str]:
 def test_tables_of_families_are_the_tests_lists() -> None:
     """Neither a row that no test runs nor a tested family without one: python -m tests.checkpoint.models_page."""
     page = PAGE.read_text(encoding="utf-8")
+    if not FURTHER.keys() <= CONFIG_MAPPING.keys():
+        pytest.skip(f"transformers {transformers.__version__} does not have all families of the page")
     assert models_page.written(page) == page
     assert {name.partition(",")[0] for name in test_image_prompts.PICTURES} == IMAGE_TYPES
 
