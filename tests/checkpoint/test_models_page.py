@@ -127,7 +127,7 @@ def rows(title: str) -> dict[str, str]:
 def test_tables_of_families_are_the_tests_lists() -> None:
     """Neither a row that no test runs nor a tested family without one: python -m tests.checkpoint.models_page."""
     page = PAGE.read_text(encoding="utf-8")
-    if not FURTHER.keys() <= CONFIG_MAPPING.keys():
+    if not all(family in CONFIG_MAPPING for family in FURTHER):
         pytest.skip(f"transformers {transformers.__version__} does not have all families of the page")
     assert models_page.written(page) == page
     assert {name.partition(",")[0] for name in test_image_prompts.PICTURES} == IMAGE_TYPES
