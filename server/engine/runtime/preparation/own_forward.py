@@ -1,4 +1,4 @@
-"""The check that a model computes over the paged cache what its class computes by itself; its text would be wrong else."""
+"""Check that a model over the paged cache computes what its class computes by itself; if not, its text would be wrong."""
 
 from __future__ import annotations
 
