@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 _DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
-def failure(attempt: Callable[[], object]) -> str | None:
-    """Why attempt() fails, in one line; None where it does not.
+def failure(attempt: Callable[[], object], *unsuitable: type[Exception]) -> str | None:
+    """Why attempt() fails, in one line; None where it does not. Other errors than unsuitable ones are logged in full.
 
     Raises torch.OutOfMemoryError and torch.AcceleratorError, which say nothing about what is tried.
     """
@@ -22,6 +22,8 @@ def failure(attempt: Callable[[], object]) -> str | None:
         attempt()
     except _DEVICE_ERRORS:
         raise
+    except unsuitable as e:
+        return first_line(e)
     except Exception as e:
         logger.info("what was tried fails", exc_info=True)
         return summary(e)

@@ -16,7 +16,7 @@ from server.engine.runtime.attention.paged_cpu import PagedCpuBackend
 from server.engine.runtime.exchange import agreed, is_alone
 from server.engine.runtime.layers.decoder import DecoderLayer
 from server.engine.runtime.layers.outer import write_norm, write_rotary
-from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps
+from server.engine.runtime.layers.small_steps import MAX_TOKENS, SmallSteps, UnsuitableError
 from server.engine.runtime.layers.spec import UnknownLayerError, read_layer, read_state_layer
 from server.engine.runtime.layers.state_layers import StateLayers
 from server.engine.runtime.model.decoder import decoder_layers, outer_modules
@@ -117,7 +117,7 @@ def _use_small_steps(
                 raise ValueError(f"logits {wrong}")
         paged.small_steps = small
 
-    failed = failure(attempt)
+    failed = failure(attempt, UnsuitableError)
     if failed is not None:
         logger.info("steps of few tokens go through the model's class, and take up to half as long again: %s", failed)
 
