@@ -121,15 +121,17 @@ def plan_on(
     device: torch.device, m: int, n: int, k: int, blocksize: int = 64, nested: bool = True, normalised: bool = False
 ) -> Plan:
     """plan() for a CUDA device of this machine (16-bit types)."""
-    return _plan(m, n, k, arch(device), _multiprocessors(device), blocksize, nested, normalised)
+    own, multiprocessors = _properties(device.index if device.index is not None else torch.cuda.current_device())
+    return _plan(m, n, k, own, multiprocessors, blocksize, nested, normalised)
 
 
 _plan = functools.lru_cache(maxsize=4096)(plan)
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _properties(index: int) -> tuple[int, int]:
+    device = torch.device("cuda", index)
+    return arch(device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _launch(

@@ -40,6 +40,7 @@ def test_the_engine_says_whether_it_is_worth_trying_again(
         raise error
 
     monkeypatch.setattr(torch, "set_num_threads", fail)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     addresses = [f"ipc://{tmp_path}/to-engine", f"ipc://{tmp_path}/from-engine"]
     with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as events:
         commands.bind(addresses[0])
