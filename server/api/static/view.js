@@ -43,6 +43,8 @@ export const isEditing = () => at("messages").querySelector(".editing") !== null
 /** A message of the conversation has changed; what a stream adds is drawn as fast as drawing goes. */
 export function messageChanged(message) {
   if (!articles.has(message.id)) {
+    // Another tab's answer may be in a branch that is not shown here.
+    if (!path(conversation).includes(message)) return;
     at("messages").append(article(message));
     at("welcome").hidden = true;
     keepUp();
