@@ -17,6 +17,8 @@ from tests.api.pages.browser import ENDED, Page, ask, asked, chat_page, load, se
 from tests.api.pages.page_server import CONTEXT, KEY, serve_pages, write_words_model
 from tests.conftest import RunningServer, engine_pid
 
+pytestmark = pytest.mark.rest
+
 STORY = "Tell me a very long story about a lighthouse."
 CONTINUE = ".assistant .resume"
 

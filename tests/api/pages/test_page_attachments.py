@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.api.pages.browser import Page, ask, asked, choose_files, load, paste
 from tests.api.pages.test_page_conversations import choose, saved
+
+pytestmark = pytest.mark.rest
 
 CODE = "def f():\n    return '```'\n"
 LONG = "A long line of a long text, <b>with a mark</b>.\n" * 80

@@ -12,6 +12,8 @@ import pytest
 from tests.api.pages.browser import SHORT, ask, keep_settings, load, tab
 from tests.api.pages.page_server import KEY
 
+pytestmark = pytest.mark.rest
+
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.api.pages.browser import Page, answered, pasted
+
+pytestmark = pytest.mark.rest
 
 MATHS = """The root \\(x = \\frac{-b \\pm \\sqrt{b^2 - 4ac}}{2a}\\) and $e^{i\\pi} = -1$ cost $5 and $6.
 

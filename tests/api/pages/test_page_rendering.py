@@ -8,6 +8,8 @@ import pytest
 
 from tests.api.pages.browser import ENDED, Page, answered, choose_files, paste, pasted, send
 
+pytestmark = pytest.mark.rest
+
 MARKDOWN = """# Heading
 
 Some *soft*, **strong** text and `code`, see main.py and https://example.org/a_b.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.api.pages.browser import ENDED, Page, ask, asked, load, send
+
+pytestmark = pytest.mark.rest
 
 STORY = "Tell me a very long story about a lighthouse."
 PROSE = "document.querySelector('article.assistant .prose')?.innerText.length > 20"
@@ -124,8 +128,9 @@ async def test_a_tab_that_goes_leaves_its_answer(page: Page) -> None:
     await page.click(".new-chat")
     await ask(page, "Is 7 a prime?")
     async with page.neighbour(await page.value("location.href")) as other:
-        await other.set("[name=max_tokens]", "7000")
+        # The conversation's settings come with it.
         await other.until("document.querySelector('.assistant .prose')")
+        await other.set("[name=max_tokens]", "7000")
         await send(other, STORY)
         await page.until("document.querySelectorAll('article').length === 4")
         await page.until("document.getElementById('send').ariaLabel === 'Stop'")

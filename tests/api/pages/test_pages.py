@@ -150,7 +150,7 @@ async def test_scrolling_up_while_it_streams(page: Page) -> None:
     await page.until(f"{log}.scrollHeight > {log}.clientHeight + 150")
     # It follows the end, until somebody goes up.
     assert await page.value(f"{log}.scrollHeight - {log}.clientHeight - {log}.scrollTop < 32")
-    await page.call("Input.dispatchMouseEvent", type="mouseWheel", x=500, y=120, deltaX=0, deltaY=-4000)
+    await page.call("Input.dispatchMouseEvent", type="mouseWheel", x=500, y=120, deltaX=0, deltaY=-100_000)
     await page.until(f"{log}.scrollTop === 0")
     height = await page.value(f"{log}.scrollHeight")
     await page.until(f"{log}.scrollHeight > {height}")
