@@ -3,6 +3,7 @@
  * kernels.h. */
 #pragma once
 
+#include "exponential.h"
 #include "gated_delta_tile.h"
 #include "kernels.h"
 
@@ -21,26 +22,6 @@ Lanes load(const float* from) {
 void store(float* to, Lanes value) { memcpy(to, &value, sizeof value); }
 
 Lanes all(float value) { return Lanes{} + value; }
-
-/* Within 2 units in the last place from -87 to 88, and their results beyond; a form that compilers vectorize. */
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
-  constexpr float kRound = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-  const float shifted = x * 1.44269504f + kRound, whole = shifted - kRound;
-  const float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  float sum = 1.9875691500e-4f;
-  sum = sum * rest + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
-  const uint32_t power = (float_to_bits(shifted) - float_to_bits(kRound) + 127) << 23;
-  return sum * bits_to_float(power);
-}
-
-inline float silu(float x) { return x / (1.0f + exponential(-x)); }
 
 void widen_row(const void* from, int64_t at, float* to, int n, int32_t dtype) {
   if (dtype == NF4_FLOAT32) {

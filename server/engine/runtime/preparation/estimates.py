@@ -10,12 +10,11 @@ from server.checkpoint.states import STATE_KINDS, has_states, kinds_of_layers
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape
 from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
+from server.engine.runtime.layers.delta_layout import MAX_LIVE_BYTES
 from server.engine.runtime.states.kinds import gated_delta, short_convolution
 
 DTYPE = torch.bfloat16
 """Of weights that are not in NF4, and of activations."""
-CHUNK_BYTES = 200 * 2**20
-"""What a chunk over states holds at most, which bounds it."""
 
 
 def token_bytes(text: Any, engine: EngineConfig) -> int:
@@ -58,7 +57,7 @@ def step_bytes(text: Any, tokens: int, sequences: int) -> int:
         inner = experts * (getattr(text, "moe_intermediate_size", None) or inner)
     heads = text.num_attention_heads
     width = max(heads * (getattr(text, "head_dim", None) or text.hidden_size // heads), 0 if experts else dense)
-    chunk = CHUNK_BYTES if "linear_attention" in kinds_of_layers(text) else 0
+    chunk = MAX_LIVE_BYTES if "linear_attention" in kinds_of_layers(text) else 0
     activations = max(tokens, sequences) * (3 * inner + 6 * text.hidden_size) * DTYPE.itemsize
     return int(chunk + activations + DTYPE.itemsize * width * text.hidden_size + 12 * sequences * text.vocab_size)
 
