@@ -185,6 +185,8 @@ log.addEventListener(
   "scroll",
   () => {
     const below = log.scrollHeight - log.clientHeight - log.scrollTop;
+    // The event of toEnd()'s own scrolling may come behind a wheel's.
+    if (log.scrollTop === lastTop) return;
     // A wheel's scrolling begins with a few pixels. Where a conversation gets shorter, the end itself comes up.
     if (log.scrollTop < lastTop && below >= 1) following = false;
     else if (below < 32) following = true;

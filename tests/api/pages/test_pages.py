@@ -150,6 +150,11 @@ async def test_scrolling_up_while_it_streams(page: Page) -> None:
     await page.until(f"{log}.scrollHeight > {log}.clientHeight + 150")
     # It follows the end, until somebody goes up.
     assert await page.value(f"{log}.scrollHeight - {log}.clientHeight - {log}.scrollTop < 32")
+    # What tells of its own scrolling to the end may come behind the wheel.
+    await page.value(f"['wheel', 'scroll'].map((name) => {log}.dispatchEvent(new WheelEvent(name, {{deltaY: -1}})))")
+    place = await page.value(f"{log}.scrollTop")
+    await page.until(f"{log}.scrollHeight - {log}.clientHeight > {place} + 50")
+    assert await page.value(f"{log}.scrollTop") <= place
     await page.call("Input.dispatchMouseEvent", type="mouseWheel", x=500, y=120, deltaX=0, deltaY=-100_000)
     await page.until(f"{log}.scrollTop === 0")
     height = await page.value(f"{log}.scrollHeight")
