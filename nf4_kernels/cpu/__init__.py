@@ -19,6 +19,7 @@ from torch import Tensor
 from nf4_kernels.format import Weight, check, second_level
 from nf4_kernels.gated_delta_params import Nf4GatedDelta
 from nf4_kernels.library_files import cpu_library
+from nf4_kernels.mamba2_params import Nf4Mamba2
 from nf4_kernels.params import DTYPES, TABLE_NUMBERS, Nf4Weight, size_error, weight_struct
 
 ISAS = ("amx", "avx512vnni", "avx512", "avx2", "portable")
@@ -52,6 +53,7 @@ def library() -> ctypes.CDLL | str:
         loaded.nf4_cpu_moe.argtypes = (*[pointer] * 6, *[integer] * 3, *[ctypes.c_int32] * 4)
         loaded.nf4_cpu_linear_bf16w.argtypes = (*[pointer] * 4, *[integer] * 3, ctypes.c_int32)
         loaded.nf4_cpu_gated_delta.argtypes = (ctypes.POINTER(Nf4GatedDelta), ctypes.c_int32)
+        loaded.nf4_cpu_mamba2.argtypes = (ctypes.POINTER(Nf4Mamba2), ctypes.c_int32)
         loaded.nf4_cpu_struct_size.restype = integer
         loaded.nf4_cpu_struct_size.argtypes = (ctypes.c_char_p,)
         loaded.nf4_cpu_isa.restype = ctypes.c_char_p
@@ -61,7 +63,8 @@ def library() -> ctypes.CDLL | str:
         loaded.nf4_cpu_clock.argtypes = (ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double))
     except (OSError, AttributeError) as e:
         return f"{path} cannot be loaded: {e}"
-    if error := size_error(loaded.nf4_cpu_struct_size, {"Nf4Weight": Nf4Weight, "Nf4GatedDelta": Nf4GatedDelta}):
+    structs = {"Nf4Weight": Nf4Weight, "Nf4GatedDelta": Nf4GatedDelta, "Nf4Mamba2": Nf4Mamba2}
+    if error := size_error(loaded.nf4_cpu_struct_size, structs):
         return f"{path} cannot be used: {error}"
     wanted = os.environ.get("NF4_CPU_ISA")
     if wanted and loaded.nf4_cpu_set_isa(wanted.encode()):

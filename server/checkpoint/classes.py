@@ -112,7 +112,7 @@ def _refuse_other_states(info: CheckpointInfo, config: Any, model_class: type[Pr
         what = f"layers of the kind {', '.join(others)}" if others else "layers with a state of their own"
         raise CheckpointError(
             f"{info.folder}: {info.architecture} ({info.model_type}) has {what}, which the paged cache cannot serve;"
-            " of models with such layers, only Qwen3.5's, Qwen3-Next's and LFM2's are served"
+            " docs/models.md says which models with such layers are served"
         )
 
 

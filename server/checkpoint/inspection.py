@@ -19,6 +19,7 @@ from server.checkpoint.states import NARROW_INPUTS
 Quantization = Literal["nf4", "none"]
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
 """Bytes of a number, by safetensors' names of types."""
+_PROJECTIONS = ("w1", "w2", "w3", "input_linear", "output_linear")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _NEEDED = "bitsandbytes NF4 or an unquantized model is needed"
 # safetensors' own limit; a larger header is damage, and must not be read into memory.
@@ -226,7 +227,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _is_projection(name: str) -> bool:
     module = name.removesuffix(".weight").rpartition(".")[2]
-    is_named = module.endswith("proj") or module.startswith("in_proj_") or module in ("w1", "w2", "w3")
+    is_named = module.endswith("proj") or module.startswith("in_proj_") or module in _PROJECTIONS
     return name.endswith(".weight") and is_named and module not in NARROW_INPUTS and not is_of_tower(name)
 
 

@@ -9,12 +9,16 @@ from server.checkpoint.base import CheckpointError
 from server.config import EngineConfig
 
 STATE_TYPES = frozenset(
-    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm2_vl")
+    (
+        *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        *("lfm2", "lfm2_moe", "lfm2_vl"),
+        *("granitemoehybrid",),
+    )
 )
 """Model types whose layers with states are served."""
-STATE_KINDS = ("linear_attention", "conv")
+STATE_KINDS = ("linear_attention", "conv", "mamba")
 """The names that configurations have for these layers."""
-_MODULES = ("linear_attn", "conv")
+_MODULES = ("linear_attn", "conv", "mamba")
 """The names that transformers' decoder layers have for what keeps the state."""
 NARROW_INPUTS = ("in_proj_b", "in_proj_a", "in_proj_ba")
 """Projections in these modules with one or two outputs for each head. They stay in 16 bits: NF4 would save nothing."""
@@ -23,7 +27,9 @@ NARROW_INPUTS = ("in_proj_b", "in_proj_a", "in_proj_ba")
 def kinds_of_layers(config: Any) -> list[str]:
     """The kinds of a model's layers by its configuration; empty where that names none."""
     text = config.get_text_config()
-    return [str(kind) for key in ("layer_types", "layers_block_type") for kind in getattr(text, key, None) or ()]
+    # Where both are there, one is the other's older name.
+    named = (getattr(text, key, None) for key in ("layer_types", "layers_block_type"))
+    return [str(kind) for kind in next(filter(None, named), ())]
 
 
 def has_states(config: Any) -> bool:
@@ -35,7 +41,8 @@ def state_modules(model: Any) -> list[Any]:
     """The modules of transformers' decoder layers that keep a state, in the order of the layers; none in other models."""
     if not has_states(model.config):
         return []
-    return [getattr(layer, name) for layer in model.get_decoder().layers for name in _MODULES if hasattr(layer, name)]
+    modules = [getattr(layer, name, None) for layer in model.get_decoder().layers for name in _MODULES]
+    return [module for module in modules if module is not None]
 
 
 def check_hybrid(folder: Path, config: Any, engine: EngineConfig) -> None:

@@ -79,6 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 32,
     },
     "qwen3_5_moe": {"text_config": _QWEN3_5 | _EXPERTS, **_WITH_IMAGES},
+    "granitemoehybrid": COMMON | HYBRIDS["granitemoehybrid"] | {"num_local_experts": 8, "intermediate_size": 64},
 }
 
 
@@ -102,11 +103,12 @@ def test_every_type_is_tested() -> None:
 def test_nf4_as_bitsandbytes_saves_it(model_type: str, tmp_path: Path) -> None:
     folder = save_nf4(made(model_type), tmp_path / "model")
     packed = inspect_checkpoint(folder).packed
-    assert any(name.endswith(("in_proj_a.weight", "in_proj_ba.weight", "conv.in_proj.weight")) for name in packed)
+    inputs = "in_proj_a.weight", "in_proj_ba.weight", "conv.in_proj.weight", "mamba.in_proj.weight"
+    assert any(name.endswith(inputs) for name in packed)
     check_served(folder)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_next", "lfm2_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "granitemoehybrid"])
 def test_experts_in_nf4(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With the heads that predict several tokens, whose experts are no layer's."""
     folder = tmp_path / "model"
@@ -134,6 +136,17 @@ def test_the_publishers_skip_list(tmp_path: Path, eager: bool) -> None:
     runner = build_runner(load_model(folder, CPU, torch.float32, silent), config)
     assert runner.states is not None
     assert all(kind.tensors[1].dtype is torch.float32 for kind in runner.states.kinds)
+
+
+def test_mixers_in_16_bit(tmp_path: Path) -> None:
+    """As Unsloth has them of Granite 4."""
+    folder = save_nf4(
+        made("granitemoehybrid"), tmp_path / "model", llm_int8_skip_modules=["lm_head", "in_proj", "out_proj"]
+    )
+    packed = inspect_checkpoint(folder).packed
+    assert any("shared_mlp" in name for name in packed)
+    assert not any("mamba" in name for name in packed)
+    check_served(folder)
 
 
 def test_16_bit_quantized_while_loading(tmp_path: Path) -> None:

@@ -72,8 +72,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 32,
+    "mamba_expand": 2,
+    "max_position_embeddings": 8192,
+}
 # Layers that keep a state of each sequence among others that attend.
 HYBRIDS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        **_MAMBA2,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
     "lfm2": {
         "num_hidden_layers": 5,
         "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],

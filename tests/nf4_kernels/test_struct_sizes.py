@@ -12,6 +12,7 @@ import pytest
 
 from nf4_kernels import build, cpu, params
 from nf4_kernels.cuda import library as cuda_library
+from nf4_kernels.mamba2_params import Nf4Mamba2
 
 
 class LongerWeight(ctypes.Structure):
@@ -25,6 +26,7 @@ def test_every_struct_of_the_headers_is_mirrored_in_its_size() -> None:
     library = cpu.library()
     assert not isinstance(library, str), library
     assert params.size_error(library.nf4_cpu_struct_size, cuda_library.STRUCTS) is None
+    assert params.size_error(library.nf4_cpu_struct_size, {"Nf4Mamba2": Nf4Mamba2}) is None
     header = "".join((build.SOURCES / name).read_text() for name in ("params.h", "gated_delta.h"))
     assert set(re.findall(r"^} (\w+);", header, re.MULTILINE)) == set(cuda_library.STRUCTS)
     assert library.nf4_cpu_struct_size(b"Nf4Nothing") == 0

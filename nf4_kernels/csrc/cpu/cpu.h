@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "gated_delta.h"
+#include "mamba2.h"
 #include "params.h"
 
 #define NF4_EXPORT extern "C" __attribute__((visibility("default")))
@@ -40,6 +41,9 @@ NF4_EXPORT int nf4_cpu_linear_bf16w(const float* x, const uint16_t* w, const flo
 /* Advances the states of all sequences of a step by their tokens: nf4_kernels/gated_delta.py. Rows of no sequence are left. */
 NF4_EXPORT int nf4_cpu_gated_delta(const Nf4GatedDelta* p, int32_t threads);
 
+/* The same of Mamba2: nf4_kernels/mamba2.py. */
+NF4_EXPORT int nf4_cpu_mamba2(const Nf4Mamba2* p, int32_t threads);
+
 /* The instruction set in use: "portable", "avx2", "avx512", "avx512vnni" or "amx". */
 NF4_EXPORT const char* nf4_cpu_isa(void);
 
@@ -58,5 +62,5 @@ NF4_EXPORT void nf4_cpu_clock(double* dequant_seconds, double* linear_seconds);
 /* Adds wall time of a linear layer that the caller has computed from dequantized rows to `linear`. */
 NF4_EXPORT void nf4_cpu_count_linear(double seconds);
 
-/* Bytes of a struct of params.h; 0 for a name that is none of theirs. */
+/* Bytes of a struct of params.h, gated_delta.h or mamba2.h; 0 for a name that is none of theirs. */
 NF4_EXPORT int64_t nf4_cpu_struct_size(const char* name);

@@ -1,6 +1,7 @@
 /* Dequantizing, widening and storing with AVX-512, and the table of its kernels in float32. */
 #include "avx512.h"
 #include "gated_delta_tile.h"
+#include "mamba2_kernels.h"
 
 namespace nf4 {
 namespace {
@@ -113,6 +114,7 @@ const Kernels* avx512_float32_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
     k.gated_delta = gated_delta_avx512;
+    k.mamba2 = &mamba2_avx512;
     k.decode = decode;
     k.dot = dot_avx512;
     k.emit = emit;

@@ -35,7 +35,7 @@ void run_task(const Nf4GatedDelta* p, DeltaKernel* kernel, int64_t task) {
   float* rest = room.floats((size_t)delta_room(p));
   for (int64_t row = begin; row < end; row += kDeltaTokens) {
     const int tokens = (int)(end - row < kDeltaTokens ? end - row : kDeltaTokens);
-    const DeltaTile tile{p, row, tokens, slot, row > begin || !p->has_state || p->has_state[sequence]};
+    const DeltaTile tile{{row, tokens, slot, row > begin || !p->has_state || p->has_state[sequence]}, p};
     kernel(&tile, head, state, rest);
   }
 }

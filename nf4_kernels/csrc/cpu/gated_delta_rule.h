@@ -1,96 +1,17 @@
-/* The gated delta rule of one key head and its value heads, over the tokens of one sequence. A kernel file defines Lanes, a
- * vector of floats, and multiply_add(a, b, c) = a * b + c of it, before it includes this; static for the reason given in
- * kernels.h. */
+/* The gated delta rule of one key head and its value heads, over the tokens of one sequence. */
 #pragma once
 
-#include "exponential.h"
 #include "gated_delta_tile.h"
 #include "kernels.h"
+#include "state_rows.h"
 
 namespace nf4 {
 namespace {
 
-constexpr int kLanes = sizeof(Lanes) / sizeof(float);
 constexpr float kL2Eps = 1e-6f;
 
-Lanes load(const float* from) {
-  Lanes value;
-  memcpy(&value, from, sizeof value);
-  return value;
-}
-
-void store(float* to, Lanes value) { memcpy(to, &value, sizeof value); }
-
-Lanes all(float value) { return Lanes{} + value; }
-
-void widen_row(const void* from, int64_t at, float* to, int n, int32_t dtype) {
-  if (dtype == NF4_FLOAT32) {
-    memcpy(to, (const float*)from + at, n * sizeof(float));
-  } else if (dtype == NF4_BFLOAT16) {
-    const uint16_t* halves = (const uint16_t*)from + at;
-    for (int i = 0; i < n; ++i) to[i] = from_bf16(halves[i]);
-  } else {
-    for (int i = 0; i < n; ++i) to[i] = load_as(from, at + i, dtype);
-  }
-}
-
-void round_row(float* row, int n, int32_t dtype) {
-  if (dtype == NF4_BFLOAT16) {
-    for (int i = 0; i < n; ++i) row[i] = from_bf16(to_bf16(row[i]));
-  } else if (dtype == NF4_FLOAT16) {
-    for (int i = 0; i < n; ++i) row[i] = from_fp16(to_fp16(row[i]));
-  }
-}
-
-float sum_of_squares(const float* row, int n) {
-  Lanes sum{};
-  int i = 0;
-  for (; i + kLanes <= n; i += kLanes) sum = multiply_add(load(row + i), load(row + i), sum);
-  float total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
-  for (; i < n; ++i) total += row[i] * row[i];
-  return total;
-}
-
-void scale_row(float* row, int n, float factor) {
-  for (int i = 0; i < n; ++i) row[i] *= factor;
-}
-
-/* mixed[tokens][dim]: channels [first, first + dim) after convolution and SiLU, rounded; their latest inputs go to the slot.
- * room: (2 taps + tokens) * dim floats. */
-void convolve(const DeltaTile& tile, int64_t first, int dim, float* mixed, float* room) {
-  const Nf4GatedDelta* p = tile.p;
-  const int taps = p->taps, old = taps - 1;
-  float* weights = room;               /* [taps][dim] */
-  float* inputs = room + taps * dim;   /* [old + tokens][dim] */
-  for (int c = 0; c < dim; ++c) {
-    for (int j = 0; j < taps; ++j) weights[j * dim + c] = load_as(p->conv_weight, (first + c) * taps + j, p->conv_dtype);
-  }
-  const int64_t state = tile.slot * p->conv_slot + first * old;
-  for (int c = 0; c < dim; ++c) {
-    for (int j = 0; j < old; ++j) {
-      inputs[j * dim + c] = tile.continues ? load_as(p->conv_state, state + c * old + j, p->dtype) : 0.0f;
-    }
-  }
-  for (int t = 0; t < tile.tokens; ++t) {
-    widen_row(p->qkv, (tile.row + t) * p->qkv_stride + first, inputs + (old + t) * dim, dim, p->dtype);
-  }
-  for (int t = 0; t < tile.tokens; ++t) {
-    float* sums = mixed + t * dim;
-    for (int c = 0; c < dim; ++c) sums[c] = 0;
-    for (int j = 0; j < taps; ++j) {
-      const float* weight = weights + j * dim;
-      const float* input = inputs + (t + j) * dim;
-      for (int c = 0; c < dim; ++c) sums[c] += weight[c] * input[c];
-    }
-    for (int c = 0; c < dim; ++c) sums[c] = silu(sums[c]);
-    round_row(sums, dim, p->dtype);
-  }
-  for (int c = 0; c < dim; ++c) {
-    for (int j = 0; j < old; ++j) {
-      store_as(p->conv_state, state + c * old + j, inputs[(tile.tokens + j) * dim + c], p->dtype);
-    }
-  }
+Convolution convolution_of(const Nf4GatedDelta* p) {
+  return {p->qkv, p->qkv_stride, p->conv_weight, nullptr, p->conv_state, p->conv_slot, p->taps, p->dtype, p->conv_dtype};
 }
 
 /* The latest token, by which the state is yet to be advanced: S becomes decay S + k^T delta. */
@@ -186,7 +107,7 @@ void value_head(const DeltaTile& tile, int head, float* state, const float* q, c
   float* delta = v + (int64_t)tile.tokens * dim;
   float* o = delta + dim;
   float* read = o + dim;
-  convolve(tile, first, dim, v, read);
+  convolve(convolution_of(p), tile, first, dim, v, dim, read);
   Pending pending{nullptr, delta, 0};
   for (int t = 0; t < tile.tokens; ++t, q += rows, k += rows, v += dim) {
     const int64_t token = tile.row + t;
@@ -196,9 +117,7 @@ void value_head(const DeltaTile& tile, int head, float* state, const float* q, c
       pass<false, true>(state, rows, dim, pending, k, q, read, o);
     }
     const float rate = load_as(p->a, token * p->a_stride + head, p->dtype) + p->dt_bias[head];
-    /* As torch's softplus. */
-    const float soft = rate > 20.0f ? rate : __builtin_log1pf(__builtin_expf(rate));
-    const float decay = __builtin_expf(-__builtin_expf(p->a_log[head]) * soft);
+    const float decay = __builtin_expf(-__builtin_expf(p->a_log[head]) * softplus(rate));
     const float beta = 1.0f / (1.0f + __builtin_expf(-load_as(p->b, token * p->b_stride + head, p->dtype)));
     float qk = 0;
     for (int r = 0; r < rows; ++r) qk += q[r] * k[r];
@@ -219,8 +138,8 @@ void key_head(const DeltaTile& tile, int head, float* wide, float* room) {
   float* q = room;
   float* k = q + (int64_t)tile.tokens * dim;
   float* rest = k + (int64_t)tile.tokens * dim;
-  convolve(tile, (int64_t)head * dim, dim, q, rest);
-  convolve(tile, (int64_t)(p->key_heads + head) * dim, dim, k, rest);
+  convolve(convolution_of(p), tile, (int64_t)head * dim, dim, q, dim, rest);
+  convolve(convolution_of(p), tile, (int64_t)(p->key_heads + head) * dim, dim, k, dim, rest);
   const float scale = 1.0f / __builtin_sqrtf((float)dim);
   for (int t = 0; t < tile.tokens; ++t) {
     scale_row(q + t * dim, dim, scale / __builtin_sqrtf(sum_of_squares(q + t * dim, dim) + kL2Eps));

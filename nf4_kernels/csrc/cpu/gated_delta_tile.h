@@ -3,6 +3,7 @@
 
 #include "gated_delta.h"
 #include "kernels.h"
+#include "sequence_rows.h"
 
 namespace nf4 {
 
@@ -10,12 +11,8 @@ namespace nf4 {
 constexpr int kDeltaTokens = 32;
 
 /* Some tokens of one sequence. */
-struct DeltaTile {
+struct DeltaTile : SequenceRows {
   const Nf4GatedDelta* p;
-  int64_t row; /* of the first token */
-  int tokens;
-  int64_t slot;
-  bool continues; /* whether the slot holds a state */
 };
 
 /* One key head of a tile, with its value heads. wide: room for a state, where those of the slots are in 16 bit. room: for

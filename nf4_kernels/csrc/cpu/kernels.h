@@ -32,12 +32,14 @@ struct Prepared {
 };
 
 struct DeltaTile;
+struct Mamba2Kernels;
 
 struct Kernels {
   const char* name;
 
   /* The gated delta rule: gated_delta_tile.h. */
   void (*gated_delta)(const DeltaTile* tile, int head, float* wide, float* room);
+  const Mamba2Kernels* mamba2;
 
   /* Elements [begin, end) of w to out[0 ...] in dtype. */
   void (*decode)(const Nf4Weight* w, int64_t begin, int64_t end, void* out, int32_t dtype);

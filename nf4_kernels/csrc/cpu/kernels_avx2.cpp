@@ -2,6 +2,7 @@
  * weights that those in fixed point and with bfloat16 weights do not take. */
 #include "avx2.h"
 #include "gated_delta_tile.h"
+#include "mamba2_kernels.h"
 
 namespace nf4 {
 namespace {
@@ -143,6 +144,7 @@ const Kernels* avx2_kernels() {
     Kernels k{};
     k.name = "avx2";
     k.gated_delta = gated_delta_avx2;
+    k.mamba2 = &mamba2_avx2;
     k.decode = decode;
     k.dot = dot;
     k.emit = emit;

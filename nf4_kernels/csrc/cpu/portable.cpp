@@ -1,5 +1,6 @@
 /* Kernels for any CPU, in C++ with the vectors of GCC and clang: of 16 bytes, SSE2's on x86-64 and NEON's on arm. */
 #include "gated_delta_tile.h"
+#include "mamba2_kernels.h"
 
 namespace nf4 {
 namespace {
@@ -114,6 +115,7 @@ const Kernels* portable_kernels() {
     Kernels k{};
     k.name = "portable";
     k.gated_delta = gated_delta_portable;
+    k.mamba2 = &mamba2_portable;
     k.decode = decode;
     k.dot = dot;
     k.emit = emit;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +44,11 @@ _PLACES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
     # The one norm is in front of both parts.
     ("input_layernorm", None, None, None),
 )
-_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward")
+_FEED_FORWARDS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 _OUTPUTS = ("o_proj", "dense", "out_proj")
 _HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
-_MLPS = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"))
-_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+_MLPS = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("input_linear", "output_linear"))
+_ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 _DROPOUTS = (nn.Dropout, nn.Identity)
 
 
@@ -73,11 +74,14 @@ def read_state_layer(layer: nn.Module, states: StateLayers) -> DecoderLayer:
 def _with_mixer(layer: nn.Module, mixer_name: str, mixer: Mixer) -> DecoderLayer:
     children = _children(layer, (mixer_name,))
     mlp_name = next((name for name in _FEED_FORWARDS if name in children), _FEED_FORWARDS[0])
-    norms = {name: child for name, child in children.items() if name not in (mixer_name, mlp_name)}
+    beside = "shared_mlp" if mlp_name == "block_sparse_moe" and "shared_mlp" in children else None
+    norms = {name: child for name, child in children.items() if name not in (mixer_name, mlp_name, beside)}
     places = next((places for places in _PLACES if set(norms) == {name for name in places if name}), None)
-    if places is None or len(norms) + 2 != len(children):
+    if places is None or len(norms) + 2 + (beside is not None) != len(children):
         raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(children)}")
     mlp = _read_mlp(children[mlp_name])
+    if beside is not None:
+        mlp = _with_shared(mlp, children[beside])
     before, after, before_mlp, after_mlp = (None if name is None else read_norm(norms[name]) for name in places)
     multiplier = float(getattr(layer, "residual_multiplier", 1.0))
     blocks = Block(before, after, multiplier), Block(before_mlp, after_mlp, multiplier)
@@ -222,6 +226,14 @@ def _read_mlp(module: nn.Module) -> FeedForward:
     return _read_dense(module)
 
 
+def _with_shared(mlp: FeedForward, module: nn.Module) -> Experts:
+    """Experts with the expert that all tokens share, which the layer has next to them (Granite)."""
+    shared = _read_dense(module)
+    if not isinstance(mlp, Experts) or not isinstance(shared, GatedMlp) or mlp.shared is not None or mlp.is_partial:
+        raise UnknownLayerError(f"{type(module).__name__} next to a feed-forward part of another kind")
+    return replace(mlp, shared=shared)
+
+
 def _read_dense(module: nn.Module) -> GatedMlp | Mlp:
     function: Any = next((getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name)), None)
     children = dict(_children(module, ()))
@@ -237,8 +249,8 @@ def _read_dense(module: nn.Module) -> GatedMlp | Mlp:
     if not callable(function):
         raise UnknownLayerError(f"{type(module).__name__} has no activation")
     activation = read_activation(function)
-    if set(projections) == {"gate_up_proj"}:
-        return GatedMlp(projection_of(projections["gate_up_proj"]), down, activation, function)
+    if set(projections) in ({"gate_up_proj"}, {"input_linear"}):
+        return GatedMlp(projection_of(*projections.values()), down, activation, function)
     if set(projections) == {"gate_proj", "up_proj"}:
         both = joined([projections["gate_proj"], projections["up_proj"]])
         return GatedMlp(both.alone or both, down, activation, function)

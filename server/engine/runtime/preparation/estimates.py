@@ -11,8 +11,12 @@ from server.config import EngineConfig
 from server.engine.runtime.attention.base import LayerShape
 from server.engine.runtime.attention.kernels.kv_cache import bytes_per_token, stored_dtype
 from server.engine.runtime.layers.delta_layout import MAX_LIVE_BYTES
-from server.engine.runtime.states.kinds import gated_delta, short_convolution
+from server.engine.runtime.states.kinds import gated_delta, mamba2, short_convolution
 
+_MAMBA2_NAMES = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+)
 DTYPE = torch.bfloat16
 """Of weights that are not in NF4, and of activations."""
 
@@ -41,12 +45,24 @@ def state_bytes(config: Any) -> int:
         return 0
     text = config.get_text_config()
     count = sum(kind in STATE_KINDS for kind in kinds_of_layers(config))
+    if sizes := _mamba2_sizes(text):
+        heads, head_dim, state_dim, groups, taps = sizes
+        return count * mamba2(heads * head_dim + 2 * groups * state_dim, taps, heads, state_dim, head_dim, DTYPE).nbytes
     if hasattr(text, "conv_L_cache"):
         return count * short_convolution(text.hidden_size, text.conv_L_cache, DTYPE).nbytes
     key, value = text.linear_key_head_dim, text.linear_value_head_dim
     channels = 2 * text.linear_num_key_heads * key + text.linear_num_value_heads * value
     kind = gated_delta(channels, text.linear_conv_kernel_dim, text.linear_num_value_heads, key, value, DTYPE)
     return count * kind.nbytes
+
+
+def _mamba2_sizes(text: Any) -> list[int]:
+    """Heads, their width, the state's columns, groups and taps by a configuration of Mamba2; empty for another one."""
+    for names in _MAMBA2_NAMES:
+        sizes: list[Any] = [getattr(text, name, None) for name in names]
+        if None not in sizes:
+            return [int(size) for size in sizes]
+    return []
 
 
 def step_bytes(text: Any, tokens: int, sequences: int) -> int:

@@ -20,6 +20,7 @@ from server.checkpoint.states import NARROW_INPUTS, has_states, state_modules
 from server.config import EngineConfig
 from server.engine.runtime.attention.base import UnsupportedModelError
 from server.engine.runtime.layers.gated_delta import read_rule
+from server.engine.runtime.layers.mamba2 import read_mamba2
 from server.engine.runtime.layers.short_convolution import read_convolution
 from server.engine.runtime.layers.state_layers import StateLayers, StateRule
 from server.engine.runtime.limits import CPU_CACHE_BYTES, MemoryTooSmallError, sequence_limit, token_budget
@@ -35,7 +36,9 @@ _KV_TOKENS = 1024
 """Tokens for which every sequence should find room in the KV cache, before more sequences get states."""
 _SNAPSHOTS_OF_ONE = 0.5
 """Snapshots for each sequence that may run."""
-_WRAPPED = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
+_WRAPPED = (
+    "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "mamba2_chunk_scan",
+)  # fmt: skip
 """Functions of transformers' that call other kernels where these are installed."""
 _CERTAIN = 0.9
 """The share of the memory for states and the KV cache that states of several sequences count with: a step is an estimate."""
@@ -71,7 +74,7 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
     if not has_states(model.config.get_text_config()):
         return None
     modules = state_modules(model)
-    rules: list[StateRule | None] = [read_rule(module) or read_convolution(module) for module in modules]
+    rules: list[StateRule | None] = [_read(module) for module in modules]
     found = [rule for rule in rules if rule is not None]
     if len(found) < len(modules):
         other = modules[rules.index(None)]
@@ -88,6 +91,10 @@ def make_states(model: PreTrainedModel, bytes_per_block: int, config: EngineConf
         module.forward = mixer.by_modules().forward
     _report(states, len(decoder_layers(model)))
     return states
+
+
+def _read(module: nn.Module) -> StateRule | None:
+    return read_rule(module) or read_convolution(module) or read_mamba2(module)
 
 
 def _report(states: StateLayers, layers: int) -> None:

@@ -49,3 +49,12 @@ def gated_delta(channels: int, taps: int, heads: int, key_dim: int, value_dim: i
 def short_convolution(channels: int, taps: int, dtype: torch.dtype) -> StateKind:
     """The state of a causal convolution alone (LFM2): its latest inputs."""
     return StateKind("convolution", (StateTensor((channels, taps - 1), dtype),), has_spare=True)
+
+
+def mamba2(channels: int, taps: int, heads: int, state_dim: int, head_dim: int, dtype: torch.dtype) -> StateKind:
+    """The state of Mamba2 with its causal convolution (Granite 4): the convolution's inputs, and a matrix a head.
+
+    dtype: the activations'. The matrices are in float32, as those of gated_delta().
+    """
+    convolution = StateTensor((channels, taps - 1), dtype)
+    return StateKind("Mamba2", (convolution, StateTensor((heads, state_dim, head_dim), torch.float32)))

@@ -1,4 +1,4 @@
-/* The gated delta rule on any CPU. */
+/* The gated delta rule and Mamba2 on any CPU. */
 namespace nf4 {
 namespace {
 
@@ -10,9 +10,12 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return a * b + c; }
 }  // namespace nf4
 
 #include "gated_delta_rule.h"
+#include "mamba2_scan.h"
 
 namespace nf4 {
 
 void gated_delta_portable(const DeltaTile* tile, int head, float* wide, float* room) { key_head(*tile, head, wide, room); }
+
+const Mamba2Kernels mamba2_portable{mamba2_convolve, mamba2_advance, mamba2_normalise};
 
 }  // namespace nf4

@@ -1,4 +1,4 @@
-/* The gated delta rule with AVX2 and FMA. */
+/* The gated delta rule and Mamba2 with AVX2 and FMA. */
 #include <immintrin.h>
 
 namespace nf4 {
@@ -12,9 +12,12 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm256_fmad
 }  // namespace nf4
 
 #include "gated_delta_rule.h"
+#include "mamba2_scan.h"
 
 namespace nf4 {
 
 void gated_delta_avx2(const DeltaTile* tile, int head, float* wide, float* room) { key_head(*tile, head, wide, room); }
+
+const Mamba2Kernels mamba2_avx2{mamba2_convolve, mamba2_advance, mamba2_normalise};
 
 }  // namespace nf4

@@ -1,4 +1,4 @@
-/* The gated delta rule with AVX-512. */
+/* The gated delta rule and Mamba2 with AVX-512. */
 #include <immintrin.h>
 
 namespace nf4 {
@@ -12,9 +12,12 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm512_fmad
 }  // namespace nf4
 
 #include "gated_delta_rule.h"
+#include "mamba2_scan.h"
 
 namespace nf4 {
 
 void gated_delta_avx512(const DeltaTile* tile, int head, float* wide, float* room) { key_head(*tile, head, wide, room); }
+
+const Mamba2Kernels mamba2_avx512{mamba2_convolve, mamba2_advance, mamba2_normalise};
 
 }  // namespace nf4
