@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from tests.checkpoint.families import COMMON
 from tests.checkpoint.multimodal import CLASSES, VISION
+from tests.checkpoint.test_hybrids import MODELS as HYBRIDS
 
 Settings = dict[str, Any]
 
@@ -249,9 +250,9 @@ FURTHER = SERVED | WRONG_POSITIONS | NEEDS_IMAGES
 
 
 def settings_of(family: str) -> Settings:
-    """A tiny configuration of a family of FURTHER, or of a multimodal class."""
-    if family in CLASSES:
-        return CLASSES[family]
+    """A tiny configuration of a family of FURTHER, of a multimodal class, or of a hybrid."""
+    if family in CLASSES or family in HYBRIDS:
+        return (CLASSES | HYBRIDS)[family]
     return _merged(_tiny(family), FURTHER[family])
 
 

@@ -197,7 +197,6 @@ def test_random_weights_for_benchmarks(tmp_path: Path) -> None:
         ({"speculation": "lookup"}, "engine.speculation lookup"),
         ({"allow_runtime_lora": True}, "LoRA adapters"),
         ({"batch_invariant": True}, "engine.batch_invariant"),
-        ({"images": True}, "is served with text only"),
     ],
 )
 def test_what_layers_with_states_do_not_do_is_refused_before_weights_are_read(

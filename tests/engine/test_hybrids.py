@@ -123,6 +123,15 @@ def test_rotary_angles_of_positions_with_axes() -> None:
     axes = positions.expand(3, 1, 7)
     for found, expected in zip(written(x, axes), own(x, axes), strict=True):
         torch.testing.assert_close(found, expected)
+    # With images positions of axes may differ. Those of a text are one row, expanded, and take no call of the module.
+    written = write_rotary(own, has_axes=True)
+    assert written is not None
+    rows = torch.stack([positions, positions + 1, positions + 2])
+    for given in (axes, rows):
+        torch.testing.assert_close(written(x, given), own(x, given))
+    own.inv_freq = torch.zeros(3)
+    assert not torch.equal(written(x, axes)[1], own(x, axes)[1])
+    assert torch.equal(written(x, rows)[1], own(x, rows)[1])
     apart = AnglesOfAxes()
     apart.forward = lambda x, position_ids: (x, x)  # type: ignore[method-assign]
     assert write_rotary(apart, has_axes=False) is None

@@ -45,7 +45,7 @@ class Kind:
     processor: dict[str, Any]
     """preprocessor_config.json."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """processor_config.json."""
+    """processor_config.json, if it has one."""
     config: dict[str, Any] = field(default_factory=dict)
     """More of config.json."""
     mark: str = ""
@@ -74,6 +74,15 @@ _QWEN = Kind(
     "<|vision_start|><|image_pad|><|vision_end|>",
     {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 20},
 )
+# Its checkpoints have no processor_config.json.
+_QWEN3_5 = replace(
+    _QWEN,
+    processor={
+        "image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor", "patch_size": 14,
+        "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+        "size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 20},
+    },
+)  # fmt: skip
 _IDEFICS = Kind(
     {
         "image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
@@ -153,6 +162,8 @@ KINDS: dict[str, Kind] = {
     "qwen2_5_vl": replace(_QWEN, settings={"processor_class": "Qwen2_5_VLProcessor"}),
     "qwen3_vl": replace(_QWEN, settings={"processor_class": "Qwen3VLProcessor"}),
     "qwen3_vl_moe": replace(_QWEN, settings={"processor_class": "Qwen3VLProcessor"}),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
     "glm4v": replace(_GLM, settings={"processor_class": "Glm4vProcessor"}),
     "glm4v_moe": replace(_GLM, settings={"processor_class": "Glm4vProcessor"}),
     "glm46v": replace(
@@ -201,7 +212,8 @@ def write_image_model(folder: Path, name: str = "llava", template: str = PARTS) 
     add = {"extra_special_tokens": kind.tokens} if {"boi_token", "start_image_token"} & set(kind.tokens) else {}
     change_json(folder, lambda found: found.update(add), "tokenizer_config.json")
     (folder / "preprocessor_config.json").write_text(json.dumps(kind.processor))
-    (folder / "processor_config.json").write_text(json.dumps(kind.settings))
+    if kind.settings:
+        (folder / "processor_config.json").write_text(json.dumps(kind.settings))
     return folder
 
 

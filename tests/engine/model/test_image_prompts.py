@@ -18,7 +18,7 @@ from server.engine.runtime.preparation.assembly import build_runner
 from server.engine.runtime.runner import ModelRunner
 from tests.checkpoint.further_families import settings_of
 from tests.checkpoint.layouts import CPU, config_of, random_model, reference_model, save_nf4, silent
-from tests.engine.model.image_prompts import Picture, Prompt, answers, expected
+from tests.engine.model.image_prompts import TOLERANCE, Picture, Prompt, answers, expected
 
 CONFIG = EngineConfig(device="cpu", kv_cache_bytes=2**22, enforce_eager=True, block_size=4, max_num_batched_tokens=32)
 TOKEN, BREAK, END = 120, 121, 122
@@ -96,12 +96,16 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "qwen2_5_vl": qwen,
     "qwen3_vl": qwen,
     "qwen3_vl_moe": qwen,
+    "qwen3_5": qwen,
+    "qwen3_5_moe": qwen,
     "glm4v": qwen,
     "glm46v": qwen,
     "glm4v_moe": qwen,
     "internvl": tiles,
     "aya_vision": tiles,
 }
+# Kernels in fixed point are off by 1e-4 of the logits' norm in other models; states carry it on.
+TOLERANCES = {"qwen3_5": 1.2e-2, "qwen3_5_moe": 1.2e-2}
 GEMMA_4: dict[str, object] = {"image_token_id": TOKEN, "video_token_id": 125, "audio_token_id": 126}
 SETTINGS: dict[str, dict[str, object]] = {
     "llava": {"image_token_index": TOKEN},
@@ -124,6 +128,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     # With all experts of four, or rounding would choose others.
     "qwen3_vl_moe": {"text_config": {**settings_of("qwen3_vl_moe")["text_config"], "num_experts_per_tok": 4}},
+    "qwen3_5_moe": {"text_config": {**settings_of("qwen3_5_moe")["text_config"], "num_experts_per_tok": 8}},
 }
 
 
@@ -145,7 +150,7 @@ class Served:
         """The engine answers to prompts that are sent at once as transformers does to each alone."""
         for prompt, found in zip(prompts, answers(engine, *prompts), strict=True):
             wanted = expected(self.reference, prompt)
-            assert found.same_as(wanted), (prompt.ids, found, wanted)
+            assert found.same_as(wanted, TOLERANCES.get(self.name, TOLERANCE)), (prompt.ids, found, wanted)
 
 
 @pytest.fixture(scope="module", params=PICTURES)
@@ -191,11 +196,12 @@ def test_equal_prompts_share_their_prefix_and_different_images_do_not(served: Se
     longer = Prompt([text(1, 6), served.picture(1), text(2, 9), served.picture(3), text(3, 3)])
     served.check(engine, longer)
     shared = engine.stats().prefix_cache_hits - hits
-    assert shared == len(first.ids) // 4 * 4
+    has_states = served.runner.states is not None  # of which there is a snapshot near the prompt's end
+    assert shared == (len(first.ids) - 5 if has_states else len(first.ids)) // 4 * 4
     # The same text about another image of the same size: nothing from the image's first block on is shared.
     served.check(engine, Prompt([text(1, 6), served.picture(3), text(2, 9)]))
     place = first.images[0].start
-    assert engine.stats().prefix_cache_hits - hits - shared == place // 4 * 4
+    assert engine.stats().prefix_cache_hits - hits - shared == (0 if has_states else place // 4 * 4)
 
 
 def test_a_prefix_that_ends_within_an_image(served: Served) -> None:

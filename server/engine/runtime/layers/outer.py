@@ -41,15 +41,16 @@ def fixed_frequencies(module: nn.Module) -> tuple[torch.Tensor, float] | None:
 def write_rotary(module: nn.Module, has_axes: bool = True) -> Callable[..., Any] | None:
     """A forward for a rotary embedding's module, one launch on CUDA; None if it has another form.
 
-    has_axes: whether positions of several axes may differ, as images make them do.
+    has_axes: whether positions of several axes may differ, as images make them do. Those of a text are one row, expanded.
     """
     found, own = fixed_frequencies(module), module.forward
     if found is None:
         return None
     frequencies, scaling = found
+    joins = False
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *others: Any, **named: Any) -> Any:
-        if position_ids.dim() == 3 and not has_axes:
+        if joins and position_ids.dim() == 3 and (not has_axes or position_ids.stride(0) == 0):
             position_ids = position_ids[0]
         if others or named or position_ids.dim() != 2:
             return own(x, position_ids, *others, **named)
@@ -65,7 +66,7 @@ def write_rotary(module: nn.Module, has_axes: bool = True) -> Callable[..., Any]
         return None
     computed = forward(example, positions)
     # Others keep the axes apart, for attention to join.
-    has_axes = has_axes or joined is None or not all(a.shape == b.shape for a, b in zip(joined, computed, strict=True))
+    joins = joined is not None and all(a.shape == b.shape for a, b in zip(joined, computed, strict=True))
     same = all(a.shape == b.shape and torch.allclose(a, b, atol=2e-5) for a, b in zip(computed, expected, strict=True))
     return forward if same else None
 
